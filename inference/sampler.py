@@ -1,0 +1,79 @@
+"""One token per sequence from logits; the randomness is a pure function of (seed, position).
+
+1. noise = Gumbel(threefry(seed, position)), one draw per vocabulary entry.
+2. token = argmax(filtered logits / temperature + noise), which is a sample from the softmax (Gumbel-max).
+3. logp = log-probability of that token under the distribution sampled from: after temperature, top-k, top-p, min-p.
+
+So a token depends on weights, prefix, seed and position only: not on its slot, its neighbours or the server. A validator
+that knows the seed draws the same noise and checks the argmax (arXiv 2511.20621 uses the same property).
+
+Letters: B sequences, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Sampling:
+    """How each sequence samples; arrays [B]. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+
+    seed: jax.Array  # uint32
+    temperature: jax.Array  # float32
+    top_k: jax.Array  # int32
+    top_p: jax.Array  # float32
+    min_p: jax.Array  # float32
+
+
+def noise(seed_B: jax.Array, position_B: jax.Array, vocab_size: int) -> jax.Array:
+    """Standard Gumbel noise [B, V] of (seed, position); `position` counts tokens from the start of the sequence.
+
+    Spelled out rather than left to `jax.random.gumbel`, whose bits-to-float step has changed between releases: a proof
+    must replay on another version. u = (the top 23 bits + 1/2) / 2^23 lies strictly inside (0, 1).
+    """
+
+    def draw(seed, position):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        bits_V = jax.random.bits(key, (vocab_size,), jnp.uint32)
+        u_V = ((bits_V >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+        return -jnp.log(-jnp.log(u_V))
+
+    return jax.vmap(draw)(seed_B, position_B)
+
+
+def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """Log-probabilities [B, V] of the distribution sampled from; -inf where filtered out.
+
+    Greedy rows (temperature 0) report the untempered distribution.
+    """
+    temperature_B = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logits_BV = logits_BV / temperature_B[:, None]
+    filters = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+    # The filters sort the vocabulary; a batch that uses none must not pay for it.
+    logits_BV = jax.lax.cond(jnp.any(filters), _filter, lambda x, _: x, logits_BV, sampling)
+    return jax.nn.log_softmax(logits_BV, axis=-1)
+
+
+def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Returns (token_B int32, logp_B float32): the token to put at `position_B`, and its log-probability."""
+    logp_BV = scores(logits_BV, sampling)
+    gumbel_BV = noise(sampling.seed, position_B, logits_BV.shape[-1])
+    noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
+    token_B = jnp.argmax(noised_BV, axis=-1).astype(jnp.int32)
+    return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """top-k, then top-p over what is left, then min-p relative to the best; ties at a threshold are kept."""
+    V = logits_BV.shape[-1]
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    k_B = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, V), V)
+    kth_B = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, axis=-1)
+    in_k_BV = sorted_BV >= kth_B
+    probs_BV = jax.nn.softmax(jnp.where(in_k_BV, sorted_BV, -jnp.inf), axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # mass of strictly better entries
+    kept_BV = (before_BV < sampling.top_p[:, None]) & in_k_BV & (probs_BV >= sampling.min_p[:, None] * probs_BV[:, :1])
+    kept_BV = kept_BV.at[:, 0].set(True)
+    lowest_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= lowest_B1, logits_BV, -jnp.inf)

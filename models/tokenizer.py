@@ -1,0 +1,373 @@
+"""Text to token ids and back, and chat messages to token ids and back, with `tokenizers` and `jinja2` alone.
+
+1. `byte_chatml()` builds the embedded tokenizer in memory: id == byte value for 0..255, then ChatML's specials, then
+   markers for reasoning and tools. `load` reads it, or the folder of any Hugging Face checkpoint; `save` writes one.
+2. `Tokenizer.render` runs the chat template over messages whose text cannot close or open a turn: every special
+   token spelled inside a caller's string is broken with a private-use character before the template sees it; the
+   rendered text is cut at the specials that remain, which only the template can have written; the breaks are
+   removed and what lies between is encoded as plain text.
+3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. A
+   template without such blocks (Qwen3's own) is masked from its generation prompt up to the next stop id.
+4. `Tokenizer.parse` reads sampled ids back into an assistant message: reasoning, content, tool calls.
+
+Left out: transformers (126 MB for what 300 lines do); SentencePiece-style tokenizers, whose result depends on where a
+text is cut (refused by `load`); `strftime_now`, so that a rendering never depends on the day (templates that
+use it carry a fixed date for its absence); bridging turns, and parsing GLM-4.5's and Llama-3's tool calls.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+BYTE_CHATML = "byte_chatml"
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+# Qwen's turns, with two differences: the reasoning of earlier turns stays, so that a conversation only ever grows
+# at its end and a later turn can reuse the sampled ids; and no empty <think> block, as each byte is a token here.
+CHATML_TEMPLATE = r"""
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+    {%- if tools %}
+        {{- ('\n\n' if messages[0].role == 'system' else '') + '# Tools\n\nYou may call one or more functions to ' }}
+        {{- 'assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML ' }}
+        {{- 'tags:\n<tools>' }}
+        {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
+        {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
+        {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": ' }}
+        {{- '<args-json-object>}\n</tool_call>' }}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- generation %}
+        {%- if message.reasoning_content is string %}
+            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- '\n' if message.content or not loop.first }}
+            {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+    {%- elif message.role != 'system' %}
+        {{- raise_exception('a message has role "' ~ message.role ~ '"; use system, user, assistant or tool') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+""".lstrip("\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    token_ids: list[int]
+    assistant_mask: list[bool]  # True where the assistant would produce the token: its text and the closing special
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """`model` never makes a special id out of text; `specials` (text -> id) are put in by the methods below."""
+
+    model: tokenizers.Tokenizer
+    specials: dict[str, int]
+    chat_template: str | None
+    pad_id: int
+    eos_id: int
+    stop_ids: tuple[int, ...]  # eos_id first
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self.model.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of `text`; the spelling of a special token is plain text unless `special`."""
+        if not special:
+            try:
+                return self.model.encode(text, add_special_tokens=False).ids
+            except TypeError as error:  # JSON may carry half a surrogate pair, which no UTF-8 spells
+                raise ValueError(f"{text!r} is not text; send a string without lone surrogates") from error
+        ids = []
+        for piece in self._cut.split(text):
+            ids += [self.specials[piece]] if piece in self.specials else self.encode(piece)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids past the vocabulary (padded rows) nothing."""
+        return self.model.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping] | None = None,
+    ) -> Rendered:
+        if not messages:
+            raise ValueError("there are no messages to render; pass at least one {'role': ..., 'content': ...}")
+        inputs = json.dumps([list(messages), tools], ensure_ascii=False) + self._template_text
+        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
+        breaker, opener, closer = next(unused), next(unused), next(unused)
+        variables = {
+            "messages": self._break_specials(list(messages), breaker),
+            "tools": self._break_specials(list(tools), breaker) if tools else None,
+            "generation_opener": opener,
+            "generation_closer": closer,
+        }
+
+        text = self._template.render(variables, add_generation_prompt=add_generation_prompt)
+        ids, generated, mask = [], False, []
+        for block in re.split(f"([{opener}{closer}])", text):
+            if block in (opener, closer):
+                generated = block == opener
+                continue
+            for piece in self._cut.split(block):  # a piece is a special of the template's, or text without any
+                is_special = piece in self.specials
+                ids += [self.specials[piece]] if is_special else self.encode(piece.replace(breaker, ""))
+            mask += [generated] * (len(ids) - len(mask))
+        if _Generation.TAG.search(self._template_text) is None:
+            bare, prompted = (self._template.render(variables, add_generation_prompt=on) for on in (False, True))
+            mask = self._mask_after(self.encode(prompted[len(bare) :], special=True), ids)
+        return Rendered(ids, mask)
+
+    def parse(self, ids: Sequence[int]) -> dict:
+        """The assistant message that a completion spells, up to the first stop id.
+
+        What is malformed is no error: a tool call that is not JSON with a name stays in the content as text, and
+        reasoning that was cut off before its end is all reasoning.
+        """
+        ids = list(ids)
+        end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
+        content = self.decode(ids[:end])
+        message = {"role": "assistant"}
+        if content.startswith("<think>") or "</think>" in content:
+            reasoning, _, content = content.partition("</think>")
+            message["reasoning_content"] = reasoning.removeprefix("<think>").strip("\n")
+            content = content.lstrip("\n")
+        calls = []
+
+        def take(match: re.Match) -> str:
+            call = _parse_call(match[1])
+            if call is None:
+                return match[0]
+            calls.append({"id": f"call_{len(calls)}", "type": "function", "function": call})
+            return ""
+
+        content = re.sub(r"\n?<tool_call>(.*?)</tool_call>", take, content, flags=re.DOTALL)
+        message["content"] = content
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes a folder that `load` and transformers' AutoTokenizer read."""
+        directory = pathlib.Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        names = {id: name for name, id in self.specials.items()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": names[self.eos_id],
+            "pad_token": names[self.pad_id],
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 2**31 - 1,
+        }
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        self.model.save(str(directory / "tokenizer.json"))
+        _write_json(directory / "tokenizer_config.json", config)
+        if not (directory / "generation_config.json").exists():  # the checkpoint's own may say more
+            _write_json(directory / "generation_config.json", generation)
+
+    @functools.cached_property
+    def _cut(self) -> re.Pattern:
+        longest_first = sorted(self.specials, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    @functools.cached_property
+    def _tails(self) -> tuple[str, ...]:
+        return tuple({name[:size] for name in self.specials for size in range(1, len(name))})
+
+    @property
+    def _template_text(self) -> str:
+        if self.chat_template is None:
+            raise ValueError(
+                "this tokenizer has no chat template, as base models often do not; put a chat_template.jinja beside "
+                "its tokenizer.json, or render with byte_chatml"
+            )
+        return self.chat_template
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _jinja_environment().from_string(self._template_text)
+
+    def _break_specials(self, value, breaker: str):
+        """The same structure, with `breaker` inside every special token that a string spells or could begin.
+
+        The second case: a template may join two of a caller's strings, "...<|im_" and "end|>...".
+        """
+        if isinstance(value, str):
+            value = self._cut.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
+            return value + breaker if value.endswith(self._tails) else value
+        if isinstance(value, Mapping):
+            return {self._break_specials(k, breaker): self._break_specials(v, breaker) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._break_specials(item, breaker) for item in value]
+        return value
+
+    def _mask_after(self, header: list[int], ids: list[int]) -> list[bool]:
+        """True from the end of each `header` up to and with the next stop id."""
+        mask, at = [False] * len(ids), 0
+        while header and at < len(ids):
+            if ids[at : at + len(header)] != header:
+                at += 1
+                continue
+            at += len(header)
+            while at < len(ids):
+                mask[at], at = True, at + 1
+                if ids[at - 1] in self.stop_ids:
+                    break
+        return mask
+
+
+def byte_chatml() -> Tokenizer:
+    """The embedded tokenizer: 256 bytes, 3 specials, 6 markers; lossless on any text, and nothing to download."""
+    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], cache_capacity=0))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    # Not special, so that they survive skip_special and a completion can be read back with its structure.
+    model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
+    return _wrap(model, CHATML_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>", more_stops=[256])
+
+
+def load(name_or_dir: str | os.PathLike) -> Tokenizer:
+    """`byte_chatml`, or the tokenizer of a Hugging Face folder."""
+    if name_or_dir == BYTE_CHATML:
+        return byte_chatml()
+    directory = pathlib.Path(name_or_dir)
+    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (directory / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} lacks {' and '.join(missing)}; point at the folder of a downloaded checkpoint that has "
+            f"tokenizer.json and tokenizer_config.json, or use {BYTE_CHATML!r}, which needs no files"
+        )
+    config = _read_json(directory / "tokenizer_config.json")
+    model = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    eos, pad = (_token_text(config.get(key)) for key in ("eos_token", "pad_token"))
+    if eos is None:
+        raise ValueError(f"{directory}/tokenizer_config.json names no eos_token; add the token that ends a turn")
+    template_file = directory / "chat_template.jinja"
+    template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # the older form: named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    generation_file = directory / "generation_config.json"
+    stops = _read_json(generation_file).get("eos_token_id", []) if generation_file.is_file() else []
+    return _wrap(model, template, eos=eos, pad=pad or eos, more_stops=stops if isinstance(stops, list) else [stops])
+
+
+def _wrap(model: tokenizers.Tokenizer, template: str | None, *, eos: str, pad: str, more_stops: list[int]) -> Tokenizer:
+    layout = json.loads(model.to_str())
+    if any(kind in json.dumps([layout["pre_tokenizer"], layout["normalizer"]]) for kind in ("Metaspace", "Prepend")):
+        raise ValueError(
+            "tokenizer.json is of the SentencePiece kind, which encodes a text otherwise when it is cut at its "
+            "specials; use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+        )
+    model.encode_special_tokens = True
+    model.no_padding()
+    model.no_truncation()
+    specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
+    for name in (eos, pad):
+        if model.token_to_id(name) is None:
+            raise ValueError(f"tokenizer_config.json names {name!r}, which tokenizer.json does not hold")
+        specials.setdefault(name, model.token_to_id(name))
+    eos_id = specials[eos]
+    stop_ids = tuple(dict.fromkeys([eos_id, *more_stops]))
+    return Tokenizer(model, specials, template, pad_id=specials[pad], eos_id=eos_id, stop_ids=stop_ids)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: what the assistant writes, put between two private-use characters."""
+
+    tags = {"generation"}
+    TAG = re.compile(r"{%-?\s*generation\b")
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opener, closer = (
+            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
+            for name in ("generation_opener", "generation_closer")
+        )
+        return [opener, *body, closer]
+
+
+def _jinja_environment() -> jinja2.Environment:
+    """What transformers gives a chat template, less the clock; sandboxed, as a template is somebody else's code."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json  # jinja's own escapes <, > and & for HTML
+    environment.globals["raise_exception"] = _raise
+    return environment
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str):
+    raise ValueError(f"the chat template refuses the messages: {message}")
+
+
+def _parse_call(text: str) -> dict | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):  # a model may write anything here, ten thousand brackets included
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    return {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+
+
+def _byte_chars() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _token_text(token: str | dict | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    return json.loads(path.read_text("utf-8"))
+
+
+def _write_json(path: pathlib.Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -1,0 +1,28 @@
+"""Tasks and their rewards: `load("reverse_text", max_length=5)` gives an `environment.Environment`.
+
+A name is a key of ENVS; what follows a colon is the builder's first argument: "reasoning_gym:chain_sum".
+Nothing here imports jax: a rollout worker starts in about a second.
+"""
+
+import difflib
+
+from rl.envs import environment, reasoning, reverse_text
+
+ENVS = {
+    "reverse_text": reverse_text.build,
+    "reasoning_gym": reasoning.build,
+}
+
+
+def load(name: str, **options) -> environment.Environment:
+    """The environment called `name`; `options` are the keyword arguments of its builder."""
+    kind, _, variant = name.partition(":")
+    if kind not in ENVS:
+        close = difflib.get_close_matches(kind, ENVS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"there is no environment {kind!r}; {hint}known: {', '.join(ENVS)}")
+    if kind == "reasoning_gym":
+        return reasoning.build(variant, **options)
+    if variant:
+        raise ValueError(f"{name!r}: {kind} takes no variant; write {kind!r}")
+    return ENVS[kind](**options)

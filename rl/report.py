@@ -1,0 +1,347 @@
+"""One page that says what a run did: `<workdir>/report.html`, drawn from the files of the run and nothing else.
+
+  1. Read metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
+     "num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, with
+     "command" and "versions" beside it if wanted. What is absent is said on the page; what is broken is refused.
+  2. Headline: the first score of the first evaluation against that of the last; margins are Agresti-Coull, 95 %.
+  3. Curves, where the time went, rollouts before and after, the config; written beside the page and renamed.
+
+Left out: scripts (titles in the SVG give values on hover; the page may load nothing), a clock (equal files give equal
+pages, so `python -m rl.report WORKDIR` redraws at any time), a template engine (the page is one string). What a model
+says is hostile text: all of it is escaped, and characters that cannot be seen or turn the line around are named.
+"""
+
+import collections
+import dataclasses
+import html
+import json
+import math
+import pathlib
+import re
+import statistics
+import sys
+
+from rl import metrics
+
+MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One figure: `lines` maps a label to a metric of `phase`; `zero` makes the axis start at 0."""
+
+    title: str
+    note: str
+    lines: dict[str, str]
+    phase: str = "rl"
+    log: bool = False
+    zero: bool = False
+
+
+CURVES = (
+    Curve("Reward", "mean over the rollouts of a step", {"reward": "rollout/reward"}),
+    Curve("Loss", "policy loss per token", {"loss": "loss/total"}),
+    Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True),
+    Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}, zero=True),
+    Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}, zero=True),
+    Curve("Rollouts", "per step", {"accepted": "trust/num_accepted", "refused": "trust/num_refused"}, zero=True),
+    Curve("Warm-up loss", "supervised, per token", {"loss": "loss/total"}, phase="warm-up"),
+)
+TILES = {
+    "Tokens per second": "time/tokens_per_s",
+    "Seconds per step": "time/step_s",
+    "Response length": "rollout/response_length",
+    "Mismatch KL": "loss/mismatch_kl",
+    "Policy lag": "sync/lag",
+}
+TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by name: train_step_s is "train step"
+
+
+def write(workdir) -> pathlib.Path:
+    """Draws `<workdir>/report.html` from what `workdir` holds."""
+    workdir = pathlib.Path(workdir)
+    records = metrics.read(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
+    evaluations = _evaluations(workdir / "evaluations.json")
+    config = _json(workdir / "config.json", dict)
+    split = _time_split(records)
+    name, (headline, lede) = _text(workdir.resolve().name), _headline(evaluations, records, sum(split.values()))
+    figures = [_score_figure(evaluations), *(_curve_figure(curve, records) for curve in CURVES)]
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="color-scheme" content="light dark"><title>{name}: run report</title><style>{CSS}</style></head><body><main>
+<header><p class="soft">Intellax run <b>{name}</b></p><h1>{headline}</h1><p class="lede soft">{lede}</p>
+<dl>{_tiles(records)}</dl></header>
+<h2>Curves</h2><p class="small soft">Over steps. Thin: each step. Thick: centred moving mean. Hover for values.</p>
+<div class="grid">{"".join(figures)}</div>
+<h2>Where the time went</h2>{_time_table(split)}
+<h2>Rollouts, before and after</h2>{_samples(evaluations)}
+<h2>Set-up</h2>{_setup(config.pop("command", None), config.pop("versions", None), config)}</main></body></html>
+"""
+    metrics.write_atomic(workdir / "report.html", page)
+    return workdir / "report.html"
+
+
+def _json(path, kind):
+    try:
+        value = json.loads(path.read_bytes()) if path.exists() else kind()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; it must be JSON") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a {kind.__name__}")
+    return value
+
+
+def _evaluations(path):
+    evaluations = _json(path, list)
+    for item in evaluations:
+        shape = {"step": int, "phase": str, "scores": dict, "samples": list}
+        if not (isinstance(item, dict) and all(isinstance(item.get(k), kind) for k, kind in shape.items())):
+            raise ValueError(f"{path}: {str(item)[:60]!r} is no evaluation; it needs step, phase, scores and samples")
+        item["scores"] = {name: score for name, score in item["scores"].items() if _finite(score)}
+        item["num_tasks"] = item["scores"].pop("num_tasks", 0)
+        item["samples"] = [sample for sample in item["samples"] if isinstance(sample, dict)]
+    return [item for item in evaluations if item["scores"]]
+
+
+def _headline(evaluations, records, seconds):
+    lede = f"{max((r['step'] for r in records if r['phase'] == 'rl'), default=0)} RL steps"
+    lede += f", {metrics.format_seconds(seconds)} of measured time" if seconds else ""
+    if not evaluations:
+        return "No held-out evaluation yet", f"{lede}."
+    first, last = evaluations[0], evaluations[-1]
+    name = next(iter(last["scores"]))
+    lede += f", {metrics.format_value(last['num_tasks'])} held-out tasks" if last["num_tasks"] else ""
+    before, after = first["scores"].get(name), last["scores"][name]
+    if first is last or before is None:
+        return f"Held-out {_text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
+    margin = math.hypot(_error(first, before), _error(last, after))
+    verb, to = ("rose from", "to") if after > before + margin else ("did not change measurably:", "→")
+    verb, to = ("fell from", "to") if after < before - margin else (verb, to)
+    change = f"{after - before:+.3f}".replace("-", "−") + f" ± {margin:.3f} (95 %)" * bool(margin)
+    return f"Held-out {_text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
+
+
+def _error(item, score):
+    """Half the 95 % interval of a mean of scores in [0, 1]; with two more of each kind it holds at 0 and 1 too."""
+    n = item["num_tasks"] + 4
+    p = (score * (n - 4) + 2) / n
+    return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
+
+
+def _tiles(records):
+    tiles = []
+    for label, name in TILES.items():
+        values = [r[name] for r in records if r["phase"] == "rl" and _finite(r.get(name))]
+        value = metrics.format_value(statistics.median(values)) if values else "–"
+        tiles.append(f"<div><dt>{label}, median</dt><dd>{value}</dd></div>")
+    return "".join(tiles)
+
+
+def _score_figure(evaluations):
+    shown = [item for item in evaluations if item["phase"] == evaluations[-1]["phase"]]
+    names = list(shown[-1]["scores"])[:3] if shown else []  # there are three colours
+    series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in shown] for name in names}
+    bars = {item["step"]: _error(item, item["scores"].get(names[0], math.nan)) for item in shown}
+    level = None
+    if names and (first := evaluations[0]) is not shown[0] and names[0] in first["scores"]:
+        level = (f"{first['phase']}, step {first['step']}", first["scores"][names[0]])
+    note = "bars: 95 %" if any(bars.values()) else ""
+    return _figure(Curve("Held-out score", note, {"": "evaluations.json"}, zero=True), series, bars, level)
+
+
+def _curve_figure(curve, records):
+    records = [r for r in records if r["phase"] == curve.phase]
+    series = {label: [(r["step"], r[name]) for r in records if name in r] for label, name in curve.lines.items()}
+    return _figure(curve, series, {}, None)
+
+
+def _figure(curve, series, bars, level):
+    """A <figure>; `bars` are half-heights of error bars by x for the first series, `level` a dashed line (label, y)."""
+    notes, lines = [curve.note] * bool(curve.note), []
+    for points in series.values():
+        good = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not curve.log)]
+        good = sorted((x, math.log10(y) if curve.log else y) for x, y in good)
+        if len(good) < len(points):
+            notes.append(f"not drawn: {len(points) - len(good)} not finite" + " or not positive" * curve.log)
+        size = math.ceil(len(good) / MAX_POINTS) or 1
+        if size > 1:
+            notes.append(f"a point is the mean of {size} steps")
+        bins = [good[i : i + size] for i in range(0, len(good), size)]
+        lines.append([(b[-1][0], statistics.fmean(y for _, y in b)) for b in bins])
+    keys = [f'<span class="key s{i}">{_text(label)}</span>' for i, label in enumerate(series)] * (len(series) > 1)
+    caption = f'<b>{curve.title}</b> <span class="soft">{"; ".join(notes)}</span>{"".join(keys)}'
+    missing = f'<p class="empty soft">No data in this run: {", ".join(curve.lines.values())}</p>'
+    drawing = _svg(curve, series, lines, bars, level) if any(lines) else missing
+    return f"<figure><figcaption>{caption}</figcaption>{drawing}</figure>"
+
+
+def _svg(curve, series, lines, bars, level):
+    """Axes, then per series the raw line, its moving mean, and invisible points that carry the titles."""
+    xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
+    ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)] + ([level[1]] if level else [])
+    x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
+    left, right, top, bottom = 48, 472, 10, 190
+
+    def X(x):
+        return f"{left + 8 + (x - x_lo) / (x_hi - x_lo or 1) * (right - left - 16):.1f}"
+
+    def Y(y, shift=0):
+        return f"{bottom - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (bottom - top) + shift:.1f}"
+
+    def path(kind, d):
+        return f'<path class="{kind}" d="{d}"/>'
+
+    parts = []
+    for y in y_ticks:
+        label = "10" + str(round(y)).translate(SUPERSCRIPT) if curve.log else _tick_label(y)
+        parts += [path("rule", f"M{left} {Y(y)}H{right}"), f'<text x="{left - 6}" y="{Y(y, 4)}">{label}</text>']
+    for x in (x for x in _ticks(x_lo, x_hi, 6, whole=True) if x_lo <= x <= x_hi):
+        parts += [path("tick", f"M{X(x)} {bottom}v4"), f'<text class="x" x="{X(x)}" y="206">{_tick_label(x)}</text>']
+    if level:
+        label = f"{_text(level[0])}: {metrics.format_value(level[1])}"
+        parts.append(path("level", f"M{left} {Y(level[1])}H{right}"))
+        parts.append(f'<text x="{right}" y="{Y(level[1], -5)}">{label}</text>')
+    parts += [path("bar s0", f"M{X(x)} {Y(y - bars[x])}V{Y(y + bars[x])}") for x, y in lines[0] if bars.get(x)]
+    for i, (label, line) in enumerate(zip(series, lines, strict=True)):
+        half = len(line) // 24  # the mean runs over a twelfth of the run, less at its ends
+        windows = [line[max(0, j - half) : j + half + 1] for j in range(len(line))]
+        means = [(x, statistics.fmean(y for _, y in w)) for (x, _), w in zip(line, windows, strict=True)]
+        if half:
+            parts.append(path(f"raw s{i}", "M" + "L".join(f"{X(x)} {Y(y)}" for x, y in line)))
+        if line:
+            parts.append(path(f"mean s{i}", "M" + "L".join(f"{X(x)} {Y(y)}" for x, y in means)))
+        for x, y in line:
+            title = f"step {x}: {_text(label)} {metrics.format_value(10**y if curve.log else y)}"
+            circle = f'<circle class="{"hit" if half else "dot"} s{i}" cx="{X(x)}" cy="{Y(y)}" r="4">'
+            parts.append(f"{circle}<title>{title}</title></circle>")
+    name = f"{curve.title}, steps {x_lo} to {x_hi}"
+    return f'<svg viewBox="0 0 480 212" role="img" aria-label="{name}">{"".join(parts)}</svg>'
+
+
+def _ticks(lo, hi, num, *, whole=False):
+    """About `num` round numbers that enclose lo and hi, two at least; `whole` for steps and powers of ten."""
+    rough = max((hi - lo) / num, abs(hi) * 1e-9, 1e-12)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    step = max(1, math.ceil(step)) if whole else step
+    first, last = math.floor(lo / step + 1e-6), math.ceil(hi / step - 1e-6)
+    return [k * step for k in range(first, max(last, first + 1) + 1)]
+
+
+def _tick_label(value):
+    return (f"{value / 1000:.6g}k" if abs(value) >= 10_000 else f"{value:.6g}").replace("-", "−")
+
+
+def _time_split(records):
+    """Seconds by what the loop did; a phase other than RL counts whole, what a step leaves unnamed is "other"."""
+    split = collections.Counter()
+    for record in records:
+        parts = {k[5:]: v for k, v in record.items() if re.fullmatch(r"time/\w+(?<!_per)_s", k) and math.isfinite(v)}
+        total = parts.pop("step_s", sum(parts.values()))
+        if record["phase"] != "rl":
+            split[record["phase"]] += total
+            continue
+        for name, seconds in parts.items():
+            split[TIMES.get(name, name.removesuffix("_s").replace("_", " "))] += seconds
+        split["other"] += max(total - sum(parts.values()), 0.0)
+    return {name: seconds for name, seconds in split.most_common() if seconds > 0}
+
+
+def _time_table(split):
+    rows, total = [], sum(split.values())
+    for name, seconds in split.items():
+        bar = f'<td class="fill"><div style="width:{100 * seconds / max(split.values()):.2f}%"></div></td>'
+        cells = f"<td>{metrics.format_seconds(seconds)}</td><td>{seconds / total:.1%}</td>"
+        rows.append(f'<tr><th scope="row">{_text(name)}</th>{bar}{cells}</tr>')
+    return f"<table>{''.join(rows)}</table>" if rows else '<p class="empty soft">No data in this run: time/*_s</p>'
+
+
+def _samples(evaluations):
+    rows, after = [], evaluations[-1]["samples"] if evaluations else []
+    for one in evaluations[0]["samples"][:MAX_SAMPLES] if evaluations else []:
+        same = [other for other in after if other.get("prompt") == one.get("prompt")]
+        pair = _sample("before", one) + (_sample("after", same[0]) if same and len(evaluations) > 1 else "")
+        rows.append(f'<article>{_pre(one.get("prompt"))}<div class="pair">{pair}</div></article>')
+    return "".join(rows) or '<p class="empty soft">No samples in evaluations.json</p>'
+
+
+def _sample(when, sample):
+    reward = metrics.format_value(sample["reward"]) if _finite(sample.get("reward")) else "–"
+    return f'<div><p class="small soft">{when} <b>reward {reward}</b></p>{_pre(sample.get("completion"))}</div>'
+
+
+def _setup(command, versions, config):
+    page = f"<h3>Command</h3>{_pre(' '.join(command) if isinstance(command, list) else command)}" if command else ""
+    versions = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions
+    page += f"<h3>Versions</h3>{_pre(versions)}" if versions else ""
+    page += f"<details><summary>Resolved config</summary>{_pre(config, 10**6)}</details>" if config else ""
+    return page or '<p class="empty soft">No config.json in this run</p>'
+
+
+def _pre(value, max_chars=MAX_CHARS):
+    text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
+    cut = f"<i>{len(text) - max_chars} more characters</i>" if len(text) > max_chars else ""
+    return f'<pre tabindex="0">{_text(text[:max_chars])}{cut}</pre>'
+
+
+def _text(text):
+    return HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(text))
+
+
+def _finite(value):
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def main(argv):
+    if len(argv) != 2:
+        return "usage: python -m rl.report WORKDIR"
+    if not (path := pathlib.Path(argv[1]) / "metrics.jsonl").exists():
+        return f"{path}: not found; WORKDIR is the --workdir of a run"
+    try:
+        print(write(argv[1]))
+    except ValueError as error:
+        return str(error)
+
+
+# Controls but tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.
+HIDDEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff"
+HIDDEN = re.compile(f"[{HIDDEN}\ufff0-\uffff\U000e0000-\U0010ffff]")
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+CSS = """
+:root{--bg:#faf9f6;--card:#fff;--ink:#1c1e22;--soft:#5b606b;--line:#e4e1d9;--s0:#22609f;--s1:#b8430b;--s2:#3d7a4a;
+--mark:#fdf0d9;--sans:system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;--serif:Charter,"Iowan Old Style",
+"Palatino Linotype",Georgia,"Times New Roman",serif;--mono:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",
+monospace}@media screen and (prefers-color-scheme:dark){:root{--bg:#14161a;--card:#1b1e24;--ink:#e9e7e2;--soft:#a3a8b3;
+--line:#30343c;--s0:#7db4ee;--s1:#f2a06b;--s2:#8ccb98;--mark:#4a3817}}*{box-sizing:border-box}p{margin:0 0 8px}.s0{
+--c:var(--s0)}.s1{--c:var(--s1)}.s2{--c:var(--s2)}body{margin:0;background:var(--bg);color:var(--ink);
+font:15px/1.5 var(--sans);font-variant-numeric:tabular-nums}main{max-width:1060px;margin:0 auto;padding:48px 24px 72px}
+.soft,dt{color:var(--soft)}.soft b{color:var(--ink)}h1{font:400 clamp(26px,4.4vw,42px)/1.18 var(--serif);
+letter-spacing:-.01em;margin:.2em 0 .3em;text-wrap:balance}h1 b{font-weight:400;color:var(--s0)}h2{
+font:400 25px/1.2 var(--serif);margin:56px 0 12px}h3{font-size:13px;margin:20px 0 6px}.lede{font-size:17px}.small,
+figcaption{font-size:13px}.small b{margin-left:6px}.empty{padding:20px 0;font-style:italic}dl{display:grid;
+grid-template-columns:repeat(auto-fit,minmax(160px,1fr));margin:32px 0 0;border:solid var(--line);border-width:1px 0}
+dl div{padding:14px 12px 14px 0}dt{font-size:12.5px}dd{margin:0;font:400 25px/1.25 var(--serif)}.grid{display:grid;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px}figure,article{margin:0;
+padding:16px 16px 12px;background:var(--card);border:1px solid var(--line);border-radius:8px}figure,article,tr{
+break-inside:avoid}h2{break-after:avoid}figcaption b{font-size:15px;margin-right:6px}.key{margin-left:12px;
+color:var(--c)}.key::before{content:"";display:inline-block;width:14px;margin-right:5px;
+border-top:2.5px solid var(--c);vertical-align:middle}.key.s1::before{border-top-style:dashed}svg{display:block;
+width:100%;margin-top:8px}svg text{font:11px var(--sans);fill:var(--soft);text-anchor:end}svg text.x{
+text-anchor:middle}path{fill:none}.rule{stroke:var(--line)}.tick{stroke:var(--soft)}.raw,.mean,.bar{stroke:var(--c);
+stroke-linejoin:round}.raw{opacity:.4}.mean{stroke-width:2.2}.mean.s1{stroke-dasharray:5 3}.bar{stroke-width:1.5;
+opacity:.55}.level{stroke:var(--soft);stroke-dasharray:2 4}.dot{fill:var(--c)}.hit{fill:transparent}.hit:hover,
+.dot:hover{fill:var(--c);stroke:var(--card);stroke-width:1.5}i{font-style:normal;background:var(--mark)}table{
+border-collapse:collapse;width:100%}th{text-align:left;font-weight:400;width:11em}td{text-align:right;width:5em}td,th{
+padding:5px 0;border-bottom:1px solid var(--line)}.fill{width:auto}.fill div{height:12px;min-width:1px;
+background:var(--s0);border-radius:2px;print-color-adjust:exact}article{margin-bottom:16px}.pair{display:grid;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:16px;margin-top:10px}pre{margin:0;
+font:12.5px/1.5 var(--mono);white-space:pre-wrap;overflow-wrap:anywhere;max-height:22em;overflow:auto}.pair pre,
+main>pre,details pre{background:var(--bg);border:1px solid var(--line);border-radius:5px;padding:9px 11px}details{
+margin-top:20px}details pre{max-height:none;margin-top:8px}summary{cursor:pointer}:focus-visible{
+outline:2px solid var(--s0);outline-offset:2px}@media print{main{padding:0}pre{max-height:none}body{font-size:11pt;
+background:none}}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,60 @@
+"""The device mesh: five named axes over whatever devices there are.
+
+1. `create` takes the axis sizes of the config; one of them may be -1 and takes what is left.
+2. Devices are laid out by `jax.experimental.mesh_utils`, so that the inner axes (tensor, context) ride the
+   fastest links of a TPU torus and `data` spans slices; on CPU and GPU the order is that of `jax.devices()`.
+3. The axes are `Auto`: shardings are stated on parameters and at a few activations, the compiler does the rest.
+
+Axes, outermost first:
+  data     replicas of the parameters; gradients are summed over it (crosses slices and data centres)
+  fsdp     the batch and every parameter are split over it
+  expert   the experts of a mixture layer are split over it; elsewhere it acts as one more batch axis
+  context  one sequence is split over it
+  tensor   heads, ffn and vocabulary are split over it
+"""
+
+import math
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+
+def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
+    """Returns a mesh with the axes `AXES`.
+
+    Args:
+      sizes: size of each axis by name; absent means 1, and one axis may be -1 ("what is left").
+      devices: the devices to use; all of them when None.
+
+    Raises:
+      ValueError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    unknown = set(sizes) - set(AXES)
+    if unknown:
+        raise ValueError(f"mesh axis {sorted(unknown)[0]!r} does not exist; the axes are {', '.join(AXES)}")
+    shape = _fill([int(sizes.get(axis, 1)) for axis in AXES], len(devices))
+    if devices[0].platform == "tpu":
+        device_array = mesh_utils.create_device_mesh(shape, devices)
+    else:
+        device_array = np.asarray(devices).reshape(shape)
+    return jax.sharding.Mesh(device_array, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def _fill(shape: list[int], num_devices: int) -> list[int]:
+    """Replaces the one -1 in `shape` and checks that the product is `num_devices`."""
+    spelled = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+    if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
+        raise ValueError(f"mesh {spelled} is malformed; every axis is a positive size, and at most one is -1")
+    known = math.prod(size for size in shape if size != -1)
+    if -1 in shape and num_devices % known == 0:
+        shape = [num_devices // known if size == -1 else size for size in shape]
+    if math.prod(shape) != num_devices:
+        raise ValueError(
+            f"mesh {spelled} does not fit {num_devices} device(s); the product of the axes must be "
+            f"{num_devices}: change config.mesh (one axis may be -1 and takes what is left)"
+        )
+    return shape

@@ -1,0 +1,110 @@
+"""From what a dim means to where it lives.
+
+1. A model states each parameter once, as a `ParamSpec` with a logical name per dim.
+2. `RULES` maps each logical name to mesh axes; `shardings` reads the tree of specs and gives a tree of
+   `NamedSharding`, and refuses what does not divide, naming the parameter.
+3. `constrain` states the layout of an activation by the same names; without a mesh it does nothing, so that
+   the same model function runs on one device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+# logical dim -> mesh axes. `batch` counts the expert axis in: outside a mixture layer its devices hold
+# different rows, so that no device is idle there.
+RULES = {
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("context",),
+    "layers": (),
+    "model": ("fsdp",),  # parameters only; activations leave `model` unsplit
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "ffn": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "router": (),
+    "norm": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, stated once and read three ways: its shape, its sharding, its initial value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str, ...]  # one name of RULES per dim
+    init: Callable  # (key, shape, dtype) -> array
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.logical_axes), self
+
+
+def is_spec(leaf) -> bool:
+    return isinstance(leaf, ParamSpec)
+
+
+def shardings(specs, mesh: jax.sharding.Mesh):
+    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`; ValueError names what does not divide."""
+
+    def sharding(path, spec):
+        axes = [_present(mesh, RULES[name]) for name in spec.logical_axes]
+        for dim, name, mesh_axes in zip(spec.shape, spec.logical_axes, axes, strict=True):
+            ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
+            if dim % ways:
+                raise ValueError(
+                    f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
+                    f"{ways}-way mesh axis {'/'.join(mesh_axes)}; change config.model or config.mesh"
+                )
+        used = [axis for mesh_axes in axes for axis in mesh_axes]
+        assert len(used) == len(set(used)), f"{path}: one mesh axis on two dims: {spec.logical_axes}"
+        return NamedSharding(mesh, PartitionSpec(*(_entry(a) for a in axes)))
+
+    return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=is_spec)
+
+
+def abstract(specs, mesh: jax.sharding.Mesh | None = None):
+    """Returns the tree of `ShapeDtypeStruct` of a tree of `ParamSpec`, sharded when a mesh is given."""
+    if mesh is None:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        specs,
+        shardings(specs, mesh),
+        is_leaf=is_spec,
+    )
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding of a `[B, T]` batch: rows over every batch axis, tokens over `context`."""
+    return NamedSharding(
+        mesh, PartitionSpec(_entry(_present(mesh, RULES["batch"])), _entry(_present(mesh, RULES["sequence"])))
+    )
+
+
+def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
+    """How many ways a batch is split: the number of rows must be a multiple of it."""
+    return math.prod(mesh.shape[axis] for axis in _present(mesh, RULES["batch"]))
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """States the layout of an activation by logical names; None leaves a dim unsplit. No mesh, no effect."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return x
+    axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(_entry(a) for a in axes)))
+
+
+def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Drops axes of size 1: a spec that names them is the same layout, spelled longer."""
+    return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
+
+def _entry(axes: tuple[str, ...]):
+    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,20 @@
+"""Eight fake CPU devices and strict rank promotion for every test; slow tests only when asked for."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)  # must precede the first use of a backend
+jax.config.update("jax_numpy_rank_promotion", "raise")  # advantage_B * logp_BT with B == T is wrong and finite
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.markexpr or any("::" in arg for arg in config.args):
+        return
+    skip = pytest.mark.skip(reason="slow: run with -m slow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

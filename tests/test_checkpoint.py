@@ -1,0 +1,231 @@
+"""A resume is bitwise, on any mesh, from the newest checkpoint that is still what was written."""
+
+import errno
+import json
+import logging
+import os
+import pathlib
+import subprocess
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sharding import checkpoint
+
+
+@flax.struct.dataclass
+class State:
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def _state(num_weights: int = 64) -> State:
+    key = jax.random.key(0)
+    params = {"w": jax.random.normal(key, (num_weights, 4), jnp.bfloat16), "layers": [{"b": jnp.arange(8.0)}]}
+    return State(jnp.int32(0), params, OPTIMIZER.init(params))
+
+
+@jax.jit
+def _train_step(state: State) -> State:
+    grads = jax.tree.map(lambda p: jnp.sin(p * 3) + state.step.astype(p.dtype), state.params)
+    updates, opt_state = OPTIMIZER.update(grads, state.opt_state, state.params)
+    return State(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+
+
+def _abstract(tree: Any, sharding=None) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
+
+
+def _assert_same(tree, other):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _save_steps(directory, *steps, **kwargs) -> list[State]:
+    states = []
+    with checkpoint.Checkpointer(directory, **kwargs) as checkpointer:
+        for step in steps:
+            states.append(_state().replace(step=jnp.int32(step)))
+            checkpointer.save(step, states[-1], {"cursor": step})
+    return states
+
+
+def test_train_four_is_train_two_resume_two(tmp_path):
+    straight = _state()
+    for _ in range(4):
+        straight = _train_step(straight)
+
+    state = _state()
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(_abstract(state)) is None and checkpointer.latest_step() is None
+        for step in (1, 2):
+            state = _train_step(state)
+            assert checkpointer.save(step, state, {"cursor": [step, "é"], "pool": {"a": 0.1}})
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        step, resumed, host_state = checkpointer.restore(_abstract(_state()))
+    assert (step, host_state) == (2, {"cursor": [2, "é"], "pool": {"a": 0.1}})
+    assert jax.tree.map(jax.typeof, resumed) == jax.tree.map(jax.typeof, state)
+    for _ in range(2):
+        resumed = _train_step(resumed)
+    _assert_same(resumed, straight)
+
+
+def test_restore_onto_another_mesh(tmp_path):
+    meshes = [jax.make_mesh((n,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)) for n in (2, 8)]
+    two, eight = (jax.NamedSharding(mesh, jax.P("fsdp")) for mesh in meshes)
+    tree = State(jnp.int32(3), {"w": jnp.arange(64, dtype=jnp.bfloat16).reshape(16, 4)}, {"mu": jnp.arange(8.0)})
+    saved = tree.replace(params=jax.device_put(tree.params, two), opt_state=jax.device_put(tree.opt_state, two))
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, saved, {})
+        wanted = _abstract(tree).replace(
+            params=_abstract(tree.params, eight), opt_state=_abstract(tree.opt_state, eight)
+        )
+        _, restored, _ = checkpointer.restore(wanted)
+    _assert_same(restored, tree)
+    assert restored.params["w"].sharding == eight and restored.opt_state["mu"].sharding == eight
+    step, params = checkpoint.restore_params(tmp_path, _abstract(tree.params, two))
+    _assert_same(params, tree.params)
+    assert step == 3 and params["w"].sharding == two
+
+
+@pytest.mark.parametrize("how", ["truncate", "empty", "flip", "delete"])
+@pytest.mark.parametrize("what", ["state/d/*", "state/ocdbt*/d/*", "state/_METADATA", "host/metadata", "seal.json"])
+def test_damaged_newest_is_skipped(tmp_path, caplog, what, how):
+    """orbax alone returns a wrong tree for a flip in state/ocdbt*/d, and a bare Exception for a truncation there."""
+    before, _ = _save_steps(tmp_path, 1, 2)
+    path = max((tmp_path / "2").glob(what), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"truncate": data[: len(data) // 2], "empty": b"", "flip": data, "delete": b""}[how])
+    if how == "delete":
+        path.unlink()
+    with caplog.at_level(logging.WARNING), checkpoint.Checkpointer(tmp_path) as checkpointer:
+        _, params = checkpoint.restore_params(tmp_path, _abstract(before.params))
+        step, state, host_state = checkpointer.restore(_abstract(before))
+        assert (step, host_state) == (1, {"cursor": 1})
+        _assert_same(state, before)
+        _assert_same(params, before.params)
+        assert checkpointer.save(2, before, {"cursor": "again"})  # the torn one does not stand in the way
+        checkpointer.wait()
+        assert checkpointer.restore(_abstract(before))[2] == {"cursor": "again"}
+    assert (what == "seal.json" and how == "delete") or "checkpoint 2 is damaged and skipped" in caplog.text
+    assert (tmp_path / "torn-2").is_dir()
+
+
+def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
+    (state,) = _save_steps(tmp_path, 5)
+    (tmp_path / "5/host/metadata").write_bytes(b"")
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged \(\[5\]\)"):
+            checkpointer.restore(_abstract(state))
+        with pytest.raises(ValueError, match=r"checkpoint 5 is damaged: .*host/metadata is not what was written"):
+            checkpointer.restore(_abstract(state), 5)
+
+
+def test_unfinished_save_is_invisible(tmp_path):
+    (state,) = _save_steps(tmp_path, 1)
+    os.rename(tmp_path / "1", tmp_path / "1.orbax-checkpoint-tmp")  # what a kill before the rename leaves
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step() is None
+        assert checkpointer.restore(_abstract(state)) is None
+        assert checkpointer.save(1, state, {})
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_keep_every_force_and_repeats(tmp_path):
+    state = _state()
+    with checkpoint.Checkpointer(tmp_path, keep=2, every=2) as checkpointer:
+        assert [checkpointer.save(step, state, {}) for step in range(1, 8)] == [False, True] * 3 + [False]
+        assert checkpointer.save(7, state, {}, force=True)
+        assert not checkpointer.save(7, state, {}, force=True)  # the last step of a run is often also a multiple
+        checkpointer.wait()
+        assert checkpoint.complete_steps(tmp_path) == [6, 7] and checkpointer.latest_step() == 7
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 2 .* holds \[6, 7\]"):
+            checkpointer.restore(_abstract(state), 2)
+        assert checkpointer.restore(_abstract(state), 6)[0] == 6
+        with pytest.raises(ValueError, match="step 6 <= 7"):
+            checkpointer.save(6, state, {})
+    with pytest.raises(ValueError, match="keep=0"):
+        checkpoint.Checkpointer(tmp_path, keep=0)
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        checkpoint.restore_params(tmp_path / "nowhere", {})
+
+
+def test_save_survives_donation(tmp_path):
+    """The save is asynchronous, the next step overwrites its input: the copy must be taken before `save` returns."""
+    state = _state(1 << 16)
+    expected = jax.tree.map(np.asarray, jax.tree.map(jnp.copy, state))
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, {})
+        jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
+        _, restored, _ = checkpointer.restore(_abstract(_state(1 << 16)))
+    _assert_same(restored, expected)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.replace(step=jax.ShapeDtypeStruct((2,), jnp.int32)), r"step was saved as \(\(\), .*not \(\(2,\)"),
+        (lambda s: s.replace(step=jax.ShapeDtypeStruct((), jnp.float32)), "step was saved as .*int32"),
+        (lambda s: s.replace(params={**s.params, "q": s.step}), "params/q is not in the checkpoint"),
+        (lambda s: s.replace(params={"w": s.params["w"]}), "params/layers/0/b is in the checkpoint but not in"),
+    ],
+)
+def test_other_state_is_refused_by_name(tmp_path, change, message):
+    """orbax alone casts int32 to float32 in silence, and leaves a missing parameter abstract."""
+    (state,) = _save_steps(tmp_path, 1)
+    wanted = change(_abstract(state))
+    with checkpoint.Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
+        checkpointer.restore(wanted)
+    if "params" in message:
+        with pytest.raises(ValueError, match=message):
+            checkpoint.restore_params(tmp_path, wanted.params)
+
+
+def test_nothing_on_stderr(tmp_path, capfd):
+    (state,) = _save_steps(tmp_path, 1)
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(_abstract(state))
+    checkpoint.restore_params(tmp_path, _abstract(state.params))
+    assert capfd.readouterr() == ("", "")
+    assert json.loads((tmp_path / "1/seal.json").read_text()).keys() >= {"host/metadata", "state/manifest.ocdbt"}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs root to mount a 1 MB tmpfs: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_full_disk(small_disk: pathlib.Path, caplog):
+    small, large = _state(), _state(1 << 19)
+    with checkpoint.Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(1, small, {})
+        with pytest.raises(OSError, match=f"no space left for a checkpoint.*{small_disk}") as caught:
+            checkpointer.save(2, large, {})
+            checkpointer.wait()
+        assert caught.value.errno == errno.ENOSPC
+        assert os.listdir(small_disk) == ["1"]
+        assert checkpointer.restore(_abstract(small))[0] == 1
+        assert checkpointer.save(2, small, {})  # space again: the same step can be saved
+        checkpointer.wait()
+        assert checkpointer.latest_step() == 2
+    assert not caplog.records

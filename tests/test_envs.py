@@ -1,0 +1,182 @@
+"""Tasks are pure functions of their index, splits never share a prompt, rewards resist hostile completions."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rl import envs
+from rl.envs import environment, reasoning
+
+CHEAP = ("chain_sum", "gsm_symbolic", "acre", "propositional_logic", "graph_color", "list_functions")
+DIGEST = """
+import hashlib, json, sys
+from rl import envs
+for name in sys.argv[1:]:
+    env = envs.load(name)
+    tasks = [env.make_task(index, split) for index in range(5) for split in ("train", "held_out")]
+    print(name, hashlib.sha256(json.dumps([(t.messages, t.answer) for t in tasks]).encode()).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module", params=["reverse_text", *(f"reasoning_gym:{name}" for name in CHEAP)])
+def env(request):
+    return envs.load(request.param)
+
+
+def test_own_answer_scores_one(env):
+    for index, split in itertools.product(range(8), ("train", "held_out")):
+        task = env.make_task(index, split)
+        assert (task.env, task.index, task.split) == (env.name, index, split)
+        assert env.score(task, task.answer)["reward"] == 1.0
+        assert env.score(task, f" {task.answer}\n")["reward"] == 1.0
+        for junk in ("", "zzz", "\x00", "[" * 500, "9" * 5000):
+            scores = env.score(task, junk)
+            assert 0.0 <= scores["reward"] < 1.0 and all(isinstance(score, float) for score in scores.values())
+        assert env.score(task, task.answer)["reward"] == 1.0  # scoring leaves the task as it was
+
+
+def test_splits_share_no_prompt(env):
+    # Catches: splitting by index or seed, which lets the same prompt be drawn on both sides.
+    prompts = {
+        split: {env.make_task(i, split).messages[-1]["content"] for i in range(40)} for split in ("train", "held_out")
+    }
+    assert not prompts["train"] & prompts["held_out"]
+    assert len(prompts["train"]) > 30
+
+
+def test_small_space_is_partitioned():
+    env = envs.load("reverse_text", min_length=2, max_length=2, alphabet="abcdefgh")  # 64 prompts
+    train, held_out = ({env.make_task(i, split).answer for i in range(600)} for split in ("train", "held_out"))
+    assert not train & held_out
+    assert len(train | held_out) == 64
+
+
+def test_a_space_too_small_is_refused():
+    env = envs.load("reverse_text", min_length=1, max_length=1, alphabet="a")
+    with pytest.raises(ValueError, match="no usable (train|held_out) prompt.*too small"):
+        for split in ("train", "held_out"):
+            env.make_task(0, split)
+
+
+def test_another_process_makes_the_same_tasks():
+    names = ["reverse_text", "reasoning_gym:chain_sum", "reasoning_gym:gsm_symbolic"]
+    digests = {
+        subprocess.check_output([sys.executable, "-c", DIGEST, *names], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("0", "1")
+    }
+    assert len(digests) == 1
+
+
+def test_seed_and_options_matter():
+    first, second = (envs.load("reverse_text", seed=seed).make_task(0, "train") for seed in (0, 1))
+    assert first != second
+    task = envs.load("reasoning_gym:chain_sum", min_terms=2, max_terms=2, system_prompt="").make_task(3, "train")
+    assert len(task.messages) == 1
+    assert task.info["entry"]["metadata"]["num_terms"] == 2
+
+
+def test_lcs_reward_is_that_of_brute_force():
+    env = envs.load("reverse_text", min_length=5, max_length=5, alphabet="abc")
+    task = env.make_task(0, "train")
+
+    def subsequences(text):
+        return {"".join(part) for size in range(len(text) + 1) for part in itertools.combinations(text, size)}
+
+    for completion in ("", "a", "abc", "cab", "aabbcc", "ccbbaa", task.answer[1:], task.answer + "c"):
+        common = max(len(part) for part in subsequences(completion) & subsequences(task.answer))
+        expected = 2 * common / (len(completion) + len(task.answer))
+        assert env.score(task, completion)["reward"] == pytest.approx(expected, rel=1e-12)  # same division
+    exact = envs.load("reverse_text", min_length=5, max_length=5, alphabet="abc", reward="exact")
+    assert exact.score(task, task.answer[1:])["reward"] == 0.0
+    assert exact.score(task, task.answer)["reward"] == 1.0
+
+
+def test_floors_and_buried_answers_earn_nothing():
+    env = envs.load("reasoning_gym:chain_sum")
+    task = env.make_task(0, "train")
+    buried = env.score(task, f"The answer is {task.answer}")
+    assert buried["reward"] == 0.0 < buried["score"]
+    assert envs.load("reasoning_gym:chain_sum", partial_credit=True).score(task, f"is {task.answer}")["reward"] > 0
+
+
+@pytest.mark.parametrize("name", sorted(reasoning.GUARDS))
+def test_completions_are_not_executed(name, tmp_path):
+    # Catches: handing the completion to checkers that eval it: these run code, or never end, without the guard.
+    env = envs.load(f"reasoning_gym:{name}")
+    task = env.make_task(0, "train")
+    canary = tmp_path / "canary"
+    for attack in (f"open({str(canary)!r},'w')", "[0 for a in x]()", "9**9**9**9", "R" + "9" * 9, "exit()"):
+        assert env.score(task, attack)["reward"] == 0.0
+    assert not canary.exists()
+
+
+def test_checkers_that_raise_score_zero_with_an_error():
+    env = envs.load("reasoning_gym:prime_factorization")  # int("nonsense")
+    task = env.make_task(0, "train")
+    assert env.score(task, "nonsense") == {"reward": 0.0, "score": 0.0, "error": 1.0}
+    assert env.score(task, task.answer) == {"reward": 1.0, "score": 1.0, "error": 0.0}
+    assert env.score(task, task.answer + "x" * 10**6)["error"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("reverse_txt", {}, "did you mean 'reverse_text'"),
+        ("reasoning_gym:chain_sums", {}, "did you mean 'chain_sum'"),
+        ("reasoning_gym", {}, "reasoning_gym:<one"),
+        ("reasoning_gym:chain_sum", {"min_term": 2}, "did you mean 'min_terms'"),
+        ("reasoning_gym:word_ladder", {}, "is refused: its items differ"),
+        ("reverse_text", {"min_length": 9}, "min_length=9, max_length=8"),
+        ("reverse_text", {"alphabet": "a b"}, "white space"),
+        ("reverse_text", {"reward": "f1"}, "'lcs' or 'exact'"),
+        ("reverse_text:x", {}, "takes no variant"),
+    ],
+)
+def test_refusals(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        envs.load(name, **options)
+
+
+def test_bad_task_coordinates():
+    env = envs.load("reverse_text")
+    with pytest.raises(ValueError, match="use 'train' or 'held_out'"):
+        env.make_task(0, "test")
+    with pytest.raises(ValueError, match="use 0 or more"):
+        env.make_task(-1, "train")
+
+
+def test_hash_is_frozen():
+    # Another value moves every prompt to another side of the split: a break of contract between versions.
+    assert environment.stable_hash("Reverse: abc") == int.from_bytes(bytes.fromhex("575f38c20af1e42f"), "little")
+
+
+@pytest.mark.slow
+def test_every_dataset():
+    from reasoning_gym import factory
+
+    assert reasoning.REFUSED.keys() | reasoning.GUARDS.keys() | reasoning.SIZES.keys() <= factory.DATASETS.keys()
+    names = sorted(factory.DATASETS.keys() - reasoning.REFUSED.keys())
+    assert len(names) > 90
+    for name in names:
+        env = envs.load(f"reasoning_gym:{name}")
+        for split in ("train", "held_out"):
+            task = env.make_task(0, split)
+            assert env.score(task, task.answer)["reward"] == 1.0, name
+            assert env.score(task, "zzz")["reward"] == 0.0, (name, task.answer)
+
+
+@pytest.mark.slow
+def test_every_dataset_is_the_same_in_another_process():
+    from reasoning_gym import factory
+
+    names = [f"reasoning_gym:{name}" for name in sorted(factory.DATASETS.keys() - reasoning.REFUSED.keys())]
+    first, second = (
+        subprocess.check_output(
+            [sys.executable, "-c", DIGEST, *names], env={**os.environ, "PYTHONHASHSEED": seed}, text=True
+        ).splitlines()
+        for seed in ("0", "1")
+    )
+    assert first == second
