@@ -49,6 +49,7 @@ MAX_FOOTER_BYTES = 2**20  # ours take 5 KiB per row group
 MAX_PAGE_HEADER_BYTES = 2**14
 CODECS = (0, 1, 6)  # none, snappy, zstd
 ENCODINGS = (0, 3)  # plain, run length
+PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in there
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 
 
@@ -344,35 +345,33 @@ def _check_pages(data: bytes) -> None:
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
-        chunks = [chunk for group in groups for chunk in _listed(group, 1)]
-        num_rows = sum(_counted(group, 3) for group in groups)
-        pages = [page for chunk in chunks for page in _pages(data, chunk)]
+        num_rows = max(_counted(footer, 3), sum(_counted(group, 3) for group in groups))
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read")
+        decoded_bytes = 0
+        for page_bytes in (page for group in groups for chunk in _listed(group, 1) for page in _pages(data, chunk)):
+            decoded_bytes += page_bytes
+            if decoded_bytes > MAX_DECODED_BYTES:  # now, not at the end: chunks may share pages, a million times
+                raise ValueError(f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer per file")
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
         raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
-    if max(num_rows, _counted(footer, 3)) > MAX_ROWS:
-        raise ValueError(f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read")
-    # A value takes 4 bytes of levels while it is decoded, whatever it takes on disk.
-    decoded_bytes = sum(num_bytes + 4 * num_values for num_bytes, num_values in pages)
-    if decoded_bytes > MAX_DECODED_BYTES:
-        raise ValueError(f"rollout file: {decoded_bytes} bytes decoded, at most {MAX_DECODED_BYTES} are read")
 
 
-def _pages(data: bytes, chunk: dict) -> list[tuple[int, int]]:
-    """(decoded bytes, values) of each page of a column chunk."""
+def _pages(data: bytes, chunk: dict):
+    """What each page of a column chunk takes to decode: its bytes, 4 of levels per value, 4096 for being there."""
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
         raise ValueError("rollout file: only plain encoding under zstd, snappy or nothing is read, in one file")
     at, end = _counted(meta, 9), _counted(meta, 9) + _counted(meta, 7)
-    pages = [(0, _counted(meta, 5))]
+    yield 4 * _counted(meta, 5)
     while at < end:
         header, size = _thrift_struct(data[at : at + MAX_PAGE_HEADER_BYTES], 0)
-        body = header[{0: 5, 3: 8}.get(_counted(header, 1), -1)]  # data page, data page v2; nothing else
-        num_values, encoding = _counted(body, 1), _counted(body, 2 if 5 in header else 4)
-        if encoding not in ENCODINGS:
-            raise ValueError(f"rollout file: encoding {encoding}; only plain encoding is read")
-        pages.append((_counted(header, 2), num_values))
+        where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
+        body = header[where]
+        if _counted(body, encoding) not in ENCODINGS:
+            raise ValueError(f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read")
+        yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
-    return pages
 
 
 def _listed(fields: dict, number: int) -> list[dict]:

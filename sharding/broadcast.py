@@ -116,6 +116,9 @@ def publish(params: Any, version: int, root: str, *, metadata: dict | None = Non
         raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
     if keep < 1:
         raise ValueError(f"keep={keep} would delete the version just published: pass 1 or more")
+    metadata = json.loads(_canonical(metadata or {}))  # now, so that what is no JSON is refused before the work
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata is a {type(metadata).__name__}: pass a dict")
     leaves, containers = _flatten(params, _check_array)
     root_path = _local(root)
     root_path.mkdir(parents=True, exist_ok=True)
@@ -128,7 +131,7 @@ def publish(params: Any, version: int, root: str, *, metadata: dict | None = Non
                 f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first"
             )
         for leftover in root_path.glob(".tmp-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         directory = root_path / f".tmp-{_dirname(version)}"
         try:
             directory.mkdir()
@@ -141,12 +144,13 @@ def publish(params: Any, version: int, root: str, *, metadata: dict | None = Non
                 tensors=tensors,
                 objects=tuple(itertools.chain.from_iterable(objects for _, objects in written)),
                 containers=containers,
-                metadata=metadata or {},
+                metadata=metadata,
             )
             body = _canonical(dataclasses.asdict(manifest))
             _write_file(directory / "manifest.json", b'{"manifest":%b,"sha256":"%b"}' % (body, _sha256(body).encode()))
-            for parent, _, _ in os.walk(directory, topdown=False):
-                _fsync(parent)
+            _map(
+                _fsync, [parent for parent, _, _ in os.walk(directory)]
+            )  # one by one they were half of a small publish
             os.rename(directory, root_path / _dirname(version))
             _fsync(root_path)
         except OSError as error:

@@ -128,11 +128,30 @@ def test_tampering_is_caught(tmp_path, target, how):
     elif how == "swap":
         data = bytearray((tmp_path / "v00000000/tensors/layers/0/w/c.0.0").read_bytes())
     path.unlink() if how == "delete" else path.write_bytes(data)
-    expected = FileNotFoundError if target == "manifest.json" and how == "delete" else broadcast.CorruptBroadcast
-    name = "no version 0" if expected is FileNotFoundError else target
+    expected, message = broadcast.CorruptBroadcast, target
+    if target == "manifest.json" and how == "delete":
+        expected, message = FileNotFoundError, "no version 0"
+    elif target != "manifest.json":  # the size or the hash must catch it, before tensorstore sees a byte of it
+        message += {"flip": " has sha256", "delete": " is missing"}.get(how, " has [0-9]+ bytes, not")
     for read in (broadcast.pull, broadcast.verify):
-        with pytest.raises(expected, match=name):
+        with pytest.raises(expected, match=message):
             read(tmp_path, 0)
+
+
+def test_swapped_objects_of_one_size_are_caught(tmp_path):
+    broadcast.publish({"a": np.zeros(4), "b": np.ones(4)}, 0, tmp_path)
+    a, b = (tmp_path / f"v00000000/tensors/{name}/c.0" for name in "ab")
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(broadcast.CorruptBroadcast, match="tensors/a/c.0 has sha256"):
+        broadcast.pull(tmp_path)
+
+
+def test_edited_metadata_is_caught(tmp_path):
+    broadcast.publish(_tree(), 0, tmp_path, metadata={"tokenizer": "bytes"})
+    path = tmp_path / "v00000000/manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"tokenizer":"bytes"', b'"tokenizer":"other"'))
+    with pytest.raises(broadcast.CorruptBroadcast, match="its sha256 is"):
+        broadcast.read_manifest(tmp_path, 0)
 
 
 def _rewrite(root: pathlib.Path, change) -> None:

@@ -99,7 +99,7 @@ def test_restore_onto_another_mesh(tmp_path):
     assert step == 3 and params["w"].sharding == two
 
 
-@pytest.mark.parametrize("how", ["truncate", "empty", "flip", "delete"])
+@pytest.mark.parametrize("how", ["truncate", "flip", "delete"])
 @pytest.mark.parametrize("what", ["state/d/*", "state/ocdbt*/d/*", "state/_METADATA", "host/metadata", "seal.json"])
 def test_damaged_newest_is_skipped(tmp_path, caplog, what, how):
     """orbax alone returns a wrong tree for a flip in state/ocdbt*/d, and a bare Exception for a truncation there."""
@@ -107,7 +107,7 @@ def test_damaged_newest_is_skipped(tmp_path, caplog, what, how):
     path = max((tmp_path / "2").glob(what), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes({"truncate": data[: len(data) // 2], "empty": b"", "flip": data, "delete": b""}[how])
+    path.write_bytes({"truncate": data[: len(data) // 2], "flip": data, "delete": b""}[how])
     if how == "delete":
         path.unlink()
     with caplog.at_level(logging.WARNING), checkpoint.Checkpointer(tmp_path) as checkpointer:
@@ -229,3 +229,14 @@ def test_full_disk(small_disk: pathlib.Path, caplog):
         checkpointer.wait()
         assert checkpointer.latest_step() == 2
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), ValueError("RESOURCE_EXHAUSTED [os_error_code='28']")]
+)
+def test_both_spellings_of_a_full_disk_get_the_remedy(tmp_path, error):
+    with pytest.raises(OSError, match="free some or lower keep") as caught, checkpoint._full_disk(tmp_path):
+        raise error
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path)
+    with pytest.raises(ValueError, match="other"), checkpoint._full_disk(tmp_path):
+        raise ValueError("other")

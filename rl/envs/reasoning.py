@@ -29,15 +29,18 @@ SIZES = {
 }
 MAX_CHARS = 8192  # a longer completion scores 0; no reference answer comes near
 
-_UNSTABLE = "its items differ from one Python process to the next (they follow the iteration order of sets)"
+_UNSTABLE = "its items differ from one Python process to the next (set order, global random state)"
 _EVALUATED = "its checker evaluates the completion as code, and answers need names that no safe alphabet excludes"
 _UNSOLVED = "it gives no reference solution to check a task against"
 REFUSED = {
+    "coin_flip": "its checker gives 1.0 to any prefix of the decimal answer, so to 0",
     "composite": "it mixes other datasets; name them as environments of their own",
     "game_of_life_halting": "its checker gives 1.0 to any nonsense when the truth is False",
     "puzzle24": "its checker accepts any four numbers that make 24, not only those of the puzzle",
+    "codeio": _UNSTABLE,
     "isomorphic_strings": _UNSTABLE,
     "knight_swap": _UNSTABLE,
+    "list_functions": _UNSTABLE,
     "ransom_note": _UNSTABLE,
     "word_ladder": _UNSTABLE,
     "polynomial_multiplication": _EVALUATED,

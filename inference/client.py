@@ -1,0 +1,122 @@
+"""An async client of several rollout servers. Imports no jax: a worker starts in a second.
+
+1. A request goes to the server with the fewest requests of ours in flight (ties: the first).
+2. A refused connection, a 429 or a 5xx is tried on the next server, with a pause once all were tried; each retry counts.
+3. A 4xx is the caller's mistake and is raised with the server's own words. What comes back is checked before it is used.
+"""
+
+import asyncio
+import base64
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import httpx
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One completion as a server reported it: arrays of one entry per new token, the stop token included."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    prompt_version: int
+    finish_reason: str
+    proofs: bytes
+
+
+class Unavailable(RuntimeError):
+    """No server answered within the allowed time."""
+
+
+class Client:
+    """Use as `async with Client(urls) as client`."""
+
+    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0):
+        if not urls:
+            raise ValueError("no rollout server given; pass at least one URL")
+        self._urls = [url.rstrip("/") for url in urls]
+        self._give_up_s = give_up_s
+        self._in_flight = dict.fromkeys(self._urls, 0)
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=10.0), limits=httpx.Limits(max_connections=None)
+        )
+        self.num_retries = 0
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        await self._http.aclose()
+
+    async def generate(self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False) -> list[Sample]:
+        """Returns `sampling["n"]` samples of one prompt; `sampling` as in vLLM's sampling_params."""
+        body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
+        reply = await self._post("/inference/v1/generate", body)
+        return [_read_choice(choice) for choice in reply["choices"]]
+
+    async def update_weights(self, version: int) -> None:
+        """Asks every server to serve at least `version`; returns once all do."""
+
+        async def update(url):
+            response = await self._http.post(f"{url}/update_weights", json={"version": version})
+            _raise_for(response)
+
+        await asyncio.gather(*(update(url) for url in self._urls))
+
+    async def health(self) -> list[dict]:
+        responses = await asyncio.gather(*(self._http.get(f"{url}/health") for url in self._urls))
+        return [response.json() for response in responses]
+
+    async def _post(self, path: str, body: dict) -> dict:
+        tried: collections.Counter = collections.Counter()
+        deadline = asyncio.get_running_loop().time() + self._give_up_s
+        while True:
+            url = min(self._urls, key=lambda u: (tried[u], self._in_flight[u]))
+            self._in_flight[url] += 1
+            try:
+                response = await self._http.post(url + path, json=body)
+                if response.status_code != 429 and response.status_code < 500:
+                    _raise_for(response)
+                    return response.json()
+                reason = f"HTTP {response.status_code}"
+            except httpx.TransportError as error:
+                reason = type(error).__name__
+            finally:
+                self._in_flight[url] -= 1
+            tried[url] += 1
+            self.num_retries += 1
+            if asyncio.get_running_loop().time() > deadline:
+                raise Unavailable(f"no rollout server answered for {self._give_up_s:.0f} s; the last, {url}: {reason}")
+            if all(tried[u] for u in self._urls):
+                await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.status_code >= 400:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:500]
+        raise ValueError(f"{response.request.url} refused the request: {message}")
+
+
+def _read_choice(choice: dict) -> Sample:
+    """Checks one choice of the reply; ValueError names what a server got wrong."""
+    tokens = choice["token_ids"]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    versions = [version for version, count in choice["policy_versions"] for _ in range(count)]
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise ValueError(f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions")
+    if not tokens or not all(math.isfinite(logprob) for logprob in logprobs):
+        raise ValueError("server sent an empty completion or a log-probability that is not finite")
+    return Sample(
+        tokens,
+        logprobs,
+        versions,
+        choice["prompt_policy_version"],
+        choice["finish_reason"],
+        base64.b64decode(choice["proofs"]),
+    )

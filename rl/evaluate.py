@@ -1,0 +1,117 @@
+"""Held-out scores of a checkpoint: avg@k and pass@k, through the same servers and workers as training.
+
+    python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
+
+1. The checkpoint's parameters are published to a broadcast of their own, under the step as version.
+2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
+3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step.
+"""
+
+import json
+import math
+import pathlib
+import tempfile
+import time
+
+from absl import flags
+
+from inference import rollout as rollout_lib
+from models import transformer
+from rl import experiment, launch, metrics, orchestrator
+from sharding import broadcast, checkpoint
+from sharding import mesh as mesh_lib
+
+NUM_SAMPLES_SHOWN = 12
+
+
+def held_out(
+    exp: experiment.Experiment,
+    rollouts: orchestrator.Orchestrator,
+    version: int,
+    workdir: pathlib.Path,
+    writer: metrics.MetricsWriter,
+    progress: metrics.Progress,
+) -> dict[str, float]:
+    """Scores `version`, which the servers have, and keeps scores and samples for the report."""
+    begun = time.perf_counter()
+    progress.note(f"evaluating version {version} on {exp.raw.evaluation.num_tasks} held-out tasks")
+    groups = rollouts.evaluate(version)
+    result = scores(groups)
+    samples = [_shown(exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
+    path = workdir / "evaluations.json"
+    entries = [e for e in _entries(path) if e["step"] != version]
+    entries.append({"step": version, "phase": "rl", "scores": result, "samples": samples})
+    metrics.write_atomic(path, json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1) + "\n")
+    writer.truncate("evaluation", version - 1)
+    writer.write(
+        version,
+        "evaluation",
+        {f"held_out/{name}": value for name, value in result.items()} | {"time/eval_s": time.perf_counter() - begun},
+    )
+    progress.say(
+        f"held-out, version {version}: " + "  ".join(f"{k} {metrics.format_value(v)}" for k, v in result.items())
+    )
+    return result
+
+
+def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
+    """avg@k: mean reward over tasks and samples. pass@j: chance that one of j samples has the full reward of 1.
+
+    pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
+    of two up to k.
+    """
+    k = len(groups[0])
+    right = [sum(rollout.reward >= 1.0 for rollout in group) for group in groups]
+    result = {f"avg@{k}": sum(rollout.reward for group in groups for rollout in group) / (k * len(groups))}
+    j = 1
+    while j <= k:
+        result[f"pass@{j}"] = sum(1 - math.comb(k - c, j) / math.comb(k, j) for c in right) / len(groups)
+        j *= 2
+    return result | {"num_tasks": len(groups)}
+
+
+def summary(workdir: pathlib.Path) -> list[str]:
+    """First and last held-out scores, a line each."""
+    entries = _entries(workdir / "evaluations.json")
+    return [
+        f"held-out {name}: {entries[0]['scores'][name]:.3f} (version {entries[0]['step']}) -> "
+        f"{entries[-1]['scores'][name]:.3f} (version {entries[-1]['step']})"
+        for name in entries[-1]["scores"]
+        if name != "num_tasks" and name in entries[0]["scores"]
+    ]
+
+
+def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
+    """A rollout as text for people."""
+    text = exp.tokenizer.decode
+    return {
+        "prompt": text(rollout.tokens[~rollout.sampled_mask].tolist(), skip_special=True),
+        "completion": text(rollout.tokens[rollout.sampled_mask].tolist(), skip_special=True),
+        "reward": rollout.reward,
+    }
+
+
+def _entries(path: pathlib.Path) -> list[dict]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def main() -> None:
+    exp = experiment.resolve(flags.FLAGS.config)
+    step = flags.FLAGS.step
+    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
+        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+        step, params = checkpoint.restore_params(
+            str(workdir / "checkpoints"), transformer.abstract(exp.model, mesh), None if step < 0 else step
+        )
+        weights = pathlib.Path(scratch) / "weights"
+        metadata = {"model": exp.raw.model.to_dict(), "tokenizer": exp.raw.tokenizer}
+        broadcast.publish(params, step, str(weights), metadata=metadata)
+        progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
+        with launch.rollout_side(exp, pathlib.Path(scratch), weights, step) as rollouts:
+            held_out(exp, rollouts, step, workdir, writer, progress)
+
+
+if __name__ == "__main__":
+    experiment.define_flags()
+    flags.DEFINE_integer("step", -1, "checkpoint step; -1: the newest")
+    experiment.run(main)

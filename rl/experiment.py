@@ -1,0 +1,225 @@
+"""What every command of `rl` does first: read the config, derive, refuse, and own the working directory.
+
+1. `run(main)` parses the flags. A mistake of the user ends in one line on stderr and a non-zero exit, never a traceback;
+   an error raised inside a library is our bug and keeps its traceback.
+2. `resolve` derives what follows from other fields, once, after the overrides, and checks what no single field can.
+3. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from absl import app, flags
+from ml_collections import config_dict, config_flags
+
+from inference import engine
+from models import config as config_lib
+from models import tokenizer as tokenizer_lib
+from rl import advantages, learner, losses, metrics
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The resolved config as frozen parts, each typed by its owner; `raw` is the whole of it."""
+
+    raw: config_dict.FrozenConfigDict
+    model: config_lib.ModelConfig
+    engine: engine.EngineConfig
+    optimizer: learner.OptimizerConfig
+    tokenizer: tokenizer_lib.Tokenizer
+
+
+def define_flags() -> None:
+    config_flags.DEFINE_config_file("config", None, "the experiment, a file of configs/", lock_config=True)
+    flags.DEFINE_string("workdir", None, "where the run lives: checkpoints, weights, rollouts, metrics, report")
+    flags.mark_flags_as_required(["config", "workdir"])
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs `main` under absl's flags with the project's rule for errors."""
+
+    def guarded(argv):
+        if len(argv) > 1:
+            raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.field=value")
+        main()
+
+    try:
+        app.run(guarded, flags_parser=_parse_flags)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command resumes from the last checkpoint", 130)
+    except (ValueError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if not full and not _raised_by_us(error):
+            raise
+        if os.environ.get("INTELLAX_TRACEBACK"):
+            traceback.print_exc()
+        _fail(str(error), 1)
+
+
+def resolve(config: config_dict.ConfigDict) -> Experiment:
+    """Returns the experiment of a config; ValueError names the field, the rule and the remedy."""
+    tokenizer = tokenizer_lib.load(config.tokenizer)
+    model = config_lib.ModelConfig(**config.model)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries; "
+            f"set config.model.vocab_size to a multiple of 16 that holds them"
+        )
+    for name, value, table in (
+        ("rl.loss", config.rl.loss, losses.LOSSES),
+        ("rl.advantage", config.rl.advantage, advantages.ADVANTAGES),
+        ("topology.mode", config.topology.mode, ("local", "remote")),
+    ):
+        if value not in table:
+            raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(table)}")
+    for name in (
+        "rl.num_steps",
+        "warmup.num_steps",
+        "rl.max_lag",
+        "rl.max_off_policy",
+        "evaluation.every",
+        "optimizer.warmup_steps",
+    ):
+        _check(config, name, lambda v: v >= 0, "at least 0")
+    for name in (
+        "rl.prompts_per_step",
+        "rl.samples_per_prompt",
+        "sampling.max_tokens",
+        "train.row_length",
+        "train.num_micro_batches",
+        "warmup.tasks_per_step",
+        "evaluation.num_tasks",
+        "evaluation.samples_per_task",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "topology.num_workers",
+        "trust.max_attempts",
+    ):
+        _check(config, name, lambda v: v >= 1, "at least 1")
+    _check(config, "trust.check_fraction", lambda v: 0 <= v <= 1, "in [0, 1]")
+    _check(config, "sampling.temperature", lambda v: v > 0, "above 0 (greedy samples of a group are all alike)")
+    if config.inference.max_model_len > config.train.row_length:
+        raise ValueError(
+            f"inference.max_model_len = {config.inference.max_model_len} exceeds train.row_length = "
+            f"{config.train.row_length}: the longest rollout would not fit a packed row; raise train.row_length"
+        )
+    if config.topology.mode == "remote" and not config.topology.servers:
+        raise ValueError("topology.mode = 'remote' needs topology.servers, the URLs of running rollout servers")
+    return Experiment(
+        raw=config_dict.FrozenConfigDict(config),
+        model=model,
+        engine=engine.EngineConfig(**config.inference),
+        optimizer=learner.OptimizerConfig(**config.optimizer),
+        tokenizer=tokenizer,
+    )
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]:
+    """Creates or reopens `workdir` for this experiment alone, while the block runs.
+
+    Raises:
+      ValueError: it belongs to another config (the fields that differ are named), or another process runs in it.
+    """
+    path = pathlib.Path(workdir).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"workdir {path} is a file; give a directory")
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"workdir {path} is in use by another run; wait for it or give another --workdir"
+            ) from None
+        _claim(path, experiment)
+        yield path
+
+
+def _claim(path: pathlib.Path, experiment: Experiment) -> None:
+    """Saves the resolved config, or checks that the one saved is the same but for where things run."""
+    wanted = json.loads(experiment.raw.to_json())
+    file = path / "config.json"
+    if file.exists():
+        saved = json.loads(file.read_text())["config"]
+        differs = sorted(
+            name
+            for name in _flat(saved).keys() | _flat(wanted).keys()
+            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith("topology.")
+        )
+        if differs:
+            old, new = _flat(saved).get(differs[0], "absent"), _flat(wanted).get(differs[0], "absent")
+            raise ValueError(
+                f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}"
+                f"{f' ({len(differs) - 1} more fields differ)' if differs[1:] else ''}; "
+                f"give another --workdir, or the config it was started with"
+            )
+    elif any(p.name != ".lock" for p in path.iterdir()):
+        raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
+    metrics.write_atomic(file, json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n")
+
+
+def secret(workdir: pathlib.Path, seed: int) -> bytes:
+    """The key of what workers must not foresee (which groups are checked); kept in the workdir, readable by us alone."""
+    file = workdir / "secret.key"
+    if not file.exists():
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(os.urandom(32))
+    return file.read_bytes() + str(seed).encode()
+
+
+def describe(experiment: Experiment) -> str:
+    """The resolved config, one field a line."""
+    flat = _flat(json.loads(experiment.raw.to_json()))
+    width = max(map(len, flat))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in flat.items())
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _check(config, name: str, holds: Callable, rule: str) -> None:
+    value = config
+    for part in name.split("."):
+        value = value[part]
+    if not holds(value):
+        raise ValueError(f"{name} = {value} must be {rule}")
+
+
+def _parse_flags(argv):
+    """absl's parser, but the errors of a mistyped field (did-you-mean included) end in one line."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError, flags.Error) as error:
+        message = str(error.args[0] if error.args else error).strip().replace("\n", " ")
+        _fail(message, 2)
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    file = pathlib.Path(frame.tb_frame.f_code.co_filename).resolve()
+    return ROOT in file.parents and "site-packages" not in file.parts
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

@@ -1,0 +1,128 @@
+"""The rollout side of a run: the orchestrator, and on this machine a rollout server and workers as child processes.
+
+0. The validator and the orchestrator run in our process; with `topology.mode = "remote"` nothing else is started.
+1. The server starts on the published weights, compiles, and writes its address to a file.
+2. Workers start on the orchestrator's URL.
+3. Children hold the read end of a pipe from us as standard input: when we die, however suddenly, they stop.
+4. A child that dies takes the run down with the last lines of its log (`<workdir>/logs/`), rather than leave it waiting.
+"""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from rl import experiment as experiment_lib
+from rl import orchestrator, validator
+
+START_TIMEOUT_S = 600.0
+
+
+@contextlib.contextmanager
+def rollout_side(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, version: int
+) -> Iterator[orchestrator.Orchestrator]:
+    """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`."""
+    config = experiment.raw
+    judge = validator.Validator(
+        experiment.model,
+        validator.published(weights),
+        {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p},
+        validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance),
+        max_model_len=config.inference.max_model_len,
+    )
+    rollouts = orchestrator.Orchestrator(
+        config, workdir, check=judge.check, secret=experiment_lib.secret(workdir, config.seed)
+    )
+    rollouts.resume(version)
+    url = rollouts.serve()
+    with contextlib.ExitStack() as stack:
+        stack.callback(rollouts.close)
+        if config.topology.mode == "local":
+            rollouts.connect([stack.enter_context(_server(experiment, workdir, weights, rollouts.fail))])
+            stack.enter_context(_workers(experiment, workdir, url, rollouts.fail))
+        else:
+            rollouts.connect(config.topology.servers)
+        rollouts.publish(version)
+        yield rollouts
+
+
+@contextlib.contextmanager
+def _server(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
+) -> Iterator[str]:
+    """A rollout server on `weights`; gives its URL once it answers."""
+    address_file = workdir / "logs" / "server.address"
+    address_file.unlink(missing_ok=True)
+    engine = experiment.engine
+    command = ["inference.serve", "--weights", str(weights), "--port", "0", "--address_file", str(address_file)]
+    for name in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call"):
+        command += [f"--{name}", str(getattr(engine, name))]
+    with _child("server", command, workdir, on_death) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not address_file.exists():
+            if process.poll() is not None:
+                raise ValueError(_obituary("server", process, workdir))
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"the rollout server did not start within {START_TIMEOUT_S:.0f} s; see {workdir}/logs/server.log"
+                )
+            time.sleep(0.02)
+        yield address_file.read_text()
+
+
+@contextlib.contextmanager
+def _workers(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, orchestrator: str, on_death: Callable
+) -> Iterator[None]:
+    """The run's rollout workers, each with a key of its own."""
+    with contextlib.ExitStack() as stack:
+        for i in range(experiment.raw.topology.num_workers):
+            name = f"worker{i}"
+            key = str(workdir / "logs" / f"{name}.key")
+            stack.enter_context(
+                _child(name, ["rl.worker", "--orchestrator", orchestrator, "--key", key], workdir, on_death)
+            )
+        yield
+
+
+@contextlib.contextmanager
+def _child(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[subprocess.Popen]:
+    logs = workdir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with open(logs / f"{name}.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--exit_with_parent"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=experiment_lib.ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        stopping = threading.Event()
+
+        def watch():
+            process.wait()
+            if not stopping.is_set():
+                on_death(ValueError(_obituary(name, process, workdir)))
+
+        threading.Thread(target=watch, name=f"watch-{name}", daemon=True).start()
+        try:
+            yield process
+        finally:
+            stopping.set()
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            process.kill()
+            process.wait()
+
+
+def _obituary(name: str, process: subprocess.Popen, workdir: pathlib.Path) -> str:
+    log = workdir / "logs" / f"{name}.log"
+    tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+    return f"the {name} process ended with code {process.returncode}: {tail or 'it said nothing'} (log: {log})"

@@ -1,0 +1,401 @@
+"""Groups out, rollouts in: leases to workers, admission, staleness, advantages, and the hand-off to the learner.
+
+In time, for batch n (1-based) of P groups:
+1. `publish(version)` tells the servers to load it; once they have, every batch n with n - 1 - max_lag <= version opens.
+2. A worker leases groups (`POST /lease`), rolls them out against the servers, and submits signed rollouts as Parquet
+   (`POST /submit`). A lease that runs out goes to the next worker.
+3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
+   force; then, for a part of the groups that no worker can foresee, the validator's replay. A refused group is leased
+   again: a batch is always its P prescribed groups.
+4. `next_batch(n)` waits for them, drops what became too stale (and leases it again), turns rewards into advantages and
+   gives token streams to pack. The rollouts are kept as Parquet under `rollouts/step_N/`.
+
+It runs in the learner's process, in threads, and imports no environment: a task is only an index here.
+
+Letters: P groups per batch, G samples per group.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import hashlib
+import hmac
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import fastapi
+import numpy as np
+
+from inference import client as client_lib
+from inference import rollout as rollout_lib
+from inference import web
+from rl import advantages, data, packing
+
+Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
+
+
+@dataclasses.dataclass
+class _Lease:
+    group: data.Group
+    worker: str
+    deadline: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What the learner gets: streams to pack, metrics of their making, and the rollouts themselves, by group."""
+
+    streams: list[packing.Stream]
+    metrics: dict[str, float]
+    groups: list[list[rollout_lib.Rollout]]
+
+
+class Orchestrator:
+    """Start it with `serve()`; every method may be called from any thread.
+
+    Args:
+      config: the resolved config (frozen).
+      workdir: where rollouts are kept.
+      check: the validator's verdict on one group; called in a thread of its own.
+      secret: decides which groups are checked; unknown to workers.
+    """
+
+    def __init__(self, config, workdir: pathlib.Path, *, check: Check, secret: bytes):
+        self._config, self._workdir, self._check, self._secret = config, workdir, check, secret
+        self._servers: tuple[str, ...] = ()
+        self._changed = threading.Condition()
+        self._version = -1  # the newest version all servers have
+        self._opened_step = 0
+        self._todo: collections.deque[data.Group] = collections.deque()
+        self._leases: dict[tuple, _Lease] = {}
+        self._checking: set[tuple] = set()
+        self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
+        self._attempts: collections.Counter = collections.Counter()
+        self._refusals: collections.Counter = collections.Counter()
+        self._counts: collections.Counter = collections.Counter()
+        self._failure: BaseException | None = None
+        self._checker = concurrent.futures.ThreadPoolExecutor(1, "validator")
+        self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
+
+    # Lifetime.
+
+    def serve(self) -> str:
+        """Binds, answers workers in a thread, and returns the URL."""
+        sock = web.listen(self._config.topology.host, self._config.topology.port)
+        self._web = web.server(_make_app(self))
+        self._thread = threading.Thread(
+            target=self._web.run, kwargs={"sockets": [sock]}, name="orchestrator", daemon=True
+        )
+        self._thread.start()
+        return web.address(sock)
+
+    def close(self) -> None:
+        self._web.should_exit = True
+        self._thread.join()
+        self._updater.shutdown(cancel_futures=True)
+        self._checker.shutdown(cancel_futures=True)
+
+    def connect(self, servers: Sequence[str]) -> None:
+        """Names the rollout servers that workers use and that new versions go to."""
+        self._servers = tuple(servers)
+
+    def resume(self, step: int) -> None:
+        """Continues after batch `step`: what was opened before is never asked for again."""
+        self._opened_step = step
+
+    # What the learner calls.
+
+    def publish(self, version: int) -> None:
+        """Announces that `version` is on the broadcast; returns at once, servers load it meanwhile."""
+        self._updater.submit(self._update_servers, version)
+
+    def next_batch(self, step: int) -> Batch:
+        """Waits for batch `step` (1-based) and returns it."""
+        keys = [group.key for group in data.train_groups(self._config, step)]
+        groups = self._collect(keys, step)
+        rollouts = [rollout for group in groups for rollout in group]
+        rollout_lib.write(self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet", rollouts)
+        streams, metrics = assign_credit(groups, advantages.ADVANTAGES[self._config.rl.advantage])
+        lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
+        metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
+        return Batch(streams, metrics | self._take_counts(), groups)
+
+    def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
+        """Rolls out the held-out tasks with `version` and returns them by task."""
+        groups = data.held_out_groups(self._config, version)
+        with self._changed:
+            self._todo.extendleft(reversed(groups))  # before training work: the version in force moves on
+            self._changed.notify_all()
+        return self._collect([group.key for group in groups], None)
+
+    @property
+    def num_done(self) -> int:
+        """Groups finished and not yet handed over, for progress displays."""
+        return len(self._done)
+
+    def fail(self, error: BaseException) -> None:
+        """Makes whoever waits raise `error` (a child process died, for instance)."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    # What workers reach over HTTP.
+
+    def describe(self) -> dict:
+        """What a worker needs to know of the run."""
+        config = self._config
+        return {
+            "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
+            "tokenizer": config.tokenizer,
+            "servers": list(self._servers),
+            "sampling": {
+                "top_k": config.sampling.top_k,
+                "top_p": config.sampling.top_p,
+                "min_p": config.sampling.min_p,
+                "max_tokens": config.sampling.max_tokens,
+            },
+            "step": self._version,
+        }
+
+    def lease(self, worker: str, capacity: int) -> list[data.Group]:
+        """Up to `capacity` groups for `worker`; none when there is nothing to do."""
+        with self._changed:
+            now = time.monotonic()
+            for key, lease in list(self._leases.items()):
+                if lease.deadline < now:
+                    del self._leases[key]
+                    self._counts["lease_expired"] += 1
+                    self._todo.appendleft(lease.group)
+            groups = []
+            while self._todo and len(groups) < capacity:
+                group = self._todo.popleft()
+                self._leases[group.key] = _Lease(group, worker, now + self._config.topology.lease_s)
+                groups.append(group)
+            return groups
+
+    def submit(self, body: bytes) -> dict:
+        """Takes Parquet bytes; returns per group "accepted", "checking" or the reason it was refused."""
+        rollouts = rollout_lib.from_parquet(body)
+        by_key: dict[tuple, list[rollout_lib.Rollout]] = collections.defaultdict(list)
+        for rollout in rollouts:
+            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
+        return {"/".join(map(str, key)): self._take(key, group) for key, group in by_key.items()}
+
+    # Inside.
+
+    def _update_servers(self, version: int) -> None:
+        try:
+            if self._servers:
+                asyncio.run(self._tell_servers(version))
+        except (ValueError, OSError, client_lib.Unavailable, client_lib.httpx.HTTPError) as error:
+            self.fail(ValueError(f"a rollout server did not take policy version {version}: {error}"))
+            return
+        with self._changed:
+            self._version = version
+            last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
+            for step in range(self._opened_step + 1, last + 1):
+                self._todo.extend(data.train_groups(self._config, step))
+            self._opened_step = max(self._opened_step, last)
+            self._changed.notify_all()
+
+    async def _tell_servers(self, version: int) -> None:
+        async with client_lib.Client(self._servers) as client:
+            await client.update_weights(version)
+
+    def _collect(self, keys: list[tuple], step: int | None) -> list[list[rollout_lib.Rollout]]:
+        """Waits until all `keys` are done; drops and leases again what is too stale for `step`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure or all(key in self._done for key in keys), timeout=60)
+                if self._failure:
+                    raise self._failure
+                if not all(key in self._done for key in keys):
+                    continue  # a long wait is no error: progress is shown by whoever watches num_done
+                stale = [] if step is None else [k for k in keys if self._staleness(k, step) > self._max_off_policy]
+                if not stale:
+                    return [self._done.pop(key) for key in keys]
+                groups = {group.key: group for group in data.train_groups(self._config, step)}
+                for key in stale:
+                    self._counts["stale"] += len(self._done.pop(key))
+                    self._todo.appendleft(groups[key])
+                self._changed.notify_all()
+
+    @property
+    def _max_off_policy(self) -> int:
+        return self._config.rl.max_off_policy
+
+    def _staleness(self, key: tuple, step: int) -> int:
+        return max(step - 1 - int(r.versions[r.sampled_mask].min()) for r in self._done[key])
+
+    def _split(self, rollout: rollout_lib.Rollout) -> str:
+        """A rollout does not say its split; its key is leased under at most one."""
+        held_out = ("held_out", rollout.step, rollout.task.group)
+        lease = self._leases.get(held_out)
+        return "held_out" if lease and lease.group.index == rollout.task.index else "train"
+
+    def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> str:
+        with self._changed:
+            lease = self._leases.get(key)
+            if lease is None or key in self._checking:
+                self._counts["unleased"] += len(rollouts)
+                return "refused: not leased (or already submitted)"
+            reason = self._refusal(lease, rollouts)
+            if reason is None and self._is_checked(lease.group):
+                self._checking.add(key)
+                lease.deadline = float("inf")
+                self._checker.submit(self._check_later, key, rollouts)
+                return "checking"
+            return self._settle(key, rollouts, reason)
+
+    def _check_later(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> None:
+        try:
+            reason = self._check(rollouts)
+        except BaseException as error:  # the validator itself broke: stop the run with its traceback, do not hang it
+            self.fail(error)
+            raise
+        with self._changed:
+            self._checking.discard(key)
+            self._counts["checked"] += len(rollouts)
+            self._settle(key, rollouts, reason)
+
+    def _settle(self, key: tuple, rollouts: list[rollout_lib.Rollout], reason: str | None) -> str:
+        """Accepts the group, or refuses it and leases it again; the lock is held."""
+        lease = self._leases.pop(key)
+        if reason is None:
+            self._counts["accepted"] += len(rollouts) if key[0] == "train" else 0
+            self._done[key] = sorted(rollouts, key=lambda r: r.sample)
+            self._changed.notify_all()
+            return "accepted"
+        self._counts["refused"] += len(rollouts)
+        self._refusals[reason.split(":")[0]] += 1
+        self._attempts[key] += 1
+        if self._attempts[key] >= self._config.trust.max_attempts:
+            self.fail(
+                ValueError(
+                    f"group {lease.group.group} of step {lease.group.step} was refused {self._attempts[key]} times, the "
+                    f"last time for: {reason}; look at the worker {rollouts[0].worker[:16]} or raise trust.max_attempts"
+                )
+            )
+        self._todo.appendleft(lease.group)
+        self._changed.notify_all()
+        return f"refused: {reason}"
+
+    def _refusal(self, lease: _Lease, rollouts: list[rollout_lib.Rollout]) -> str | None:
+        """The cheap checks: everything that the lease alone decides."""
+        group, sampling = lease.group, self._config.sampling
+        if sorted(r.sample for r in rollouts) != list(range(group.num_samples)):
+            return f"samples: expected 0..{group.num_samples - 1} once each, got {sorted(r.sample for r in rollouts)}"
+        prompt = rollouts[0].tokens[: _prompt_length(rollouts[0])]
+        for r in rollouts:
+            sampled = r.versions[r.sampled_mask]
+            if r.worker != lease.worker or not rollout_lib.signature_ok(r):
+                return "signature: not signed by the worker that holds the lease"
+            if self._config.topology.workers and r.worker not in self._config.topology.workers:
+                return "worker: its key is not in topology.workers"
+            if (r.task.env, r.task.index) != (self._config.env.name, group.index):
+                return f"task: expected {self._config.env.name} {group.index}, got {r.task.env} {r.task.index}"
+            if r.seed != (group.seed + r.sample) % 2**32:
+                return f"seed: expected {(group.seed + r.sample) % 2**32} for sample {r.sample}, got {r.seed}"
+            if abs(r.temperature - group.temperature) > 1e-6:
+                return f"temperature: expected {group.temperature}, got {r.temperature}"
+            if int(r.sampled_mask.sum()) > sampling.max_tokens:
+                return (
+                    f"length: {int(r.sampled_mask.sum())} sampled tokens, at most {sampling.max_tokens} were asked for"
+                )
+            if int(r.tokens.max()) >= self._config.model.vocab_size:
+                return f"tokens: id {int(r.tokens.max())} is outside the vocabulary of {self._config.model.vocab_size}"
+            if not np.array_equal(r.tokens[: _prompt_length(r)], prompt):
+                return "prompt: the samples of one group have different prompts"
+            if sampled.min() < group.min_version:
+                return (
+                    f"versions: {int(sampled.min())} is older than {group.min_version}, the oldest this batch may use"
+                )
+            if np.any(np.diff(r.versions) < 0):
+                return "versions: they fall along the sequence"
+        return None
+
+    def _is_checked(self, group: data.Group) -> bool:
+        """Exactly ceil(check_fraction * P) groups of a batch, drawn by the secret."""
+        if group.split != "train":
+            return False
+        P = self._config.rl.prompts_per_step
+        count = int(np.ceil(self._config.trust.check_fraction * P))
+        first = (group.step - 1) * P
+        ranked = sorted(range(first, first + P), key=self._lot)
+        return group.group in ranked[:count]
+
+    def _lot(self, group: int) -> bytes:
+        return hmac.new(self._secret, str(group).encode(), hashlib.sha256).digest()
+
+    def _take_counts(self) -> dict[str, float]:
+        """Counters since the last call, as metrics."""
+        with self._changed:
+            names = ("accepted", "refused", "checked", "stale", "lease_expired", "unleased")
+            counts = {f"trust/num_{name}": float(self._counts[name]) for name in names}
+            counts |= {f"trust/num_refused_{reason}": float(n) for reason, n in self._refusals.items()}
+            self._counts.clear()
+            self._refusals.clear()
+        return counts
+
+
+def assign_credit(
+    groups: list[list[rollout_lib.Rollout]], advantage: Callable[[np.ndarray], np.ndarray]
+) -> tuple[list[packing.Stream], dict[str, float]]:
+    """Rewards -> advantages -> token streams. A group whose advantages are all zero has no gradient and is left out."""
+    streams, num_flat = [], 0
+    for group in groups:
+        credit_G = advantage(np.array([r.reward for r in group], np.float64))
+        if not np.any(np.abs(credit_G) > 1e-9):
+            num_flat += 1
+            continue
+        for rollout, credit in zip(group, credit_G, strict=True):
+            mask = rollout.sampled_mask.astype(np.float32)
+            streams.append(
+                packing.Stream(rollout.tokens, mask, rollout.logprobs, mask * np.float32(credit), rollout.temperature)
+            )
+    rollouts = [r for group in groups for r in group]
+    lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
+    rewards = np.array([r.reward for r in rollouts])
+    return streams, {
+        "rollout/reward": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/zero_advantage_frac": num_flat / len(groups),
+        "rollout/response_length": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "rollout/num_tokens": float(lengths.sum()),
+    }
+
+
+def _prompt_length(rollout: rollout_lib.Rollout) -> int:
+    return int(np.argmax(rollout.sampled_mask))
+
+
+def _make_app(orchestrator: Orchestrator) -> fastapi.FastAPI:
+    app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
+
+    @app.get("/run")
+    async def run():
+        return orchestrator.describe()
+
+    @app.post("/lease")
+    async def lease(request: fastapi.Request):
+        body = await web.read_json(request)
+        worker, capacity = body.get("worker"), body.get("capacity")
+        if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= 4096:
+            raise ValueError("a lease needs worker (a hex public key) and capacity (an integer in 1..4096)")
+        return {"groups": [dataclasses.asdict(group) for group in orchestrator.lease(worker, capacity)]}
+
+    @app.post("/submit")
+    async def submit(request: fastapi.Request):
+        body = await web.read_body(request)
+        return {"verdicts": await asyncio.to_thread(orchestrator.submit, body)}
+
+    @app.exception_handler(ValueError)
+    async def refuse(request, error):
+        return web.error(400, str(error), "invalid_request_error")
+
+    return app

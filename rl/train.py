@@ -1,0 +1,161 @@
+"""Asynchronous GRPO from one command: warm-up, rollouts, proofs, learning, evaluation, report.
+
+    python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+1. main: flags, `experiment.resolve`, the working directory.
+2. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint is there to resume from.
+3. The rollout side starts: broadcast, server, workers, validator, all behind the orchestrator.
+4. The loop: wait for a batch, one `train_step`, publish the new version, metrics, checkpoint, evaluation.
+5. Held-out score before and after, report.html.
+
+The loop below is the whole of it: it holds no maths (rl/learner.py) and starts no process (rl/launch.py). Killed at any
+moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
+"""
+
+import contextlib
+import math
+import pathlib
+import time
+
+import jax
+from absl import flags
+
+from rl import evaluate, experiment, launch, learner, metrics, packing, report, sft
+from sharding import broadcast, checkpoint, rules
+from sharding import mesh as mesh_lib
+
+
+def train(exp: experiment.Experiment, workdir: pathlib.Path) -> pathlib.Path:
+    """Runs or resumes the experiment in `workdir`; returns the path of its report."""
+    config, weights = exp.raw, workdir / "weights"
+    progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
+    mesh = mesh_lib.create(config.mesh.to_dict())
+    optimizer = learner.make_optimizer(exp.optimizer)
+    train_step = learner.make_train_step(
+        exp.model,
+        optimizer,
+        config.rl.loss,
+        config.loss_options[config.rl.loss].to_dict(),
+        mesh,
+        num_micro_batches=config.train.num_micro_batches,
+    )
+    num_shards = rules.num_batch_shards(mesh) * config.train.num_micro_batches
+
+    with contextlib.ExitStack() as stack:
+        checkpointer = stack.enter_context(
+            checkpoint.Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every)
+        )
+        state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress)
+        writer.truncate("rl", start)
+        _publish_again(state, start, exp, weights)
+        progress.note("starting the rollout server and its workers")
+        rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start))
+        if start == 0:
+            evaluate.held_out(exp, rollouts, 0, workdir, writer, progress)
+
+        with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
+            for step in range(start + 1, config.rl.num_steps + 1):
+                clock = _Clock()
+                with clock("wait"):
+                    batch = rollouts.next_batch(step)
+                with clock("train_step"):
+                    packed = packing.pack(batch.streams, row_length=config.train.row_length, num_shards=num_shards)
+                    state, step_metrics = train_step(state, packing.place(packed, mesh))
+                    values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                    _check_finite(step, values, checkpointer)
+                with clock("publish"):
+                    _publish(state, step, exp, weights)
+                    rollouts.publish(step)
+                with clock("checkpoint"):
+                    checkpointer.save(step, state, {"step": step}, force=step == config.rl.num_steps)
+                with clock("eval"):
+                    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.rl.num_steps:
+                        evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
+                values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
+                writer.write(step, "rl", values)
+                bar.update(step, _line(values))
+        evaluate.held_out(exp, rollouts, config.rl.num_steps, workdir, writer, progress)
+    path = report.write(workdir)
+    progress.say(*evaluate.summary(workdir), f"report: {path}")
+    return path
+
+
+def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress):
+    """The train state to start from and the last step it has seen: a checkpoint, or the end of the warm-up as step 0."""
+    restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh))
+    if restored:
+        step, state, _ = restored
+        progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
+        return state, step
+    params = sft.train(exp, workdir, mesh, writer, progress)
+    state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params)
+    checkpointer.save(0, state, {"step": 0}, force=True)
+    return state, 0
+
+
+def _publish(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:
+    metadata = {"model": exp.raw.model.to_dict(), "tokenizer": exp.raw.tokenizer}
+    keep = exp.raw.rl.max_lag + exp.raw.rl.max_off_policy + 2  # every version that a rollout in flight may name
+    broadcast.publish(state.params, version, str(weights), metadata=metadata, keep=keep)
+
+
+def _publish_again(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:
+    """After a resume: takes back versions from beyond the checkpoint, and makes sure that its own is out."""
+    published = broadcast.versions(str(weights)) if weights.exists() else []
+    for newer in (v for v in published if v > version):
+        broadcast.remove(str(weights), newer)
+    if version not in published:
+        _publish(state, version, exp, weights)
+
+
+def _check_finite(step: int, values: dict[str, float], checkpointer: checkpoint.Checkpointer) -> None:
+    if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+        raise ValueError(
+            f"{bad[0]} is {values[bad[0]]} at step {step}; nothing of this step was published or saved. The last good "
+            f"checkpoint is step {checkpointer.latest_step()}; resume from it with a lower optimizer.learning_rate"
+        )
+
+
+class _Clock:
+    """Seconds of one step by what the loop waited for: `with clock("publish"): ...`."""
+
+    def __init__(self):
+        self._begun, self._parts = time.perf_counter(), {}
+
+    @contextlib.contextmanager
+    def __call__(self, part: str):
+        begun = time.perf_counter()
+        yield
+        self._parts[f"time/{part}_s"] = time.perf_counter() - begun
+
+    def seconds(self, *, num_tokens: float) -> dict[str, float]:
+        """time/<part>_s, time/step_s, and time/tokens_per_s of sampled tokens."""
+        total = time.perf_counter() - self._begun
+        return self._parts | {"time/step_s": total, "time/tokens_per_s": num_tokens / total}
+
+
+def _line(values: dict[str, float]) -> dict[str, float]:
+    """What the terminal shows of a step."""
+    shown = {
+        "reward": "rollout/reward",
+        "loss": "loss/total",
+        "kl": "loss/mismatch_kl",
+        "entropy": "loss/entropy",
+        "lag": "sync/lag",
+        "tok/s": "time/tokens_per_s",
+        "accepted": "trust/num_accepted",
+        "refused": "trust/num_refused",
+    }
+    return {short: values[name] for short, name in shown.items()}
+
+
+def main() -> None:
+    exp = experiment.resolve(flags.FLAGS.config)
+    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
+        print(experiment.describe(exp))
+        train(exp, workdir)
+
+
+if __name__ == "__main__":
+    experiment.define_flags()
+    experiment.run(main)

@@ -1,0 +1,161 @@
+"""A rollout worker: takes tasks, runs environments against rollout servers, scores, signs, submits. Imports no jax.
+
+    python -m rl.worker --orchestrator http://host:port
+
+1. `GET /run` says which environment, tokenizer and servers; `POST /lease` gives groups (tasks with prescribed seeds).
+2. Each group is one request of G samples; the environment makes the prompt from the task index, and scores each answer.
+3. The rollouts are signed with this worker's key and submitted as Parquet. What is refused is printed with its reason.
+
+The worker survives a restart of the orchestrator or a server: it keeps asking until `--give_up_s` have passed.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import pathlib
+import sys
+import time
+
+import httpx
+import numpy as np
+
+from inference import client as client_lib
+from inference import rollout as rollout_lib
+from inference import web
+from models import tokenizer as tokenizer_lib
+from rl import envs
+from rl.envs import environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the orchestrator said of the run, made usable."""
+
+    env: environment.Environment
+    env_seed: int
+    tokenizer: tokenizer_lib.Tokenizer
+    servers: list[str]
+    sampling: dict
+
+
+async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
+    """Runs until the orchestrator is gone for `give_up_s` (then ConnectionError)."""
+    async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
+        run = _read_run(await _patiently(http, "GET", "/run", give_up_s))
+        async with client_lib.Client(run.servers, give_up_s=give_up_s) as client:
+            running: set[asyncio.Task] = set()
+            pause_s = 0.01
+            while True:
+                room = concurrency - len(running)
+                body = {"worker": key.worker, "capacity": room}
+                groups = (await _patiently(http, "POST", "/lease", give_up_s, json=body))["groups"] if room else []
+                for group in groups:
+                    running.add(asyncio.create_task(_roll_out(http, client, run, key, group, give_up_s)))
+                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.25)  # idle: ask less often, answer within 0.25 s
+                if running:
+                    done, running = await asyncio.wait(
+                        running, timeout=None if not room else pause_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        task.result()
+                else:
+                    await asyncio.sleep(pause_s)
+
+
+def make_rollouts(
+    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[client_lib.Sample]
+) -> list[rollout_lib.Rollout]:
+    """Scores the samples of one group and writes them down; unsigned."""
+    rollouts = []
+    for index, sample in enumerate(samples):
+        message = run.tokenizer.parse(sample.tokens)
+        rewards = run.env.score(task, message["content"])
+        P = len(prompt)
+        rollouts.append(
+            rollout_lib.Rollout(
+                tokens=np.array([*prompt, *sample.tokens], np.int32),
+                sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
+                logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
+                versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
+                temperature=group["temperature"],
+                seed=(group["seed"] + index) % 2**32,
+                task=rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed),
+                sample=index,
+                step=group["step"],
+                reward=rewards["reward"],
+                rewards=rewards,
+                finish_reason=sample.finish_reason,
+                proofs=sample.proofs,
+                worker="",
+                signature=b"",
+            )
+        )
+    return rollouts
+
+
+async def _roll_out(http, client, run: Run, key, group: dict, give_up_s: float) -> None:
+    task = run.env.make_task(group["index"], group["split"])
+    prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
+    sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
+    samples = await client.generate(prompt, sampling, proofs=group["split"] == "train")
+    rollouts = [rollout_lib.sign(r, key) for r in make_rollouts(run, group, task, prompt, samples)]
+    reply = await _patiently(http, "POST", "/submit", give_up_s, content=rollout_lib.to_parquet(rollouts))
+    for name, verdict in reply["verdicts"].items():
+        if verdict.startswith("refused"):
+            print(f"{name} {verdict}", file=sys.stderr, flush=True)
+
+
+def _read_run(body: dict) -> Run:
+    env = envs.load(body["env"]["name"], seed=body["env"]["seed"], **body["env"]["options"])
+    return Run(env, body["env"]["seed"], tokenizer_lib.load(body["tokenizer"]), body["servers"], body["sampling"])
+
+
+async def _patiently(http: httpx.AsyncClient, method: str, path: str, give_up_s: float, **kwargs) -> dict:
+    """One exchange with the orchestrator, repeated while it cannot be reached."""
+    deadline = time.monotonic() + give_up_s
+    while True:
+        try:
+            response = await http.request(method, path, **kwargs)
+            if response.status_code == 400:
+                raise ValueError(f"the orchestrator refused {path}: {response.text[:500]}")
+            response.raise_for_status()
+            return response.json()
+        except httpx.HTTPError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"the orchestrator at {http.base_url} is gone: {error}") from error
+            await asyncio.sleep(0.5)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
+    parser.add_argument("--orchestrator", required=True, help="its URL")
+    parser.add_argument(
+        "--key", help="file of this worker's signing key; made if absent (default: a key for this process)"
+    )
+    parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
+    parser.add_argument("--give_up_s", type=float, default=300.0, help="how long to wait for a lost orchestrator")
+    parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
+    args = parser.parse_args(argv)
+    if args.exit_with_parent:
+        web.stop_at_eof(lambda: None)
+    try:
+        key = _load_key(args.key)
+        asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
+    except (ValueError, OSError, client_lib.Unavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _load_key(path: str | None) -> rollout_lib.WorkerKey:
+    if path is None:
+        return rollout_lib.WorkerKey.generate()
+    if not pathlib.Path(path).exists():
+        rollout_lib.WorkerKey.generate().save(path)
+    return rollout_lib.WorkerKey.load(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
