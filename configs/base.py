@@ -67,7 +67,8 @@ def get_config() -> config_dict.ConfigDict:
     # How a batch is laid out and stepped through.
     c.train = t = config_dict.ConfigDict()
     t.row_length = 256  # tokens per packed row
-    t.num_micro_batches = 1  # gradient accumulation
+    t.rows = 8  # rows of a micro-batch; gradients accumulate over as many as the batch needs
+    t.share_prompts = True  # compute a group's prompt once; its samples attend to the one copy
 
     c.optimizer = o = config_dict.ConfigDict()
     o.learning_rate = 3e-4  # of RL; the warm-up has its own

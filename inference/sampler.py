@@ -73,7 +73,9 @@ def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     in_k_BV = sorted_BV >= kth_B
     probs_BV = jax.nn.softmax(jnp.where(in_k_BV, sorted_BV, -jnp.inf), axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # mass of strictly better entries
-    kept_BV = (before_BV < sampling.top_p[:, None]) & in_k_BV & (probs_BV >= sampling.min_p[:, None] * probs_BV[:, :1])
+    # top_p 1 is off and cuts nothing: float32 rounds the mass before the tail of a peaked row up to 1.
+    in_p_BV = (before_BV < sampling.top_p[:, None]) | (sampling.top_p >= 1.0)[:, None]
+    kept_BV = in_k_BV & in_p_BV & (probs_BV >= sampling.min_p[:, None] * probs_BV[:, :1])
     kept_BV = kept_BV.at[:, 0].set(True)
     lowest_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV >= lowest_B1, logits_BV, -jnp.inf)

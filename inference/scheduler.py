@@ -81,7 +81,7 @@ class _Sample:
     prefix: engine_lib.Prefix
     row: int
     completion: Completion
-    windows: list[np.ndarray] = dataclasses.field(default_factory=list)
+    proofs: list[bytes] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
@@ -298,7 +298,7 @@ class Scheduler:
             if reason:
                 completion.finish_reason = reason
                 finished.append(slot)
-        self._collect(windows)
+        self._prove(windows)
         for slot in finished:
             sample, self._slots[slot] = self._slots[slot], None
             self._finish(sample)
@@ -310,22 +310,22 @@ class Scheduler:
         full = len(request.tokens) + len(tokens) >= self._engine.config.max_model_len
         return "length" if full or len(tokens) >= request.max_tokens else ""
 
-    def _collect(self, windows: list) -> None:
-        """Fetches the hidden rows of finished windows before the ring overwrites them."""
+    def _prove(self, windows: list) -> None:
+        """Builds the proofs of finished windows, before the ring overwrites their rows; all of a call at once, because
+        512 proofs of 7 x 128 values take 0.65 s one by one."""
         if not windows:
             return
         slots = sorted({slot for slot, *_ in windows})
         size = 1 << (len(slots) - 1).bit_length()  # a handful of shapes instead of one per count
         rings = np.asarray(self._engine.harvest(self._state, self._pad(slots, slots[-1], size=size)))
-        for slot, sample, start, end in windows:
-            rows = np.arange(start, end) % engine_lib.RING
-            sample.windows.append(rings[slots.index(slot)][rows])
+        ring_of = dict(zip(slots, rings, strict=False))
+        hiddens = [ring_of[slot][np.arange(start, end) % engine_lib.RING] for slot, _, start, end in windows]
+        for (_, sample, _, _), proofs in zip(windows, toploc.build_proofs_batch(hiddens), strict=True):
+            sample.proofs += proofs
 
     def _finish(self, sample: _Sample) -> None:
         job = sample.job
-        if job.request.proofs:
-            hidden_TD = np.concatenate(sample.windows)
-            sample.completion.proofs = toploc.join(toploc.build_proofs(hidden_TD))
+        sample.completion.proofs = toploc.join(sample.proofs)
         job.completions[sample.index] = sample.completion
         self.stats["samples"] += 1
         if all(c is not None for c in job.completions) and job.future.set_running_or_notify_cancel():

@@ -24,11 +24,15 @@ def attend(q_BTHC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, mask_BTS: ja
     return jnp.einsum("BKGTS,BKSC->BTKGC", weights_BKGTS, v_BKSC).reshape(B, T, H, C)
 
 
-def packed_mask(segment_ids_BT: jax.Array) -> jax.Array:
+def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array | None = None) -> jax.Array:
     """Causal inside each packed sequence, nothing across: [B, T, T], True where query t may read key s.
 
-    Segment 0 is padding; it may read itself, which keeps its (unused) rows finite.
+    With branches, a segment is a shared prompt (branch 0) and its continuations (1, 2, ...): each reads the prompt and
+    itself. Segment 0 is padding; it may read itself, which keeps its (unused) rows finite.
     """
     T = segment_ids_BT.shape[1]
-    causal_TS = jnp.tril(jnp.ones((T, T), bool))
-    return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & causal_TS[None]
+    mask_BTS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))[None]
+    if branch_ids_BT is None:
+        return mask_BTS
+    key_B1S = branch_ids_BT[:, None, :]
+    return mask_BTS & ((key_B1S == 0) | (key_B1S == branch_ids_BT[:, :, None]))

@@ -3,8 +3,9 @@
 The logits of a chunk exist only while the chunk is worked on (forward and backward: the chunk is rematerialised),
 so that memory is `chunk x V` instead of `B x T x V`.
 
-Convention: row t of the result belongs to token t, and is predicted by the hidden state of token t - 1. Position 0
-has no predictor and gets 0; the loss mask never selects it.
+Convention: row t of the result belongs to token t, and is predicted by the hidden state of token t - 1 (or of the column
+that `predictors_BT` names, where branches share a prompt). Column 0 has no predictor and gets 0; the loss mask never
+selects it.
 """
 
 import jax
@@ -21,6 +22,7 @@ def token_logprobs(
     tokens_BT: jax.Array,
     temperature_BT: jax.Array,
     *,
+    predictors_BT: jax.Array | None = None,
     chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, of each token under softmax(logits / temperature).
@@ -31,11 +33,16 @@ def token_logprobs(
       hidden_BTD: output of `transformer.apply` for the same tokens.
       tokens_BT: the tokens to score.
       temperature_BT: the temperature each token was sampled at; values <= 0 (greedy) count as 1.
+      predictors_BT: the column whose hidden state predicts the token; the one before it when None.
       chunk: tokens per chunk, over B x T.
     """
     B, T, D = hidden_BTD.shape
-    # Predictors are rows 0..T-2, targets 1..T-1; flattened, then padded to whole chunks.
-    hidden_ND = hidden_BTD[:, :-1].reshape(-1, D)
+    # Targets are columns 1..T-1; flattened, then padded to whole chunks.
+    if predictors_BT is None:
+        hidden_BTD = hidden_BTD[:, :-1]
+    else:
+        hidden_BTD = jnp.take_along_axis(hidden_BTD, predictors_BT[:, 1:, None], axis=1)
+    hidden_ND = hidden_BTD.reshape(-1, D)
     target_N = tokens_BT[:, 1:].reshape(-1)
     temperature_N = temperature_BT[:, 1:].reshape(-1)
     N = hidden_ND.shape[0]

@@ -109,6 +109,7 @@ def apply(
     *,
     positions_BT: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
+    branch_ids_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Runs whole (packed) sequences; returns the hidden states [B, T, D] after the final norm.
 
@@ -118,13 +119,14 @@ def apply(
       tokens_BT: int32 token ids.
       positions_BT: position of each token in its own sequence; 0..T-1 when None.
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
+      branch_ids_BT: 0 in a prompt that several continuations share, 1, 2, ... in those; no sharing when None.
     """
     B, T = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones((B, T), jnp.int32)
-    mask_BTS = attention.packed_mask(segment_ids_BT)
+    mask_BTS = attention.packed_mask(segment_ids_BT, branch_ids_BT)
 
     def attend(q_BTHC, k_BTKC, v_BTKC):
         k_BKTC, v_BKTC = k_BTKC.swapaxes(1, 2), v_BTKC.swapaxes(1, 2)

@@ -46,7 +46,8 @@ def held_out(
     writer.write(
         version,
         "evaluation",
-        {f"held_out/{name}": value for name, value in result.items()} | {"time/eval_s": time.perf_counter() - begun},
+        {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
+        | {"time/eval_s": time.perf_counter() - begun},
     )
     progress.say(
         f"held-out, version {version}: " + "  ".join(f"{k} {metrics.format_value(v)}" for k, v in result.items())

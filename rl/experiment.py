@@ -11,12 +11,14 @@ import dataclasses
 import errno
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+import jax
 from absl import app, flags
 from ml_collections import config_dict, config_flags
 
@@ -24,6 +26,7 @@ from inference import engine
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from rl import advantages, learner, losses, metrics
+from sharding import rules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -38,6 +41,16 @@ class Experiment:
     optimizer: learner.OptimizerConfig
     tokenizer: tokenizer_lib.Tokenizer
 
+    def rows(self, mesh: jax.sharding.Mesh) -> int:
+        """Rows of a micro-batch: train.rows, which must divide over the batch axes of the mesh."""
+        shards = rules.num_batch_shards(mesh)
+        if self.raw.train.rows % shards:
+            raise ValueError(
+                f"train.rows = {self.raw.train.rows} does not divide over the {shards} batch shards of the mesh "
+                f"(data x fsdp x expert); set config.train.rows to a multiple of {shards}"
+            )
+        return self.raw.train.rows
+
 
 def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "the experiment, a file of configs/", lock_config=True)
@@ -47,6 +60,10 @@ def define_flags() -> None:
 
 def run(main: Callable[[], None]) -> None:
     """Runs `main` under absl's flags with the project's rule for errors."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request
+    logging.getLogger("jax._src.xla_bridge").setLevel(
+        logging.ERROR
+    )  # "unable to initialize backend" for each absent one
 
     def guarded(argv):
         if len(argv) > 1:
@@ -96,7 +113,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         "rl.samples_per_prompt",
         "sampling.max_tokens",
         "train.row_length",
-        "train.num_micro_batches",
+        "train.rows",
         "warmup.tasks_per_step",
         "evaluation.num_tasks",
         "evaluation.samples_per_task",

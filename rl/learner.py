@@ -2,8 +2,9 @@
 
 1. `apply` runs the packed batch, `token_logprobs` scores its tokens at the temperature they were sampled at.
 2. `LOSSES[name]` turns log-probabilities, advantages and masks into a scalar over the global token count.
-3. optax clips, scales and applies the gradient. Micro-batches accumulate gradients before that; since the denominator
-   is global, the sum over micro-batches is exactly the gradient of the whole batch.
+3. Gradients are summed over micro-batches; since the denominator is global, the sum is exactly the gradient of the whole
+   batch. The number of micro-batches is data, not shape: one compilation serves batches of any size.
+4. optax clips, scales and applies the gradient.
 
 The learner is algorithm-blind: rewards, groups and staleness were dealt with before a batch reaches it.
 """
@@ -106,37 +107,38 @@ def make_train_step(
     loss_name: str,
     loss_options: Mapping[str, float],
     mesh: jax.sharding.Mesh,
-    *,
-    num_micro_batches: int = 1,
 ) -> Callable[[TrainState, packing.TrainBatch], tuple[TrainState, dict]]:
     """Returns the jitted step. `state` is donated: use the one that comes back.
 
-    Metrics are float32 scalars on the device: loss/total, loss/entropy, loss/grad_norm, loss/tokens and those of the loss.
+    Metrics are float32 scalars on the device: loss/total, loss/entropy, loss/grad_norm, loss/num_tokens and the loss's own.
     """
     if loss_name not in losses.LOSSES:
         raise ValueError(f"loss {loss_name!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
     loss_fn = functools.partial(losses.LOSSES[loss_name], **loss_options)
 
-    def forward(params, batch: packing.TrainBatch, denom):
+    def forward(params, rows: packing.TrainBatch, denom):
         hidden_BTD = transformer.apply(
-            params, model, batch.tokens, positions_BT=batch.positions, segment_ids_BT=batch.segment_ids
+            params,
+            model,
+            rows.tokens,
+            positions_BT=rows.positions,
+            segment_ids_BT=rows.segment_ids,
+            branch_ids_BT=rows.branch_ids,
         )
-        logp_BT, entropy_BT = logprobs.token_logprobs(params, model, hidden_BTD, batch.tokens, batch.temperature)
-        loss, metrics = loss_fn(logp_BT, batch.behavior_logp, batch.advantage, batch.loss_mask, denom=denom)
-        entropy = jnp.sum(entropy_BT * batch.loss_mask) / denom
+        logp_BT, entropy_BT = logprobs.token_logprobs(
+            params, model, hidden_BTD, rows.tokens, rows.temperature, predictors_BT=rows.predictors
+        )
+        loss, metrics = loss_fn(logp_BT, rows.behavior_logp, rows.advantage, rows.loss_mask, denom=denom)
+        entropy = jnp.sum(entropy_BT * rows.loss_mask) / denom
         return loss, metrics | {"loss/total": loss, "loss/entropy": entropy}
 
     def train_step(state: TrainState, batch: packing.TrainBatch):
         num_tokens = jnp.sum(batch.loss_mask)
         denom = jnp.maximum(num_tokens, 1.0)
-        gradient = jax.grad(forward, has_aux=True)
-        if num_micro_batches == 1:
-            grads, metrics = gradient(state.params, batch, denom)
-        else:
-            grads, metrics = _accumulate(gradient, state.params, batch, denom, num_micro_batches)
+        grads, metrics = _accumulate(jax.grad(forward, has_aux=True), state.params, batch, denom)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss/grad_norm": optax.global_norm(grads), "loss/tokens": num_tokens}
+        metrics |= {"loss/grad_norm": optax.tree.norm(grads), "loss/num_tokens": num_tokens}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     jitted = jax.jit(
@@ -153,22 +155,15 @@ def make_train_step(
     return step
 
 
-def _accumulate(gradient, params, batch, denom, num_micro_batches):
-    """Sums gradients and metrics over micro-batches of strided rows, so that each shard keeps its own rows."""
-    B = batch.tokens.shape[0]
-    if B % num_micro_batches:
-        raise ValueError(f"{B} rows do not split into {num_micro_batches} micro-batches; change config.train")
+def _accumulate(gradient, params, batch: packing.TrainBatch, denom):
+    """Sums gradients and metrics over the micro-batches in use; one program whatever their number."""
+    rows = batch.replace(num_micro_batches=None)
 
-    def micro(x):
-        return x.reshape(B // num_micro_batches, num_micro_batches, *x.shape[1:]).swapaxes(0, 1)
+    def add(i, total):
+        return jax.tree.map(jnp.add, total, gradient(params, jax.tree.map(lambda x: x[i], rows), denom))
 
-    def body(total, rows):
-        return jax.tree.map(jnp.add, total, gradient(params, rows, denom)), None
-
-    stacked = jax.tree.map(micro, batch)
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], stacked), denom),
+        jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], rows), denom),
     )
-    (grads, metrics), _ = jax.lax.scan(body, zeros, stacked)
-    return grads, metrics
+    return jax.lax.fori_loop(0, batch.num_micro_batches, add, zeros)

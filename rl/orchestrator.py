@@ -46,9 +46,9 @@ class _Lease:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What the learner gets: streams to pack, metrics of their making, and the rollouts themselves, by group."""
+    """What the learner gets: trees to pack, metrics of their making, and the rollouts themselves, by group."""
 
-    streams: list[packing.Stream]
+    trees: list[packing.Tree]
     metrics: dict[str, float]
     groups: list[list[rollout_lib.Rollout]]
 
@@ -118,10 +118,14 @@ class Orchestrator:
         groups = self._collect(keys, step)
         rollouts = [rollout for group in groups for rollout in group]
         rollout_lib.write(self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet", rollouts)
-        streams, metrics = assign_credit(groups, advantages.ADVANTAGES[self._config.rl.advantage])
+        trees, metrics = assign_credit(
+            groups,
+            advantages.ADVANTAGES[self._config.rl.advantage],
+            share_prompts=self._config.train.share_prompts,
+        )
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
         metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
-        return Batch(streams, metrics | self._take_counts(), groups)
+        return Batch(trees, metrics | self._take_counts(), groups)
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
         """Rolls out the held-out tasks with `version` and returns them by task."""
@@ -342,24 +346,35 @@ class Orchestrator:
 
 
 def assign_credit(
-    groups: list[list[rollout_lib.Rollout]], advantage: Callable[[np.ndarray], np.ndarray]
-) -> tuple[list[packing.Stream], dict[str, float]]:
-    """Rewards -> advantages -> token streams. A group whose advantages are all zero has no gradient and is left out."""
-    streams, num_flat = [], 0
+    groups: list[list[rollout_lib.Rollout]],
+    advantage: Callable[[np.ndarray], np.ndarray],
+    *,
+    share_prompts: bool,
+) -> tuple[list[packing.Tree], dict[str, float]]:
+    """Rewards -> advantages -> trees to pack. A group whose advantages are all zero has no gradient and is left out."""
+    trees, num_flat = [], 0
     for group in groups:
         credit_G = advantage(np.array([r.reward for r in group], np.float64))
         if not np.any(np.abs(credit_G) > 1e-9):
             num_flat += 1
             continue
+        P = _prompt_length(group[0]) if share_prompts else 0
+        branches = []
         for rollout, credit in zip(group, credit_G, strict=True):
-            mask = rollout.sampled_mask.astype(np.float32)
-            streams.append(
-                packing.Stream(rollout.tokens, mask, rollout.logprobs, mask * np.float32(credit), rollout.temperature)
+            mask = rollout.sampled_mask[P:].astype(np.float32)
+            branches.append(
+                packing.Branch(
+                    rollout.tokens[P:], mask, rollout.logprobs[P:], mask * np.float32(credit), rollout.temperature
+                )
             )
+        if share_prompts:
+            trees.append(packing.Tree(group[0].tokens[:P], tuple(branches)))
+        else:
+            trees += [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
     rollouts = [r for group in groups for r in group]
     lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
     rewards = np.array([r.reward for r in rollouts])
-    return streams, {
+    return trees, {
         "rollout/reward": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
         "rollout/zero_advantage_frac": num_flat / len(groups),

@@ -20,7 +20,7 @@ from models import tokenizer as tokenizer_lib
 from models import transformer
 from rl import data, envs, experiment, learner, metrics, packing
 from rl.envs import environment
-from sharding import checkpoint, rules
+from sharding import checkpoint
 from sharding import mesh as mesh_lib
 
 
@@ -48,15 +48,19 @@ def train(
         writer.truncate("warm-up", start)
         step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh)
         env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+        layout = packing.Layout.for_streams(
+            config.warmup.tasks_per_step,
+            config.inference.max_model_len,
+            row_length=config.train.row_length,
+            rows=exp.rows(mesh),
+        )
         progress.note("compiling the warm-up step")
         with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 tasks = [env.make_task(index, "train") for index in data.warmup_indices(config, step)]
-                streams = [_stream(exp.tokenizer, task, config.inference.max_model_len) for task in tasks]
-                batch = packing.pack(
-                    streams, row_length=config.train.row_length, num_shards=rules.num_batch_shards(mesh)
-                )
+                trees = [_stream(exp.tokenizer, task, config.inference.max_model_len) for task in tasks]
+                batch = packing.pack(trees, layout)
                 state, step_metrics = step_fn(state, packing.place(batch, mesh))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                 values["time/step_s"] = time.perf_counter() - begun
@@ -66,7 +70,7 @@ def train(
     return state.params
 
 
-def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, max_length: int) -> packing.Stream:
+def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, max_length: int) -> packing.Tree:
     """A solved task as a stream: loss on what the assistant says."""
     rendered = tokenizer.render([*task.messages, {"role": "assistant", "content": task.answer}])
     end = max(i for i, mine in enumerate(rendered.assistant_mask) if mine) + 1  # what follows its end is template
@@ -76,7 +80,7 @@ def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, max_leng
             f"{max_length}; raise it (and train.row_length), or narrow env.options"
         )
     mask = np.array(rendered.assistant_mask[:end], np.float32)
-    return packing.Stream(np.array(rendered.token_ids[:end], np.int32), mask, np.zeros_like(mask), mask, 1.0)
+    return packing.stream(np.array(rendered.token_ids[:end], np.int32), mask, np.zeros_like(mask), mask, 1.0)
 
 
 def main() -> None:

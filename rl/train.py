@@ -21,7 +21,7 @@ import jax
 from absl import flags
 
 from rl import evaluate, experiment, launch, learner, metrics, packing, report, sft
-from sharding import broadcast, checkpoint, rules
+from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
 
@@ -37,9 +37,13 @@ def train(exp: experiment.Experiment, workdir: pathlib.Path) -> pathlib.Path:
         config.rl.loss,
         config.loss_options[config.rl.loss].to_dict(),
         mesh,
-        num_micro_batches=config.train.num_micro_batches,
     )
-    num_shards = rules.num_batch_shards(mesh) * config.train.num_micro_batches
+    layout = packing.Layout.for_streams(
+        config.rl.prompts_per_step * config.rl.samples_per_prompt,
+        config.inference.max_model_len,
+        row_length=config.train.row_length,
+        rows=exp.rows(mesh),
+    )
 
     with contextlib.ExitStack() as stack:
         checkpointer = stack.enter_context(
@@ -59,7 +63,7 @@ def train(exp: experiment.Experiment, workdir: pathlib.Path) -> pathlib.Path:
                 with clock("wait"):
                     batch = rollouts.next_batch(step)
                 with clock("train_step"):
-                    packed = packing.pack(batch.streams, row_length=config.train.row_length, num_shards=num_shards)
+                    packed = packing.pack(batch.trees, layout)
                     state, step_metrics = train_step(state, packing.place(packed, mesh))
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     _check_finite(step, values, checkpointer)

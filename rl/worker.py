@@ -4,7 +4,8 @@
 
 1. `GET /run` says which environment, tokenizer and servers; `POST /lease` gives groups (tasks with prescribed seeds).
 2. Each group is one request of G samples; the environment makes the prompt from the task index, and scores each answer.
-3. The rollouts are signed with this worker's key and submitted as Parquet. What is refused is printed with its reason.
+3. The rollouts are signed with this worker's key; finished groups are submitted together as Parquet, as soon as the
+   submission before them is through. What is refused is printed with its reason.
 
 The worker survives a restart of the orchestrator or a server: it keeps asking until `--give_up_s` have passed.
 """
@@ -42,24 +43,22 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
     """Runs until the orchestrator is gone for `give_up_s` (then ConnectionError)."""
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
         run = _read_run(await _patiently(http, "GET", "/run", give_up_s))
-        async with client_lib.Client(run.servers, give_up_s=give_up_s) as client:
+        async with client_lib.Client(run.servers, give_up_s=give_up_s) as client, asyncio.TaskGroup() as tasks:
+            finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
+            tasks.create_task(_submit(http, finished, give_up_s))
             running: set[asyncio.Task] = set()
             pause_s = 0.01
             while True:
-                room = concurrency - len(running)
-                body = {"worker": key.worker, "capacity": room}
-                groups = (await _patiently(http, "POST", "/lease", give_up_s, json=body))["groups"] if room else []
+                body = {"worker": key.worker, "capacity": concurrency - len(running)}
+                groups = (await _patiently(http, "POST", "/lease", give_up_s, json=body))["groups"]
                 for group in groups:
-                    running.add(asyncio.create_task(_roll_out(http, client, run, key, group, give_up_s)))
-                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.25)  # idle: ask less often, answer within 0.25 s
-                if running:
-                    done, running = await asyncio.wait(
-                        running, timeout=None if not room else pause_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in done:
-                        task.result()
-                else:
-                    await asyncio.sleep(pause_s)
+                    task = tasks.create_task(_roll_out(client, run, key, group, finished))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                if len(running) == concurrency:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: ask less often
+                await asyncio.sleep(pause_s)
 
 
 def make_rollouts(
@@ -93,16 +92,25 @@ def make_rollouts(
     return rollouts
 
 
-async def _roll_out(http, client, run: Run, key, group: dict, give_up_s: float) -> None:
+async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finished: asyncio.Queue) -> None:
     task = run.env.make_task(group["index"], group["split"])
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     samples = await client.generate(prompt, sampling, proofs=group["split"] == "train")
-    rollouts = [rollout_lib.sign(r, key) for r in make_rollouts(run, group, task, prompt, samples)]
-    reply = await _patiently(http, "POST", "/submit", give_up_s, content=rollout_lib.to_parquet(rollouts))
-    for name, verdict in reply["verdicts"].items():
-        if verdict.startswith("refused"):
-            print(f"{name} {verdict}", file=sys.stderr, flush=True)
+    await finished.put([rollout_lib.sign(r, key) for r in make_rollouts(run, group, task, prompt, samples)])
+
+
+async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
+    """Submits what is finished, all of it in one file: the cost of a file is mostly fixed."""
+    while True:
+        rollouts = await finished.get()
+        while not finished.empty():
+            rollouts = rollouts + finished.get_nowait()
+        body = rollout_lib.to_parquet(rollouts)
+        reply = await _patiently(http, "POST", "/submit", give_up_s, content=body)
+        for name, verdict in reply["verdicts"].items():
+            if verdict.startswith("refused"):
+                print(f"{name} {verdict}", file=sys.stderr, flush=True)
 
 
 def _read_run(body: dict) -> Run:
@@ -141,8 +149,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         key = _load_key(args.key)
         asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
-    except (ValueError, OSError, client_lib.Unavailable) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ExceptionGroup as group:  # of concurrent tasks; the first is the cause
+        mistakes, bugs = group.split((ValueError, OSError, client_lib.Unavailable))
+        if bugs:
+            raise
+        while isinstance(mistakes, ExceptionGroup):
+            mistakes = mistakes.exceptions[0]
+        print(f"error: {mistakes}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

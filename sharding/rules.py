@@ -80,11 +80,12 @@ def abstract(specs, mesh: jax.sharding.Mesh | None = None):
     )
 
 
-def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """The sharding of a `[B, T]` batch: rows over every batch axis, tokens over `context`."""
-    return NamedSharding(
-        mesh, PartitionSpec(_entry(_present(mesh, RULES["batch"])), _entry(_present(mesh, RULES["sequence"])))
-    )
+def batch_sharding(mesh: jax.sharding.Mesh, ndim: int) -> NamedSharding:
+    """The sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar everywhere."""
+    if ndim == 0:
+        return NamedSharding(mesh, PartitionSpec())
+    last = _entry(_present(mesh, RULES["batch"])), _entry(_present(mesh, RULES["sequence"]))
+    return NamedSharding(mesh, PartitionSpec(*[None] * (ndim - 2), *last))
 
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
