@@ -55,7 +55,13 @@ class Client:
         """Returns `sampling["n"]` samples of one prompt; `sampling` as in vLLM's sampling_params."""
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         reply = await self._post("/inference/v1/generate", body)
-        return [_read_choice(choice) for choice in reply["choices"]]
+        try:
+            samples = [_read_choice(choice) for choice in reply["choices"]]
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"server sent a malformed reply: {type(error).__name__}: {error}") from error
+        if len(samples) != sampling.get("n", 1):
+            raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were asked for")
+        return samples
 
     async def update_weights(self, version: int) -> None:
         """Asks every server to serve at least `version`; returns once all do."""
@@ -107,7 +113,13 @@ def _read_choice(choice: dict) -> Sample:
     """Checks one choice of the reply; ValueError names what a server got wrong."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    versions = [version for version, count in choice["policy_versions"] for _ in range(count)]
+    runs = choice["policy_versions"]
+    integers = [*tokens, *(value for run in runs for value in run), choice["prompt_policy_version"]]
+    if any(type(value) is not int or not 0 <= value < 2**31 for value in integers):
+        raise ValueError("server sent a token id or a policy version that is not an integer in 0..2^31 - 1")
+    if sum(count for _, count in runs) > len(tokens):  # before they are written out: a count may be anything
+        raise ValueError(f"server sent {len(tokens)} tokens and versions {runs[:4]}, which are for more")
+    versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
         raise ValueError(f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions")
     if not tokens or not all(math.isfinite(logprob) for logprob in logprobs):
@@ -118,5 +130,5 @@ def _read_choice(choice: dict) -> Sample:
         versions,
         choice["prompt_policy_version"],
         choice["finish_reason"],
-        base64.b64decode(choice["proofs"]),
+        base64.b64decode(choice["proofs"], validate=True),
     )

@@ -118,14 +118,18 @@ class Scheduler:
             if self._num_pending >= self._max_queue:
                 raise Overloaded(f"{self._num_pending} requests are pending, the most this server takes")
             self._num_pending += 1
-        job.future.add_done_callback(self._forget)
-        self._inbox.put(job)
+            job.future.add_done_callback(self._forget)
+            # Under the lock: once _closing is set the thread empties the inbox a last time.
+            self._inbox.put(job)
         return job.future
 
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
-        """Swaps the weights between two engine calls; the future gives the version once it is in force."""
+        """Swaps the weights between two engine calls; the future gives the version once it is in force. Closed as `submit`."""
         done = concurrent.futures.Future()
-        self._inbox.put((params, version, done))
+        with self._lock:
+            if self._closing:
+                raise Closed("the server is shutting down")
+            self._inbox.put((params, version, done))
         return done
 
     def close(self) -> None:
@@ -161,11 +165,14 @@ class Scheduler:
             raise ValueError(
                 f"{len(request.stop_ids)} stop token ids given; at most {engine_lib.MAX_STOP_IDS} are held"
             )
+        if bad := [t for t in request.stop_ids if not 0 <= t < vocab]:
+            raise ValueError(f"stop token id {bad[0]} is outside the vocabulary of {vocab} entries")
         for name, ok, rule in (
             ("n", 1 <= request.num_samples <= 1024, "in 1..1024"),
             ("max_tokens", request.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= request.temperature < float("inf"), "finite and at least 0"),
-            ("top_k", request.top_k >= 0, "at least 0, or -1 for off"),
+            # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is no log-probability
+            ("temperature", request.temperature == 0 or 1e-6 <= request.temperature <= 1e6, "0, or in 1e-6..1e6"),
+            ("top_k", 0 <= request.top_k < 2**31, "in 0..2^31 - 1, or -1 for off"),
             ("top_p", 0 < request.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= request.min_p <= 1, "in [0, 1]"),
             ("seed", 0 <= request.seed < 2**32, "in 0..2^32 - 1"),
@@ -251,11 +258,9 @@ class Scheduler:
         P = self._engine.config.prefill_batch
         bucket = self._engine.bucket(len(self._waiting[0].request.tokens))
         jobs, rest = [], collections.deque()
-        while self._waiting:
-            job = self._waiting.popleft()
+        for job in self._waiting:
             same = len(jobs) < P and self._engine.bucket(len(job.request.tokens)) == bucket
             (jobs if same else rest).append(job)
-        self._waiting = rest
 
         tokens_PT, length_P = np.zeros((P, bucket), np.int32), np.ones((P,), np.int32)
         for row, job in enumerate(jobs):
@@ -264,6 +269,7 @@ class Scheduler:
         prefix = self._engine.prefill_batch(
             self._params, tokens_PT, length_P, _request_arrays([job.request for job in jobs], P)
         )
+        self._waiting = rest  # not before: should the engine raise, `_fail_all` finds them there
         self.stats["prefill_calls"] += 1
         self.stats["prompt_tokens"] += int(length_P[: len(jobs)].sum())
         for row, job in enumerate(jobs):

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import sys
 import threading
@@ -37,6 +36,7 @@ from models import transformer
 from sharding import broadcast, mesh, rules
 
 MODEL_NAME = "policy"
+MAX_FLOAT = sys.float_info.max  # JSON integers have any size, and float() raises beyond this
 
 
 @dataclasses.dataclass
@@ -100,6 +100,8 @@ def make_app(server: Server) -> fastapi.FastAPI:
         version, source = body.get("version"), body.get("weight_dir")
         if version is not None and (type(version) is not int or version < 0):
             raise ValueError(f"version must be a non-negative integer or null; got {version!r}")
+        if source is not None and not isinstance(source, str):
+            raise ValueError(f"weight_dir must be a path or null; got {source!r}")
         return {"status": "ok", "version": await asyncio.to_thread(server.update, version, source)}
 
     @app.get("/v1/models")
@@ -130,6 +132,7 @@ def make_app(server: Server) -> fastapi.FastAPI:
     async def refuse(request, error):
         return web.error(400, str(error), "invalid_request_error")
 
+    @app.exception_handler(broadcast.CorruptBroadcast)
     @app.exception_handler(OSError)
     async def unreadable(request, error):
         return web.error(500, f"{error}; the weights in force go on serving", "weights_error")
@@ -207,7 +210,7 @@ def _number(source: dict, name: str, kind: type, default):
     value = source.get(name)
     if value is None:
         return default
-    if type(value) not in ((int,) if kind is int else (int, float)) or (kind is float and not math.isfinite(value)):
+    if type(value) not in ((int,) if kind is int else (int, float)) or (kind is float and not abs(value) <= MAX_FLOAT):
         raise ValueError(f"{name} must be a finite {'integer' if kind is int else 'number'}; got {value!r}")
     return kind(value)
 
@@ -235,8 +238,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     try:
-        sock = web.listen(args.host, args.port)
         config = engine_lib.EngineConfig(args.num_slots, args.max_model_len, args.prefill_batch, args.steps_per_call)
+        sock = web.listen(args.host, args.port)
         server = start(args.weights, config)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -194,9 +194,12 @@ class Orchestrator:
         try:
             if self._servers:
                 asyncio.run(self._tell_servers(version))
-        except (ValueError, OSError, client_lib.Unavailable, client_lib.httpx.HTTPError) as error:
+        except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             self.fail(ValueError(f"a rollout server did not take policy version {version}: {error}"))
             return
+        except BaseException as error:  # a bug: nobody looks at this thread's future, so whoever waits must hear of it
+            self.fail(error)
+            raise
         with self._changed:
             self._version = version
             last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
@@ -309,6 +312,8 @@ class Orchestrator:
                 return (
                     f"length: {int(r.sampled_mask.sum())} sampled tokens, at most {sampling.max_tokens} were asked for"
                 )
+            if len(r.tokens) > self._config.inference.max_model_len:  # packing would refuse it, and the run would end
+                return f"length: {len(r.tokens)} tokens, more than the model's {self._config.inference.max_model_len}"
             if int(r.tokens.max()) >= self._config.model.vocab_size:
                 return f"tokens: id {int(r.tokens.max())} is outside the vocabulary of {self._config.model.vocab_size}"
             if not np.array_equal(r.tokens[: _prompt_length(r)], prompt):

@@ -122,10 +122,10 @@ def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transform
 
     def weights(version: int) -> transformer.Params:
         if version not in held:
-            params = broadcast.pull(str(root), version).params
-            held[version] = jax.tree.map(jnp.asarray, params)
-            while len(held) > keep:
+            params = jax.tree.map(jnp.asarray, broadcast.pull(str(root), version).params)
+            while len(held) >= keep:  # before it is added: a rollout may name a version older than all of these
                 del held[min(held)]
+            held[version] = params
         return held[version]
 
     return weights

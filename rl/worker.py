@@ -13,6 +13,7 @@ The worker survives a restart of the orchestrator or a server: it keeps asking u
 import argparse
 import asyncio
 import dataclasses
+import os
 import pathlib
 import sys
 import time
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
-        web.stop_at_eof(lambda: None)
+        web.stop_at_eof(lambda: os._exit(0))  # nothing to save: what was not submitted is leased again
     try:
         key = _load_key(args.key)
         asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))

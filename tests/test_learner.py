@@ -22,7 +22,7 @@ from sharding import rules
 DENSE = config_lib.ModelConfig(
     vocab_size=64,
     model_dim=32,
-    num_layers=2,
+    num_layers=1,  # compiling is what these tests cost
     num_heads=8,
     num_kv_heads=4,
     head_dim=8,
@@ -40,7 +40,9 @@ DENSE = config_lib.ModelConfig(
     dtype="float32",
     remat="none",
 )
-MIXED = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
+MIXED = dataclasses.replace(
+    DENSE, num_layers=2, num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1
+)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}
 ROW = 16
 
@@ -163,13 +165,11 @@ def axes(**sizes):
 @pytest.mark.parametrize(
     ("config", "sizes", "rows", "capacity"),
     [
-        (DENSE, axes(), 12, 1),
         (DENSE, axes(), 2, 6),
-        (DENSE, axes(fsdp=8), 8, 2),
+        (DENSE, axes(fsdp=8), 16, 1),
         (DENSE, axes(fsdp=2, tensor=4), 2, 6),
         (DENSE, axes(data=2, fsdp=2, tensor=2), 4, 3),
         (DENSE, axes(fsdp=4, context=2), 4, 3),
-        (MIXED, axes(), 2, 6),
         (MIXED, axes(expert=4, fsdp=2), 8, 2),
     ],
     ids=lambda x: {DENSE: "dense", MIXED: "mixture"}.get(x) if isinstance(x, config_lib.ModelConfig) else str(x),
@@ -270,19 +270,6 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
     assert losses[0] > 3 and losses[-1] < losses[0] / 3
 
 
-def test_a_learning_rate_of_zero_moves_no_bit():
-    mesh = make_mesh(())
-    optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, learning_rate=0.0, weight_decay=0.1))
-    bounds = {"ratio_low": 0.5, "ratio_high": 5.0}
-    step = learner.make_train_step(DENSE, optimizer, "masked_importance_sampling", bounds, mesh)
-    state = learner.init_state(jax.random.key(0), DENSE, optimizer, mesh, params=params_of(DENSE))
-    for _ in range(2):
-        state, metrics = step(state, pack())
-    assert int(state.step) == 2 and float(metrics["loss/grad_norm"]) > 0.01
-    jax.tree.map(np.testing.assert_array_equal, state.params, params_of(DENSE))
-    assert np.abs(optax.tree.get(state.opt_state, "mu")["embed"]).max() > 0
-
-
 def test_moments_are_split_as_their_parameters():
     optimizer = learner.make_optimizer(ADAMW)
     state = learner.abstract_state(MIXED, optimizer, make_mesh(axes(expert=2, fsdp=2, tensor=2)))
@@ -293,10 +280,9 @@ def test_moments_are_split_as_their_parameters():
 
 
 def test_parameters_are_born_the_same_on_every_mesh():
-    shallow = dataclasses.replace(DENSE, num_layers=1)
     key = jax.random.key(5)
-    expected = jax.jit(transformer.init, static_argnums=1)(key, shallow)
-    state = learner.init_state(key, shallow, SGD, make_mesh(axes(fsdp=2, tensor=4)))
+    expected = jax.jit(transformer.init, static_argnums=1)(key, DENSE)
+    state = learner.init_state(key, DENSE, SGD, make_mesh(axes(fsdp=2, tensor=4)))
     # The bits drawn are equal; the inverse error function behind a normal may be fused otherwise, one unit off.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected)
     assert int(state.step) == 0 and not np.asarray(optax.tree.get(state.opt_state, "trace")["embed"]).any()
@@ -345,3 +331,14 @@ def test_the_optimizer_is_adamw_with_warm_up_and_clipping(warmup_steps, clip_nor
             decay = 0.3 * w[name] if name == "matrix" else 0.0
             w[name] = w[name] - rate * (direction + decay)
             np.testing.assert_allclose(params[name], w[name], atol=3e-6)  # seven float32 steps on values of size 1
+
+
+def test_a_learning_rate_of_zero_moves_no_bit():
+    optimizer = learner.make_optimizer(dataclasses.replace(ADAMW, learning_rate=0.0, weight_decay=0.1))
+    params = jax.tree.map(jnp.asarray, params_of(DENSE))
+    state, moved = optimizer.init(params), params
+    for _ in range(2):
+        updates, state = optimizer.update(params, state, moved)  # the parameters themselves will do for a gradient
+        moved = optax.apply_updates(moved, updates)
+    jax.tree.map(np.testing.assert_array_equal, moved, params)
+    assert np.abs(optax.tree.get(state, "mu")["embed"]).max() > 0.001

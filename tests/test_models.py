@@ -80,8 +80,8 @@ def compile_fast():
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def run(params, config, tokens_BT, positions_BT=None, segment_ids_BT=None):
-    hidden_BTD = transformer.apply(params, config, tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+def run(params, config, tokens_BT, layout=None):
+    hidden_BTD = transformer.apply(params, config, tokens_BT, **(layout or {}))
     return hidden_BTD, transformer.logits(params, config, hidden_BTD)
 
 
@@ -186,38 +186,46 @@ def test_bfloat16_activations_give_float32_logits_near_the_oracle():
 # ---- packing, padding, causality -------------------------------------------------------------------------------------
 # From here on a mixture whose first layer is dense: both kinds of layer, grouped queries, norms on queries and keys.
 
-LENGTHS = (7, 1, 5)  # packed into 16 tokens, 3 of them padding; one sequence of a single token
-SEGMENTS_1T = np.repeat([1, 2, 3, 0], (*LENGTHS, 3)).astype(np.int32)[None]
-POSITIONS_1T = np.concatenate([*(np.arange(n) for n in LENGTHS), np.zeros(3)]).astype(np.int32)[None]
+# One row of 16 tokens: a prompt of 3 that branches of 4 and 2 continue, a sequence of one token, one of 4, padding.
+SEGMENTS_T = np.array([1] * 9 + [2] + [3] * 4 + [0] * 2, np.int32)
+BRANCHES_T = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2, 0, 1, 1, 1, 1, 0, 0], np.int32)
+POSITIONS_T = np.array([0, 1, 2, 3, 4, 5, 6, 3, 4, 0, 0, 1, 2, 3, 0, 0], np.int32)
+SEQUENCES = ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8], [9], [10, 11, 12, 13])  # columns of each
+
+
+def layout(rows):
+    return {
+        "positions_BT": np.tile(POSITIONS_T, (rows, 1)),
+        "segment_ids_BT": np.tile(SEGMENTS_T, (rows, 1)),
+        "branch_ids_BT": np.tile(BRANCHES_T, (rows, 1)),
+    }
 
 
 def test_packed_sequences_equal_separate_ones():
-    """Row 0 is packed, rows 1 to 3 hold its sequences alone, at the start of the row."""
-    tokens_BT = np.zeros((4, 16), np.int32)
+    """Row 0 is packed, with a shared prompt; rows 1 to 4 hold its sequences alone, at the start of the row."""
+    tokens_BT, packed = np.zeros((5, 16), np.int32), layout(5)
     tokens_BT[0] = draw_tokens(16)
-    positions_BT, segments_BT = np.repeat(POSITIONS_1T, 4, axis=0), np.repeat(SEGMENTS_1T, 4, axis=0)
-    spans = [slice(start, start + n) for start, n in zip((0, 7, 8), LENGTHS, strict=True)]
-    for row, (span, n) in enumerate(zip(spans, LENGTHS, strict=True), start=1):
-        tokens_BT[row, :n] = tokens_BT[0, span]
-        positions_BT[row], segments_BT[row] = np.arange(16), np.arange(16) < n
-    hidden_BTD, _ = run(params_of(MIXED), MIXED, tokens_BT, positions_BT, segments_BT)
-    for row, (span, n) in enumerate(zip(spans, LENGTHS, strict=True), start=1):
+    for row, columns in enumerate(SEQUENCES, start=1):
+        tokens_BT[row, : len(columns)] = tokens_BT[0, columns]
+        packed["positions_BT"][row], packed["branch_ids_BT"][row] = np.arange(16), 0
+        packed["segment_ids_BT"][row] = np.arange(16) < len(columns)
+    hidden_BTD, _ = run(params_of(MIXED), MIXED, tokens_BT, packed)
+    for row, columns in enumerate(SEQUENCES, start=1):
         # Masked scores weigh exactly 0 in both; only the order of float32 sums differs.
-        np.testing.assert_allclose(hidden_BTD[0, span], hidden_BTD[row, :n], atol=1e-5)
+        np.testing.assert_allclose(hidden_BTD[0, columns], hidden_BTD[row, : len(columns)], atol=1e-5)
 
 
 def test_padding_changes_nothing():
-    tokens_BT = np.repeat(draw_tokens((1, 16)), 4, axis=0)
-    tokens_BT[1:, 13:] = draw_tokens((3, 3), seed=1)
-    positions_BT, segments_BT = np.repeat(POSITIONS_1T, 4, axis=0), np.repeat(SEGMENTS_1T, 4, axis=0)
-    hidden_BTD, _ = run(params_of(MIXED), MIXED, tokens_BT, positions_BT, segments_BT)
-    same, _ = run(params_of(MIXED), MIXED, np.repeat(tokens_BT[:1], 4, axis=0), positions_BT, segments_BT)
-    np.testing.assert_array_equal(hidden_BTD[:, :13], same[:, :13])  # the same program on the same numbers
-    assert np.isfinite(hidden_BTD).all() and (hidden_BTD[1, 13:] != same[1, 13:]).any()
+    tokens_BT = np.tile(draw_tokens(16), (5, 1))
+    same, _ = run(params_of(MIXED), MIXED, tokens_BT, layout(5))
+    tokens_BT[1:, 14:] = draw_tokens((4, 2), seed=1)
+    hidden_BTD, _ = run(params_of(MIXED), MIXED, tokens_BT, layout(5))
+    np.testing.assert_array_equal(hidden_BTD[:, :14], same[:, :14])  # the same program on the same numbers
+    assert np.isfinite(hidden_BTD).all() and (hidden_BTD[1:, 14:] != same[1:, 14:]).any()
 
 
 def test_a_token_sees_itself_and_its_own_past():
-    """d hidden[t] / d embedding of token s is zero exactly where s is later than t or in another sequence.
+    """d hidden[t] / d embedding of token s is zero exactly where s is later, or in another sequence or branch.
 
     Every token id occurs once, so that a row of the embedding's gradient belongs to one position. Padding is a segment
     of its own. Catches an off-by-one of the causal mask, a mask without segments, and a mixture that mixes tokens.
@@ -227,19 +235,17 @@ def test_a_token_sees_itself_and_its_own_past():
 
     @jax.grad
     def gradient(embed, t):
-        hidden_1TD = transformer.apply(
-            params | {"embed": embed}, MIXED, tokens_1T, positions_BT=POSITIONS_1T, segment_ids_BT=SEGMENTS_1T
-        )
-        return hidden_1TD[0, t] @ direction_D
+        return transformer.apply(params | {"embed": embed}, MIXED, tokens_1T, **layout(1))[0, t] @ direction_D
 
     @jax.jit
     def gradients(embed):
         return jax.lax.map(lambda t: gradient(embed, t), jnp.arange(16))
 
     depends_TS = np.asarray(gradients(params["embed"]))[:, tokens_1T[0]].any(axis=-1)
-    for t in range(16):
+    for t in range(14):
         for s in range(16):
-            assert depends_TS[t, s] == (s <= t and SEGMENTS_1T[0, s] == SEGMENTS_1T[0, t]), (t, s)
+            assert depends_TS[t, s] == any(s <= t and {s, t} <= set(columns) for columns in SEQUENCES), (t, s)
+    assert not depends_TS[14:, :14].any()
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -284,12 +290,12 @@ WEIGHT_BT = np.random.default_rng(4).standard_normal((3, 9)).astype(np.float32)
 TEMPERATURE_BT = np.random.default_rng(3).choice([0.0, 0.6, 1.0, 1.7], (3, 9)).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 5))
-def score(params, config, hidden_BTD, tokens_BT, temperature_BT, chunk):
+@functools.partial(jax.jit, static_argnums=(1, 6))
+def score(params, config, hidden_BTD, tokens_BT, temperature_BT, predictors_BT, chunk):
     """Values, and the gradients of sum(WEIGHT logp) and of sum(entropy)."""
     (logp_BT, entropy_BT), pull = jax.vjp(
         lambda params, hidden_BTD: logprobs.token_logprobs(
-            params, config, hidden_BTD, tokens_BT, temperature_BT, chunk=chunk
+            params, config, hidden_BTD, tokens_BT, temperature_BT, predictors_BT=predictors_BT, chunk=chunk
         ),
         {name: params[name] for name in ("embed", "lm_head") if name in params},
         hidden_BTD,
@@ -299,16 +305,18 @@ def score(params, config, hidden_BTD, tokens_BT, temperature_BT, chunk):
 
 
 @pytest.mark.parametrize(
-    ("config", "chunk"),
-    [(UNTIED, 7), (UNTIED, 8), (DENSE, 1024)],
-    ids=["chunks_with_a_rest", "whole_chunks", "one_chunk_tied"],
+    ("config", "chunk", "branched"),
+    [(UNTIED, 7, False), (UNTIED, 8, True), (DENSE, 1024, False)],
+    ids=["chunks_with_a_rest", "whole_chunks_branched", "one_chunk_tied"],
 )
-def test_token_logprobs_equal_the_full_softmax(config, chunk):
-    """24 predictions of 3 x 9 tokens: token t by the state before it, at token t's temperature."""
+def test_token_logprobs_equal_the_full_softmax(config, chunk, branched):
+    """24 predictions of 3 x 9 tokens: token t by the state before it or the one named, at token t's temperature."""
     params, tokens_BT = params_of(config), draw_tokens((3, 9))
     hidden_BTD = np.random.default_rng(5).standard_normal((3, 9, config.model_dim)).astype(np.float32)
+    before_BT = np.tile(np.arange(-1, 8), (3, 1))
+    predictors_BT = np.maximum(np.where(TEMPERATURE_BT == 1.0, before_BT // 2, before_BT), 0)  # some columns twice
     (logp_BT, entropy_BT), (d_params, d_hidden), entropy_grads = score(
-        params, config, hidden_BTD, tokens_BT, TEMPERATURE_BT, chunk
+        params, config, hidden_BTD, tokens_BT, TEMPERATURE_BT, predictors_BT if branched else None, chunk
     )
 
     name = "embed" if config.tie_embeddings else "lm_head"
@@ -318,14 +326,15 @@ def test_token_logprobs_equal_the_full_softmax(config, chunk):
     expected_d_hidden, expected_d_kernel = np.zeros(hidden_BTD.shape), np.zeros(kernel_DV.shape)
     for b in range(3):
         for t in range(1, 9):
-            h, y = hidden_BTD[b, t - 1].astype(np.float64), tokens_BT[b, t]
+            source = predictors_BT[b, t] if branched else t - 1
+            h, y = hidden_BTD[b, source].astype(np.float64), tokens_BT[b, t]
             temperature = float(TEMPERATURE_BT[b, t]) or 1.0  # greedy counts as 1
             logits = h @ kernel_DV / temperature
             logp = logits - logits.max() - math.log(np.exp(logits - logits.max()).sum())
             expected_logp[b, t] = logp[y]
             expected_entropy[b, t] = -(np.exp(logp) * logp).sum()
             d_logits = WEIGHT_BT[b, t] * (np.eye(len(logp))[y] - np.exp(logp)) / temperature
-            expected_d_hidden[b, t - 1] = kernel_DV @ d_logits
+            expected_d_hidden[b, source] += kernel_DV @ d_logits
             expected_d_kernel += np.outer(h, d_logits)
     np.testing.assert_allclose(logp_BT, expected_logp, atol=1e-5)  # float32 logits of size 10
     np.testing.assert_allclose(entropy_BT, expected_entropy, atol=1e-5)

@@ -10,6 +10,8 @@ import string
 
 from rl.envs import environment
 
+REWARDS = ("lcs", "position", "exact")
+
 
 def build(
     *,
@@ -23,8 +25,8 @@ def build(
         raise ValueError(f"min_length={min_length}, max_length={max_length}; they must satisfy 1 <= min <= max")
     if not alphabet or any(char.isspace() for char in alphabet):
         raise ValueError(f"alphabet={alphabet!r}; give at least one character and no white space, which is stripped")
-    if reward not in ("lcs", "exact"):
-        raise ValueError(f"reward={reward!r}; use 'lcs' or 'exact'")
+    if reward not in REWARDS:
+        raise ValueError(f"reward={reward!r}; use one of {', '.join(REWARDS)}")
 
     def make_task(index: int, split: str) -> environment.Task:
         for number in environment.candidates("reverse_text", seed, split, index):
@@ -38,9 +40,13 @@ def build(
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         completion = completion.strip()
-        exact = float(completion == task.answer)
-        lcs = 2 * _lcs_length(completion, task.answer) / (len(completion) + len(task.answer))
-        return {"reward": exact if reward == "exact" else lcs, "exact": exact, "lcs": lcs}
+        right = sum(a == b for a, b in zip(completion, task.answer, strict=False))
+        parts = {
+            "exact": float(completion == task.answer),
+            "position": right / max(len(completion), len(task.answer)),
+            "lcs": 2 * _lcs_length(completion, task.answer) / (len(completion) + len(task.answer)),
+        }
+        return {"reward": parts[reward], **parts}
 
     return environment.Environment("reverse_text", make_task, score)
 

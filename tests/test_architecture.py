@@ -1,0 +1,230 @@
+"""The walls of the house: imports point down, some files start without jax, and no file hides a module of another's.
+
+Everything is read from the syntax tree, imports inside functions included; nothing is executed. Each rule is also run on
+a small tree that breaks it.
+"""
+
+import ast
+import functools
+import importlib.metadata
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAYERS = ("rl", "inference", "models", "sharding")  # from the top
+PACKAGES = (*LAYERS, "configs")
+JAX_FREE = (
+    "rl.worker",
+    "rl.envs",
+    "rl.envs.environment",
+    "rl.envs.reasoning",
+    "rl.envs.reverse_text",
+    "inference.client",
+    "inference.rollout",
+    "inference.web",
+    "models.tokenizer",
+)
+NO_ENVIRONMENT = ("rl.learner", "rl.orchestrator", "rl.losses", "rl.packing")
+ACCELERATED = ("jax", "jaxlib", "flax", "optax", "orbax", "jetstream", "torch", "ml_dtypes", "tensorstore")
+
+
+@functools.cache
+def modules(root):
+    """Dotted name -> file, of our packages under `root`."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@functools.cache
+def imports(root, name):
+    """What a module imports, as dotted names: `from inference import client` gives inference and inference.client."""
+    path = modules(root)[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+            found.add(str(ast.literal_eval(node.args[0])) if isinstance(node.args[0], ast.Constant) else "?")
+    return frozenset(found)
+
+
+def upward(root):
+    """Every import that points up, sideways to `configs`, or nowhere that can be read."""
+    wrong = []
+    for name in modules(root):
+        package = name.split(".")[0]
+        below = LAYERS[LAYERS.index(package) :] if package in LAYERS else ()
+        for target in sorted(imports(root, name)):
+            top = target.split(".")[0]
+            allowed = top in below or (package == top == "configs")
+            if target == "?" or (top in PACKAGES and not allowed):
+                wrong.append(f"{name} imports {target}")
+    return wrong
+
+
+def reached(root, name):
+    """Everything `name` loads: our modules with the packages they are in, and foreign names, with the way to each."""
+    ways, todo = {name: name}, [name]
+    while todo:
+        current = todo.pop()
+        for target in sorted(imports(root, current)):
+            parts = target.split(".")
+            for step in (".".join(parts[:i]) for i in range(1, len(parts) + 1)):
+                if step not in ways and (step in modules(root) or step.split(".")[0] not in PACKAGES):
+                    ways[step] = f"{ways[current]} -> {step}"
+                    todo += [step] if step in modules(root) else []
+    return ways
+
+
+def accelerated(root, name):
+    return [way for target, way in reached(root, name).items() if target in ACCELERATED]
+
+
+def clashes(root):
+    """Our files whose name is that of a stdlib module or of something installed."""
+    foreign = set(sys.stdlib_module_names) | installed()
+    return [name for name in modules(root) if name.split(".")[-1] in foreign or name.split(".")[0] in foreign]
+
+
+@functools.cache
+def installed():
+    names = set()
+    for top, distributions in importlib.metadata.packages_distributions().items():
+        if any(distribution != "intellax" for distribution in distributions):
+            names.add(top)
+    return frozenset(names)
+
+
+# ---- the repository --------------------------------------------------------------------------------------------------
+
+
+def test_imports_point_down():
+    assert len(modules(ROOT)) > 40
+    assert upward(ROOT) == []
+
+
+def test_configs_are_numbers_only():
+    for name, path in modules(ROOT).items():
+        if name.split(".")[0] == "configs":
+            tops = {target.split(".")[0] for target in imports(ROOT, name)}
+            assert tops <= {"configs", "ml_collections"}, path
+
+
+@pytest.mark.parametrize("name", JAX_FREE)
+def test_no_jax_is_reached_from(name):
+    assert accelerated(ROOT, name) == []
+
+
+def test_the_documented_jax_free_files_are_those_checked():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    sentence = text[: text.index("import no JAX")].rsplit("\n\n", 1)[1]
+    documented = {piece for piece in sentence.split("`") if "/" in piece}
+    checked = {name.replace(".", "/") for name in JAX_FREE}
+    assert documented and {piece.removesuffix(".py").rstrip("/") for piece in documented} <= checked
+    assert {name for name in modules(ROOT) if name.startswith("rl.envs")} <= set(JAX_FREE)
+
+
+@pytest.mark.parametrize("name", NO_ENVIRONMENT)
+def test_no_environment_is_reached_from(name):
+    assert not [way for target, way in reached(ROOT, name).items() if target.startswith("rl.envs")]
+
+
+def test_no_file_has_the_name_of_another_module():
+    assert {"jax", "numpy", "tokenizers"} <= installed()  # the list is not empty for some other reason
+    assert clashes(ROOT) == []
+    assert not (ROOT / "benchmarks").exists()  # a package that JetStream's wheel installs
+
+
+def test_packages_are_listed_for_the_build():
+    listed = ast.literal_eval((ROOT / "pyproject.toml").read_text().partition("packages = ")[2].partition("\n")[0])
+    found = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in modules(ROOT).values()}
+    assert sorted(listed) == sorted(found)
+
+
+def test_files_are_of_a_readable_length():
+    """At most 700 lines: beyond, a file has two nouns."""
+    long = {path: n for path in modules(ROOT).values() if (n := len(path.read_text().splitlines())) > 700}
+    assert not long
+
+
+# ---- the rules, on trees that break them -----------------------------------------------------------------------------
+
+
+def tree(root, files):
+    """Files by dotted name, with the packages around them."""
+    for name, text in files.items():
+        path = root / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for parent in path.relative_to(root).parents:
+            if parent != pathlib.Path("."):
+                (root / parent / "__init__.py").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong"),
+    [
+        ({"models.a": "import rl.b"}, "models.a imports rl.b"),
+        ({"models.a": "from rl import b"}, "models.a imports rl"),
+        ({"sharding.a": "def f():\n    from models.b import c"}, "sharding.a imports models.b"),
+        ({"inference.a": "if True:\n    import rl"}, "inference.a imports rl"),
+        ({"models.deep.a": "from inference import b"}, "models.deep.a imports inference"),
+        ({"rl.a": "from configs import base"}, "rl.a imports configs"),
+        ({"configs.a": "from models import config"}, "configs.a imports models"),
+        ({"models.a": "import importlib\nimportlib.import_module('rl.b')"}, "models.a imports rl.b"),
+        ({"models.a": "import importlib\nimportlib.import_module(name)"}, "models.a imports ?"),
+    ],
+)
+def test_an_upward_import_is_seen(tmp_path, files, wrong):
+    assert wrong in upward(tree(tmp_path, files))
+
+
+def test_downward_imports_are_allowed(tmp_path):
+    files = {
+        "rl.a": "from inference import b\nfrom . import c\nimport os, models.d",
+        "rl.c": "from sharding import e",
+        "inference.b": "from .f import g",
+        "models.d": "import sharding.e",
+        "configs.x": "from configs import base",
+    }
+    assert upward(tree(tmp_path, files)) == []
+    assert "inference.f" in imports(tmp_path, "inference.b") and "rl.c" in imports(tmp_path, "rl.a")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"rl.a": "import jax"},
+        {"rl.a": "def f():\n    import jax.numpy as jnp"},
+        {"rl.a": "from models import b", "models.b": "from sharding import c", "sharding.c": "from jax import lax"},
+        {"rl.a": "from models.b import thing", "models.b": "import flax"},
+        {"rl.a": "import models.sub.b", "models.sub.b": "", "models.sub.__init__": "import jax"},
+        {"rl.a": "from . import b", "rl.b": "from .c import d", "rl.c": "import ml_dtypes"},
+    ],
+)
+def test_jax_is_seen_however_far(tmp_path, files):
+    (way,) = accelerated(tree(tmp_path, files), "rl.a")[:1]
+    assert way.startswith("rl.a -> ")
+
+
+def test_a_clean_module_beside_jax_is_clean(tmp_path):
+    files = {"rl.clean": "import numpy\nfrom models import leaf", "models.leaf": "import json", "rl.b": "import jax"}
+    root = tree(tmp_path, files)
+    assert accelerated(root, "rl.clean") == [] and accelerated(root, "rl.b") == ["rl.b -> jax"]
+
+
+def test_a_clash_is_seen(tmp_path):
+    root = tree(tmp_path, {"rl.queue": "", "models.tokenizers": "", "sharding.mesh": ""})
+    assert sorted(clashes(root)) == ["models.tokenizers", "rl.queue"]

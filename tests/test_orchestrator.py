@@ -1,0 +1,619 @@
+"""The orchestrator: which groups are open, who holds them, what is refused and why, and what the learner is handed.
+
+No model and no server here: rollouts are written by hand, and `publish` has nobody to tell. Prescribed data are
+recomputed from their definition.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import hmac
+import math
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from configs import quickstart
+from inference import rollout as rollout_lib
+from rl import advantages, data, experiment, packing
+from rl import orchestrator as orchestrator_lib
+
+KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
+WAIT_S = 60
+SECRET = b"secret"
+GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under seed 0: grain's shuffle of 2^30 tasks
+GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
+
+
+def config_of(**changes):
+    """The quickstart with three groups of two; `rl__max_lag=1` sets config.rl.max_lag."""
+    config = quickstart.get_config()
+    config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
+    config.rl.advantage = "group_mean"
+    config.trust.check_fraction = 0.0
+    config.evaluation.num_tasks = 2
+    for name, value in changes.items():
+        section, field = name.split("__")
+        config[section][field] = value
+    return experiment.resolve(config).raw
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(check=lambda rollouts: None, secret=SECRET, **changes):
+        made.append(orchestrator_lib.Orchestrator(config_of(**changes), tmp_path, check=check, secret=secret))
+        return made[-1]
+
+    yield make
+    for orchestrator in made:
+        orchestrator._updater.shutdown()
+        orchestrator._checker.shutdown()
+
+
+def publish(orchestrator, version):
+    orchestrator.publish(version)
+    orchestrator._updater.submit(lambda: None).result(WAIT_S)
+
+
+def checked(orchestrator):
+    """Returns once the validator has judged what it was given."""
+    orchestrator._checker.submit(lambda: None).result(WAIT_S)
+
+
+def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
+    tokens = np.array([*prompt, group.group % 200, 20 + sample, 258], np.int32)
+    P = len(prompt) + 1
+    mask = np.arange(len(tokens)) >= P
+    fields = dict(
+        tokens=tokens,
+        sampled_mask=mask,
+        logprobs=np.where(mask, -0.25 * (1 + sample), 0).astype(np.float32),
+        versions=np.full(len(tokens), group.min_version if version is None else version, np.int32),
+        temperature=group.temperature,
+        seed=(group.seed + sample) % 2**32,
+        task=rollout_lib.TaskRef("reverse_text", group.index, group.group, 0),
+        sample=sample,
+        step=group.step,
+        reward=float(sample),
+        rewards={"reward": float(sample)},
+        finish_reason="stop",
+        proofs=b"",
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.Rollout(**(fields | changes))
+
+
+def answers(group, version=None, /, **changes):
+    return [rollout(group, sample, version, **changes) for sample in range(group.num_samples)]
+
+
+def submit(orchestrator, rollouts, key=KEY):
+    """The one verdict on a submission of one group."""
+    body = rollout_lib.to_parquet([rollout_lib.sign(r, key) if key else r for r in rollouts])
+    (verdict,) = orchestrator.submit(body).values()
+    return verdict
+
+
+def lease(orchestrator, capacity=100, key=KEY):
+    return orchestrator.lease(key.worker, capacity)
+
+
+def later(function, *args):
+    """A call in a thread; `.result(WAIT_S)` fails rather than hang."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---- the prescribed data ---------------------------------------------------------------------------------------------
+
+
+def test_the_groups_of_a_batch_are_golden():
+    """A change of any of these numbers breaks the resume of old runs, and every recorded rollout."""
+    config = config_of()
+    groups = data.train_groups(config, 2)
+    assert groups == data.train_groups(config_of(), 2)
+    assert [(g.step, g.group, g.split, g.num_samples, g.temperature, g.min_version) for g in groups] == [
+        (2, group, "train", 2, 1.0, 1) for group in (3, 4, 5)
+    ]
+    assert [g.index for g in groups] == GOLDEN_INDICES
+    assert [g.seed for g in groups] == GOLDEN_SEEDS
+    assert GOLDEN_SEEDS == [
+        int.from_bytes(hashlib.sha256(f"intellax/sampling/0/train/2/{g}".encode()).digest()[:4], "little")
+        for g in (3, 4, 5)
+    ]
+    assert [g.key for g in groups] == [("train", 2, 3), ("train", 2, 4), ("train", 2, 5)]
+
+
+def test_batches_do_not_overlap():
+    config = config_of(rl__prompts_per_step=50)
+    groups = [group for step in range(1, 9) for group in data.train_groups(config, step)]
+    assert [group.group for group in groups] == list(range(400))
+    assert len({group.index for group in groups}) == len({group.seed for group in groups}) == 400
+    warmup = {index for step in (1, 2) for index in data.warmup_indices(config, step)}
+    assert len(warmup) == 2 * config.warmup.tasks_per_step and not warmup & {group.index for group in groups}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_oldest_version_a_batch_may_use(lag):
+    config = config_of(rl__max_lag=lag)
+    assert [data.train_groups(config, step)[0].min_version for step in (1, 2, 5)] == [
+        0,
+        max(0, 1 - lag),
+        max(0, 4 - lag),
+    ]
+
+
+def test_held_out_groups_are_the_same_at_every_evaluation():
+    early, late = (data.held_out_groups(config_of(), version) for version in (0, 7))
+    assert [(g.index, g.seed, g.temperature, g.num_samples) for g in early] == [
+        (g.index, g.seed, g.temperature, g.num_samples) for g in late
+    ]
+    assert [g.index for g in early] == [0, 1] and early[0].temperature == 0.0
+    assert {(g.step, g.min_version, g.split) for g in late} == {(7, 7, "held_out")}
+    assert early[0].seed == data.sampling_seed(0, "held_out", 0, 0) != data.sampling_seed(0, "train", 0, 0)
+    assert data.sampling_seed(1, "held_out", 0, 0) != early[0].seed
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_version_opens_the_batches_that_may_use_it(make, lag):
+    orchestrator = make(rl__max_lag=lag, rl__num_steps=6)
+    assert lease(orchestrator) == []
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    assert groups == sum([data.train_groups(orchestrator._config, step) for step in range(1, 2 + lag)], [])
+    for version in range(1, 8):
+        publish(orchestrator, version)
+        publish(orchestrator, version)  # again: opens nothing
+        steps = [group.step for group in lease(orchestrator)]
+        assert steps == ([version + 1 + lag] * 3 if version + 1 + lag <= 6 else [])
+
+
+def test_a_resumed_run_opens_what_follows(make):
+    orchestrator = make(rl__max_lag=1)
+    orchestrator.resume(4)
+    publish(orchestrator, 4)
+    assert [group.step for group in lease(orchestrator)] == [5] * 3 + [6] * 3
+
+
+def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
+    orchestrator = make(topology__lease_s=0.2)
+    publish(orchestrator, 0)
+    first, rest = lease(orchestrator, 1), lease(orchestrator, 1, OTHER)
+    assert [group.group for group in first + rest] == [0, 1]
+    assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
+    time.sleep(0.3)
+    assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]
+    assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
+    # The first worker comes too late; the second's answer counts.
+    assert submit(orchestrator, answers(first[0])).startswith("refused: signature")
+    (again,) = lease(orchestrator, key=OTHER)
+    assert again == first[0] and submit(orchestrator, answers(again), OTHER) == "accepted"
+
+
+# ---- admission -------------------------------------------------------------------------------------------------------
+
+
+def one(change):
+    """Applies `change` to the second rollout of the group."""
+    return lambda rollouts: [rollouts[0], change(rollouts[1])]
+
+
+def replaced(**changes):
+    return one(lambda r: dataclasses.replace(r, **changes))
+
+
+def with_task(**changes):
+    return one(lambda r: dataclasses.replace(r, task=dataclasses.replace(r.task, **changes)))
+
+
+def longer(r, count, at):
+    """`r` with `count` more tokens, as sampled ones or in the prompt."""
+    repeat = np.ones(len(r.tokens), int)
+    repeat[at] += count
+    names = ("tokens", "sampled_mask", "logprobs", "versions")
+    return dataclasses.replace(r, **{name: np.repeat(getattr(r, name), repeat) for name in names})
+
+
+REFUSALS = {
+    "samples missing": (lambda rollouts: rollouts[:1], "samples: expected 0..1 once each, got [0]"),
+    "samples twice": (replaced(sample=0), "samples: expected 0..1 once each, got [0, 0]"),
+    "samples more": (lambda rs: [*rs, dataclasses.replace(rs[1], sample=2)], "samples: expected 0..1 once"),
+    "task env": (with_task(env="chain_sum"), "task: expected reverse_text"),
+    "task index": (with_task(index=3), "task: expected reverse_text"),
+    "seed": (one(lambda r: dataclasses.replace(r, seed=(r.seed + 1) % 2**32)), "seed: expected"),
+    "seed swapped": (lambda rs: [dataclasses.replace(r, sample=1 - r.sample) for r in rs], "seed: expected"),
+    "temperature": (replaced(temperature=0.9), "temperature: expected 1.0, got 0.9"),
+    "length sampled": (one(lambda r: longer(r, 11, -1)), "length: 13 sampled tokens, at most 12 were asked for"),
+    "length prompt": (lambda rs: [longer(r, 60, 0) for r in rs], "length: 65 tokens, more than the model's 64"),
+    "vocabulary": (
+        replaced(tokens=np.array([5, 6, 3, 272, 258], np.int32)),
+        "tokens: id 272 is outside the vocabulary",
+    ),
+    "prompt": (replaced(tokens=np.array([5, 7, 3, 21, 258], np.int32)), "prompt: the samples of one group have"),
+    "versions old": (replaced(versions=np.array([1, 1, 1, 0, 1], np.int32)), "versions: 0 is older than 1"),
+    "versions fall": (replaced(versions=np.array([2, 2, 2, 2, 1], np.int32)), "versions: they fall"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_refused_and_leased_again(make, name):
+    change, reason = REFUSALS[name]
+    orchestrator = make(rl__max_lag=0)
+    orchestrator.resume(1)
+    publish(orchestrator, 1)
+    groups = lease(orchestrator)
+    verdict = submit(orchestrator, change(answers(groups[0])))
+    assert verdict.startswith(f"refused: {reason}"), verdict
+    assert orchestrator.num_done == 0
+    assert lease(orchestrator) == [groups[0]]
+    assert submit(orchestrator, answers(groups[0])) == "accepted" and orchestrator.num_done == 1
+    counts = orchestrator._take_counts()
+    assert counts["trust/num_refused"] == len(change(answers(groups[0]))) and counts["trust/num_accepted"] == 2
+    assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
+
+
+def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    group = lease(orchestrator)[0]
+    assert submit(orchestrator, answers(group), OTHER).startswith("refused: signature: ")
+    assert submit(orchestrator, answers(lease(orchestrator)[0]), None).startswith("refused: signature: ")
+    assert lease(orchestrator)[0] == group
+    good = [rollout_lib.sign(r, KEY) for r in answers(group)]
+    forged = [good[0], dataclasses.replace(good[1], reward=9.0)]  # the reward is under the signature, too
+    assert submit(orchestrator, forged, None).startswith("refused: signature: ")
+
+
+def test_only_listed_workers(make):
+    orchestrator = make(topology__workers=(OTHER.worker,))
+    publish(orchestrator, 0)
+    group = lease(orchestrator, 1)[0]
+    assert submit(orchestrator, answers(group)) == "refused: worker: its key is not in topology.workers"
+    group = lease(orchestrator, 1, OTHER)[0]
+    assert submit(orchestrator, answers(group), OTHER) == "accepted"
+
+
+def test_what_was_not_leased_or_is_there_already(make):
+    blocked = threading.Event()
+    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and None, trust__check_fraction=1.0)
+    publish(orchestrator, 0)
+    unleased = data.train_groups(orchestrator._config, 1)[0]
+    assert submit(orchestrator, answers(unleased)).startswith("refused: not leased")
+    group = lease(orchestrator, 1)[0]
+    assert submit(orchestrator, answers(group)) == "checking"
+    assert submit(orchestrator, answers(group)).startswith("refused: not leased (or already submitted)")
+    blocked.set()
+    checked(orchestrator)
+    assert orchestrator.num_done == 1
+    assert submit(orchestrator, answers(group)).startswith("refused: not leased")
+    beyond = data.train_groups(orchestrator._config, 5)[0]  # not open yet
+    assert submit(orchestrator, answers(beyond)).startswith("refused: not leased")
+    assert orchestrator._take_counts()["trust/num_unleased"] == 8
+    assert group not in lease(orchestrator)
+
+
+def test_one_file_may_hold_several_groups(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    a, b, _ = lease(orchestrator)
+    rollouts = [*answers(a), *(dataclasses.replace(r, temperature=0.5) for r in answers(b))][::-1]
+    verdicts = orchestrator.submit(rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in rollouts]))
+    assert verdicts["train/1/0"] == "accepted" and verdicts["train/1/1"].startswith("refused: temperature")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.125, 0.5, 0.51, 1.0])
+def test_exactly_so_many_groups_of_each_batch_are_checked(make, fraction):
+    """The ceil(fraction * P) groups of lowest HMAC under the secret."""
+    P = 8
+    orchestrator = make(rl__prompts_per_step=P, trust__check_fraction=fraction)
+    chosen = set()
+    for step in (1, 2, 9):
+        groups = data.train_groups(orchestrator._config, step)
+        picked = {group.group for group in groups if orchestrator._is_checked(group)}
+        assert len(picked) == math.ceil(fraction * P)
+        lots = {g.group: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
+        assert picked == set(sorted(lots, key=lots.get)[: len(picked)])
+        chosen |= picked
+    if 0 < fraction < 1:
+        other = make(secret=b"other", rl__prompts_per_step=P, trust__check_fraction=fraction)
+        groups = [group for step in (1, 2, 9) for group in data.train_groups(orchestrator._config, step)]
+        assert chosen != {group.group for group in groups if other._is_checked(group)}
+    assert not any(orchestrator._is_checked(group) for group in data.held_out_groups(orchestrator._config, 1))
+
+
+def test_the_verdict_of_the_check_is_honoured(make):
+    """Seen by the check: the whole group. Refused: leased again. Then accepted."""
+    verdicts, seen = ["sampling: 3 of 12 tokens", None, None], []
+
+    def check(rollouts):
+        seen.append([r.task.group for r in rollouts])
+        return verdicts[len(seen) - 1]
+
+    orchestrator = make(check=check, trust__check_fraction=0.5)  # two of three
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    replies = {group.group: submit(orchestrator, answers(group)) for group in groups}
+    assert sorted(replies.values()) == ["accepted", "checking", "checking"]
+    checked(orchestrator)
+    assert orchestrator.num_done == 2
+    (again,) = lease(orchestrator)
+    assert again.group == seen[0][0] and submit(orchestrator, answers(again)) == "checking"
+    checked(orchestrator)
+    assert orchestrator.num_done == 3 and seen == [[again.group] * 2, [seen[1][0]] * 2, [again.group] * 2]
+    counts = orchestrator.next_batch(1).metrics
+    assert counts["trust/num_checked"] == 6 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
+    assert counts["trust/num_refused_sampling"] == 1
+
+
+def test_a_group_refused_too_often_stops_the_run(make):
+    orchestrator = make(trust__max_attempts=2)
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    for _ in range(2):
+        group = lease(orchestrator)[0]
+        assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
+    with pytest.raises(ValueError, match="group 0 of step 1 was refused 2 times, the last time for: temperature: exp"):
+        waiting.result(WAIT_S)
+    with pytest.raises(ValueError, match="raise trust.max_attempts"):
+        orchestrator.next_batch(1)
+
+
+def test_a_validator_that_breaks_stops_the_run(make):
+    def check(rollouts):
+        raise ValueError("the validator is broken")
+
+    orchestrator = make(check=check, trust__check_fraction=1.0)
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    assert submit(orchestrator, answers(lease(orchestrator)[0])) == "checking"
+    with pytest.raises(ValueError, match="the validator is broken"):
+        waiting.result(WAIT_S)
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9", "http://[::1"])
+def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
+    """A refused connection (port 9 has no listener), and addresses that are none: never a wait without end."""
+    orchestrator = make()
+    orchestrator.connect([url])
+    waiting = later(orchestrator.next_batch, 1)
+    publish(orchestrator, 0)
+    with pytest.raises(ValueError, match="a rollout server did not take policy version 0: "):
+        waiting.result(WAIT_S)
+    assert lease(orchestrator) == []
+
+
+def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
+    """Nobody looks at the updater's future: the error must come out where the learner waits."""
+    orchestrator = make()
+    orchestrator.connect(["http://127.0.0.1:9"])
+
+    async def tell(version):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(orchestrator, "_tell_servers", tell)
+    waiting = later(orchestrator.next_batch, 1)
+    publish(orchestrator, 0)
+    with pytest.raises(KeyError, match="a bug"):
+        waiting.result(WAIT_S)
+
+
+# ---- hand-off --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
+    orchestrator = make(rl__max_lag=1, train__share_prompts=True)
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)  # of batches 1 and 2
+    rewards = {0: (0.0, 1.0), 1: (0.5, 0.5), 2: (3.0, -1.0)}
+    for group in groups[:3][::-1]:  # done in another order
+        rs = [dataclasses.replace(r, reward=rewards[group.group][r.sample]) for r in answers(group)]
+        assert submit(orchestrator, rs[::-1]) == "accepted"
+    assert submit(orchestrator, answers(groups[3])) == "accepted"  # of batch 2, and early
+    batch = orchestrator.next_batch(1)
+    assert [[(r.task.group, r.sample) for r in group] for group in batch.groups] == [[(g, 0), (g, 1)] for g in range(3)]
+    # A - mean over the group; the flat group has no gradient and is left out.
+    credit = [[branch.advantage.tolist() for branch in tree.branches] for tree in batch.trees]
+    assert credit == [[[-0.5, -0.5], [0.5, 0.5]], [[2.0, 2.0], [-2.0, -2.0]]]
+    assert [tree.prompt.tolist() for tree in batch.trees] == [[5, 6, 0], [5, 6, 2]]
+    for name, value in {
+        "rollout/reward": 4 / 6,
+        "rollout/zero_advantage_frac": 1 / 3,
+        "rollout/response_length": 2.0,
+        "rollout/truncated_frac": 0.0,
+        "rollout/num_tokens": 12.0,
+        "sync/lag": 0.0,
+        "trust/num_accepted": 8.0,
+    }.items():
+        assert batch.metrics[name] == pytest.approx(value), name
+    assert orchestrator.num_done == 1
+    kept = rollout_lib.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    flat = [r for group in batch.groups for r in group]
+    assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
+    assert all(rollout_lib.signature_ok(r) for r in kept)
+    # The counters start again; batch 2 was generated one version behind.
+    for group in groups[4:]:
+        submit(orchestrator, answers(group))
+    metrics = orchestrator.next_batch(2).metrics
+    assert metrics["trust/num_accepted"] == 4.0 and metrics["sync/lag"] == metrics["sync/lag_max"] == 1.0
+
+
+def test_next_batch_waits_for_all_of_its_groups(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    for group in lease(orchestrator):
+        time.sleep(0.02)
+        assert not waiting.done()
+        submit(orchestrator, answers(group))
+    assert len(waiting.result(WAIT_S).groups) == 3
+
+
+def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
+    """Allowed when it was made (max_lag 2), too old when it is used (max_off_policy 1): the oldest token counts."""
+    orchestrator = make(rl__max_lag=2, rl__max_off_policy=1)
+    publish(orchestrator, 0)
+    groups = [group for group in lease(orchestrator) if group.step == 3]
+    mixed = np.array([0, 0, 0, 0, 1], np.int32)
+    assert submit(orchestrator, answers(groups[0], versions=mixed)) == "accepted"
+    for group in groups[1:]:
+        assert submit(orchestrator, answers(group, 1)) == "accepted"
+    publish(orchestrator, 1)
+    publish(orchestrator, 2)
+    waiting = later(orchestrator.next_batch, 3)
+    again = []
+    deadline = time.monotonic() + WAIT_S
+    while not again and time.monotonic() < deadline:
+        again = [group for group in lease(orchestrator) if group.step == 3]
+        time.sleep(0.01)
+    assert again == [groups[0]]
+    assert submit(orchestrator, answers(groups[0], 2)) == "accepted"
+    batch = waiting.result(WAIT_S)
+    assert batch.metrics["trust/num_stale"] == 2 and batch.metrics["sync/lag_max"] == 1
+    assert batch.groups[0][0].versions.tolist() == [2] * 5
+
+
+def test_a_failure_elsewhere_wakes_who_waits(make):
+    orchestrator = make()
+    waiting = later(orchestrator.next_batch, 1)
+    orchestrator.fail(ValueError("the server process ended"))
+    orchestrator.fail(ValueError("and then another"))  # the first is the cause
+    with pytest.raises(ValueError, match="the server process ended"):
+        waiting.result(WAIT_S)
+
+
+def trained(trees):
+    """What a packed batch trains, read off its arrays: (context seen, token, its logprob, advantage, temperature)."""
+    batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8))
+    rows = {
+        name: getattr(batch, name).reshape(16, 32)
+        for name in (field.name for field in dataclasses.fields(batch))
+        if name != "num_micro_batches"
+    }
+    found = []
+    for row, column in np.argwhere(rows["loss_mask"] > 0):
+        here = {name: array[row] for name, array in rows.items()}
+        mine = (here["segment_ids"] == here["segment_ids"][column]) & (
+            (here["branch_ids"] == 0) | (here["branch_ids"] == here["branch_ids"][column])
+        )
+        before = np.flatnonzero(mine & (here["positions"] < here["positions"][column]))
+        before = before[np.argsort(here["positions"][before])]
+        assert here["positions"][before].tolist() == list(range(here["positions"][column]))
+        assert here["predictors"][column] == before[-1]
+        numbers = (float(here[name][column]) for name in ("behavior_logp", "advantage", "temperature"))
+        found.append((tuple(here["tokens"][before].tolist()), int(here["tokens"][column]), *numbers))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("advantage", advantages.ADVANTAGES)
+def test_shared_prompts_train_the_same_tokens(advantage):
+    """Gaps in the mask, lengths that differ, groups of one prompt: the same work, laid out in two ways."""
+    groups = []
+    for group in data.train_groups(config_of(rl__samples_per_prompt=3), 1):
+        rs = answers(group, reward=0.0)
+        rs = [longer(r, sample, -1) for sample, r in enumerate(rs)]
+        gap = rs[2].sampled_mask.copy()
+        gap[4] = False  # what an environment said in between
+        rs[2] = dataclasses.replace(rs[2], sampled_mask=gap, logprobs=np.where(gap, rs[2].logprobs, 0))
+        groups.append(
+            [dataclasses.replace(r, reward=float((sample + group.group) ** 2)) for sample, r in enumerate(rs)]
+        )
+    groups.append([dataclasses.replace(r, reward=1.0) for r in groups[0]])  # flat
+    shared, metrics = orchestrator_lib.assign_credit(groups, advantages.ADVANTAGES[advantage], share_prompts=True)
+    alone, same = orchestrator_lib.assign_credit(groups, advantages.ADVANTAGES[advantage], share_prompts=False)
+    assert metrics == same and metrics["rollout/zero_advantage_frac"] == 0.25
+    assert len(shared) == 3 and len(alone) == 9
+    assert sum(tree.num_tokens for tree in shared) == sum(tree.num_tokens for tree in alone) - 3 * 2 * 3
+    assert trained(shared) == trained(alone)
+    assert len(trained(shared)) == sum(int(r.sampled_mask.sum()) for group in groups[:3] for r in group)
+
+
+def test_held_out_tasks_come_first_and_are_kept_apart(make):
+    orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: "toploc: never")
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.evaluate, 0)
+    while not orchestrator._todo or orchestrator._todo[0].split == "train":
+        time.sleep(0.001)
+    groups = lease(orchestrator)
+    assert [(group.split, group.group) for group in groups[:3]] == [("held_out", 0), ("held_out", 1), ("train", 0)]
+    for group in groups[1::-1]:
+        assert submit(orchestrator, answers(group)) == "accepted"  # not checked
+    results = waiting.result(WAIT_S)
+    assert [[r.task.index for r in task] for task in results] == [[0], [1]]
+    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and orchestrator.num_done == 0
+
+    waiting = later(orchestrator.evaluate, 3)
+    while not orchestrator._todo:
+        time.sleep(0.001)
+    group = lease(orchestrator)[0]
+    assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: 2 is older than 3")
+    for group in lease(orchestrator) + [data.held_out_groups(orchestrator._config, 3)[1]]:
+        assert submit(orchestrator, answers(group, 4)) == "accepted"  # newer weights arrived meanwhile
+    assert len(waiting.result(WAIT_S)) == 2
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def test_the_routes(make):
+    orchestrator = make(rl__samples_per_prompt=2)
+    with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
+        run = http.get("/run").json()
+        assert run["env"] == {
+            "name": "reverse_text",
+            "options": {"min_length": 3, "max_length": 6, "reward": "exact"},
+            "seed": 0,
+        }
+        assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
+        assert run["tokenizer"] == "byte_chatml" and run["servers"] == [] and run["step"] == -1
+        publish(orchestrator, 0)
+        assert http.get("/run").json()["step"] == 0
+
+        for body in (
+            {},
+            {"worker": 5, "capacity": 1},
+            {"worker": "a", "capacity": 0},
+            {"worker": "a", "capacity": True},
+            {"worker": "a", "capacity": 1.0},
+            {"worker": "a", "capacity": 10**9},
+            [],
+        ):
+            reply = http.post("/lease", json=body)
+            assert reply.status_code == 400 and reply.json()["error"]["message"], body
+        assert http.post("/lease", content=b"{").status_code == 400
+
+        leased = http.post("/lease", json={"worker": KEY.worker, "capacity": 2}).json()["groups"]
+        groups = [data.Group(**group) for group in leased]
+        assert groups == data.train_groups(orchestrator._config, 1)[:2]
+
+        good = rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
+        for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
+            reply = http.post("/submit", content=garbage)
+            assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]
+        assert http.post("/submit", content=good).json() == {"verdicts": {"train/1/0": "accepted"}}
+        assert http.post("/submit", content=good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
+        assert http.get("/nothing").status_code == 404
+    orchestrator.close()

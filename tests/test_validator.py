@@ -1,0 +1,337 @@
+"""The validator accepts what the scheduler honestly made, also across versions, and refuses each way to cheat, by name.
+
+The weights are 32 wide and the same machine replays, so honest margins are rounding: nothing is forgiven.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference import engine as engine_lib
+from inference import rollout as rollout_lib
+from inference import scheduler as scheduler_lib
+from inference import toploc
+from models import config as config_lib
+from models import tokenizer as tokenizer_lib
+from models import transformer
+from rl import validator as validator_lib
+from sharding import broadcast, rules
+
+MODEL = config_lib.ModelConfig(
+    vocab_size=272,
+    model_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=64,
+    rope_theta=1000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+    tie_embeddings=True,
+    num_experts=0,
+    experts_per_token=0,
+    expert_ffn_dim=0,
+    first_dense_layers=0,
+    norm_topk=True,
+    param_dtype="float32",
+    dtype="float32",
+    remat="none",
+)
+K, CAPACITY = 4, 64
+CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Engine and replay are float32 programs of different shapes: log-probabilities near 10 agree to a few ulp (measured 4e-6).
+STRICT = validator_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4)
+WAIT_S = 60
+PROMPT = tuple(b"hello")
+HONEST = scheduler_lib.GenerateRequest(PROMPT, num_samples=4, max_tokens=50, seed=2**32 - 2, proofs=True)
+
+
+@functools.cache
+def params(version):
+    rng = np.random.default_rng(version)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
+
+    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+
+
+def weights(version):
+    if version > 9:
+        raise FileNotFoundError(f"no version {version}")
+    return params(version)
+
+
+class Updating(engine_lib.Engine):
+    """Before the n-th `generate` call, an update is sent; it is in force from the next call on."""
+
+    updates, scheduler, calls = {}, None, 0
+
+    def generate(self, params_, state):
+        self.calls += 1
+        if self.calls in self.updates:
+            self.scheduler.update(params(self.updates[self.calls]), self.updates[self.calls])
+        return super().generate(params_, state)
+
+
+def rollouts_of(request, *, version=0, updates=None, **claims):
+    """The group a scheduler makes of `request`, as a worker writes it down."""
+    engine = Updating(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params(version))
+    scheduler = scheduler_lib.Scheduler(engine, params(version), version)
+    engine.scheduler, engine.updates = scheduler, updates or {}
+    completions = scheduler.submit(request).result(WAIT_S)
+    scheduler.close()
+    P = len(request.tokens)
+    return [
+        rollout_lib.Rollout(
+            **dict(
+                tokens=np.array([*request.tokens, *c.tokens], np.int32),
+                sampled_mask=np.array([False] * P + [True] * len(c.tokens)),
+                logprobs=np.array([0.0] * P + c.logprobs, np.float32),
+                versions=np.array([c.prompt_version] * P + c.versions, np.int32),
+                temperature=request.temperature,
+                seed=(request.seed + index) % 2**32,
+                task=rollout_lib.TaskRef("reverse_text", 0, 0, 0),
+                sample=index,
+                step=1,
+                reward=0.0,
+                rewards={},
+                finish_reason=c.finish_reason,
+                proofs=c.proofs,
+                worker="",
+                signature=b"",
+            )
+            | claims
+        )
+        for index, c in enumerate(completions)
+    ]
+
+
+def check(rollouts, filters=OFF, tolerance=STRICT):
+    return validator_lib.Validator(MODEL, weights, filters, tolerance, max_model_len=CAPACITY).check(rollouts)
+
+
+@functools.cache
+def honest():
+    return rollouts_of(HONEST)
+
+
+def with_sample(changed, index=2):
+    """The honest group with one of its four replaced."""
+    return [changed if i == index else rollout for i, rollout in enumerate(honest())]
+
+
+def edited(name, position, value):
+    rollout = honest()[2]
+    array = getattr(rollout, name).copy()
+    array[position] = value
+    return with_sample(dataclasses.replace(rollout, **{name: array}))
+
+
+# ---- honest ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_honest_group_passes():
+    assert len({tuple(rollout.tokens) for rollout in honest()}) == 4
+    assert check(honest()) is None
+    replay = validator_lib.Validator(MODEL, weights, OFF, STRICT, max_model_len=CAPACITY).replay(honest())
+    for i, rollout in enumerate(honest()):
+        sampled = np.flatnonzero(rollout.sampled_mask)
+        # The replay's own float32: the token is the argmax but where two noised logits are closer than that.
+        assert replay.margin[i, sampled].max() <= 1e-5
+        np.testing.assert_allclose(replay.logp[i, sampled], rollout.logprobs[sampled], rtol=0, atol=2e-5)
+        assert replay.hidden.dtype == jnp.bfloat16 and replay.hidden.shape == (4, CAPACITY, MODEL.model_dim)
+
+
+@pytest.mark.parametrize(
+    ("request_", "filters"),
+    [
+        (dataclasses.replace(HONEST, temperature=0.0), OFF),
+        (dataclasses.replace(HONEST, temperature=0.6, top_k=30, top_p=0.9), OFF | {"top_k": 30, "top_p": 0.9}),
+        (scheduler_lib.GenerateRequest((3,), num_samples=4, max_tokens=1, proofs=True), OFF),
+        (scheduler_lib.GenerateRequest(tuple(range(40)), num_samples=4, max_tokens=99, proofs=True), OFF),
+    ],
+    ids=["greedy", "filtered", "one token", "to the end of the context"],
+)
+def test_other_honest_groups_pass(request_, filters):
+    assert check(rollouts_of(request_), filters) is None
+
+
+@pytest.mark.parametrize(
+    "updates", [{5: 1}, {1: 1}, {3: 1, 4: 2, 9: 5}, {2: 7, 3: 8}], ids=["two", "first call", "four", "three"]
+)
+def test_a_group_that_spans_versions_passes_exactly(updates):
+    """Weights changed while it was generated: the replay gives each position's keys to the version that wrote them."""
+    rollouts = rollouts_of(HONEST, updates=updates)
+    boundaries = [K * call for call in updates]
+    for rollout in rollouts:
+        sampled = rollout.versions[rollout.sampled_mask]
+        assert (np.flatnonzero(np.diff(sampled)) + 1).tolist() == boundaries and rollout.versions[0] == 0
+    assert check(rollouts) is None
+
+
+@pytest.mark.parametrize(("position", "version"), [(19, 1), (20, 0)], ids=["early", "late"])
+def test_a_moved_version_stamp_is_refused(position, version):
+    """One token's stamp, at the boundary."""
+    rollouts = rollouts_of(HONEST, updates={5: 1})
+    moved = rollouts[1].versions.copy()
+    at = len(PROMPT) + position
+    assert moved[at] == 1 - version
+    moved[at] = version
+    rollouts[1] = dataclasses.replace(rollouts[1], versions=moved)
+    assert check(rollouts).startswith(("sampling: ", "logprob: "))
+
+
+def test_a_prompt_under_another_version_is_refused():
+    """The prefill's version counts too: the prompt's keys are in every later token."""
+    rollouts = rollouts_of(HONEST, updates={1: 1})  # all but the first call by version 1
+    versions = np.where(np.arange(len(rollouts[0].versions)) < len(PROMPT), 1, rollouts[0].versions).astype(np.int32)
+    rollouts[0] = dataclasses.replace(rollouts[0], versions=versions)
+    assert check(rollouts).startswith(("sampling: ", "logprob: "))
+
+
+# ---- cheats ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_weights():
+    """A stale, or smaller, or quantised policy under the name of version 0."""
+    claimed = [
+        dataclasses.replace(rollout, versions=np.zeros_like(rollout.versions))
+        for rollout in rollouts_of(HONEST, version=1)
+    ]
+    assert check(claimed).startswith("sampling: ")
+
+
+def test_an_edited_token():
+    position = len(PROMPT) + 20
+    token = int(honest()[2].tokens[position])
+    reason = check(edited("tokens", position, (token + 1) % 256))
+    assert reason.startswith("sampling: ") and f"of {HONEST.max_tokens} tokens are not what the seed draws" in reason
+
+
+def test_an_edited_prompt():
+    assert check(edited("tokens", 1, ord("u"))).startswith("sampling: ")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.2])
+def test_another_temperature_than_claimed(temperature):
+    """Greedy decoding among them: tokens without the noise of the seed."""
+    cheat = rollouts_of(dataclasses.replace(HONEST, temperature=temperature), temperature=1.0)
+    assert check(cheat).startswith("sampling: ")
+
+
+def test_filters_that_were_not_prescribed():
+    cheat = rollouts_of(dataclasses.replace(HONEST, top_k=2))
+    assert check(cheat).startswith("sampling: ")
+    assert check(honest(), OFF | {"top_k": 2}).startswith("sampling: ")
+
+
+def test_another_seed_than_claimed():
+    """Drawn again until it pleased."""
+    assert check(with_sample(dataclasses.replace(honest()[2], seed=12345))).startswith("sampling: ")
+    swapped = dataclasses.replace(honest()[2], seed=honest()[1].seed)
+    assert check(with_sample(swapped)).startswith("sampling: ")
+
+
+@pytest.mark.parametrize("change", [0.01, -0.01])
+def test_a_log_probability_that_was_touched(change):
+    position = len(PROMPT) + 7
+    value = min(float(honest()[2].logprobs[position]) + change, 0.0)
+    assert check(edited("logprobs", position, value)).startswith("logprob: claimed and replayed differ by 0.0")
+
+
+def constant_proof():
+    """f = the bits of 1.0 everywhere: right in the exponent for most large activations, with no forward pass."""
+    wire = np.zeros(129, ">u2")
+    wire[0], wire[1] = toploc.PRIME, 0x3F80
+    return wire.tobytes()
+
+
+def test_the_proof_of_another_rollout():
+    assert check(with_sample(dataclasses.replace(honest()[2], proofs=honest()[1].proofs))).startswith("toploc: ")
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (lambda proofs: b"", "toploc: count"),
+        (lambda proofs: proofs[:-1], "toploc: count"),
+        (lambda proofs: proofs[:258], "toploc: count"),
+        (lambda proofs: proofs + b"\0", "toploc: count"),
+        (lambda proofs: constant_proof() * 2, "toploc: low_entropy"),
+        (lambda proofs: proofs[258:] + proofs[:258], "toploc: exponent"),
+        (lambda proofs: b"\0" * len(proofs), "toploc: modulus"),
+        (lambda proofs: b"\xff" * len(proofs), "toploc: modulus"),
+        (lambda proofs: proofs[:2] + b"\xff\xff" + proofs[4:], "toploc: coefficient"),
+    ],
+    ids=["empty", "truncated", "one of two", "longer", "constant", "swapped", "zeros", "ones", "unreduced"],
+)
+def test_forged_proofs(forge, reason):
+    assert len(honest()[2].proofs) == 2 * 258
+    assert check(with_sample(dataclasses.replace(honest()[2], proofs=forge(honest()[2].proofs)))).startswith(reason)
+
+
+def test_a_proof_of_a_perturbed_model():
+    """Tokens and log-probabilities copied from the honest weights, hidden states from others."""
+    other = rollouts_of(HONEST, version=1)[2].proofs
+    assert check(with_sample(dataclasses.replace(honest()[2], proofs=other))).startswith("toploc: ")
+
+
+def test_a_version_that_cannot_be_had():
+    reason = check(edited("versions", slice(30, None), 10))
+    assert reason == "weights: a version that it names cannot be had (no version 10)"
+
+
+def test_a_stream_that_is_too_long():
+    long = dataclasses.replace(
+        honest()[2],
+        **{
+            name: np.concatenate([getattr(honest()[2], name)] * 2)
+            for name in ("tokens", "sampled_mask", "logprobs", "versions")
+        },
+    )
+    assert check(with_sample(long)) == f"length: {len(long.tokens)} tokens exceed the model's {CAPACITY}"
+
+
+@pytest.mark.parametrize("token", [272, 2**31 - 1])
+def test_a_token_outside_the_vocabulary(token):
+    """XLA clamps and fills such an index; the verdict must not pass for that."""
+    assert check(edited("tokens", len(PROMPT) + 3, token)).startswith(("sampling: ", "logprob: "))
+    assert check(edited("tokens", -1, token)).startswith(("sampling: ", "logprob: "))
+
+
+def test_a_few_wrong_tokens_can_be_allowed():
+    """Across backends an argmax may flip: max_wrong_tokens forgives as many per rollout, and not one more."""
+    rollouts = edited("tokens", -1, (int(honest()[2].tokens[-1]) + 1) % 256)  # the last: nothing follows from it
+    loose = dataclasses.replace(STRICT, max_wrong_tokens=1, logprob=100.0)
+    assert check(rollouts).startswith("sampling: 1 of ") and check(rollouts, tolerance=loose) is None
+    assert check(rollouts, tolerance=dataclasses.replace(STRICT, max_wrong_tokens=1)).startswith("logprob: ")
+
+
+# ---- weights by version ----------------------------------------------------------------------------------------------
+
+
+def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch):
+    for version in range(4):
+        broadcast.publish(params(version), version, str(tmp_path))
+    pulled, pull = [], broadcast.pull
+    monkeypatch.setattr(broadcast, "pull", lambda root, version: (pulled.append(version), pull(root, version))[1])
+    get = validator_lib.published(tmp_path, keep=2)
+    for version in (0, 1, 0, 2, 1, 0):
+        np.testing.assert_array_equal(get(version)["embed"], params(version)["embed"])
+    assert pulled == [0, 1, 2, 0]  # 2 put out 0, the oldest
+    judge = validator_lib.Validator(MODEL, get, OFF, STRICT, max_model_len=CAPACITY)
+    assert judge.check(honest()) is None
+    assert judge.check(edited("versions", slice(30, None), 10)).startswith("weights: a version that it names cannot")
+    for file in (tmp_path / "v00000003").rglob("*"):
+        if file.is_file() and file.name != "manifest.json":
+            file.write_bytes(file.read_bytes()[:-1])
+    assert judge.check(edited("versions", slice(30, None), 3)).startswith("weights: a version that it names cannot")

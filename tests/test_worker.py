@@ -1,0 +1,305 @@
+"""The rollout worker end to end: against an orchestrator and a rollout server that this file plays, over real sockets.
+
+The played server answers each prompt with the right text for even seeds and with a wrong one for odd seeds.
+"""
+
+import asyncio
+import base64
+import collections
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import fastapi
+import pytest
+
+from inference import rollout as rollout_lib
+from inference import web
+from models import tokenizer as tokenizer_lib
+from rl import envs, worker
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOKENIZER = tokenizer_lib.byte_chatml()
+OPTIONS = {"min_length": 3, "max_length": 6, "reward": "exact"}
+ENV = envs.load("reverse_text", seed=4, **OPTIONS)
+WAIT_S = 60
+GROUP = {
+    "step": 3,
+    "group": 7,
+    "split": "train",
+    "index": 12345,
+    "seed": 2**32 - 2,
+    "num_samples": 4,
+    "temperature": 0.8,
+    "min_version": 1,
+}
+
+
+class Played:
+    """Both services in one app, on a free port: what they were asked is kept, what they answer can be changed."""
+
+    def __init__(self, groups):
+        self.groups, self.leases, self.requests, self.submitted = collections.deque(groups), [], [], []
+        self.failures = collections.deque()  # (path, status, body) answered once instead
+        self.submission = threading.Event()
+        self.change = lambda choice: choice
+        app = fastapi.FastAPI()
+
+        @app.middleware("http")
+        async def fail(request, call_next):
+            if self.failures and self.failures[0][0] == request.url.path:
+                _, status, body = self.failures.popleft()
+                return fastapi.responses.JSONResponse(body, status_code=status)
+            return await call_next(request)
+
+        @app.get("/run")
+        async def run():
+            sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
+            env = {"name": "reverse_text", "options": OPTIONS, "seed": 4}
+            return {"env": env, "tokenizer": "byte_chatml", "servers": [self.url], "sampling": sampling, "step": 2}
+
+        @app.post("/lease")
+        async def lease(request: fastapi.Request):
+            body = await request.json()
+            self.leases.append(body)
+            return {"groups": [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]}
+
+        @app.post("/submit")
+        async def submit(request: fastapi.Request):
+            self.submitted += rollout_lib.from_parquet(await request.body())
+            self.submission.set()
+            return {"verdicts": {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}}
+
+        @app.post("/inference/v1/generate")
+        async def generate(request: fastapi.Request):
+            body = await request.json()
+            self.requests.append(body)
+            seed, n = body["sampling_params"]["seed"], body["sampling_params"]["n"]
+            prompt = TOKENIZER.decode(body["token_ids"])
+            answer = prompt.rpartition("Reverse: ")[2][: prompt.rpartition("Reverse: ")[2].index("\n")][::-1]
+            return {"choices": [self.change(choice((seed + i) % 2**32, answer)) for i in range(n)]}
+
+        self.sock = web.listen("127.0.0.1", 0)
+        self.url = web.address(self.sock)
+        self.server = web.server(app)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]}, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.server.should_exit = True
+        self.thread.join()
+
+
+def choice(seed, answer):
+    tokens = [*TOKENIZER.encode(answer if seed % 2 == 0 else "no"), TOKENIZER.eos_id]
+    return {
+        "token_ids": tokens,
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": 5e-7} for token in tokens]},
+        "policy_versions": [[1, 1], [2, len(tokens) - 1]],
+        "prompt_policy_version": 1,
+        "proofs": base64.b64encode(bytes([seed % 256])).decode(),
+    }
+
+
+@pytest.fixture
+def play():
+    played = []
+
+    def play(*groups):
+        played.append(Played(groups))
+        return played[-1]
+
+    yield play
+    for each in played:
+        each.close()
+
+
+def work_until(played, done, *, concurrency=4, key=None):
+    """Runs the worker until `done()`; what it raises first is raised."""
+
+    async def main():
+        key_ = key or rollout_lib.WorkerKey.generate()
+        task = asyncio.create_task(worker.work(played.url, key_, concurrency=concurrency, give_up_s=0.0))
+        deadline = time.monotonic() + WAIT_S
+        while not done() and not task.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        if task.done():
+            await task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_group_from_lease_to_submission(play, capsys):
+    played, key = play(GROUP), rollout_lib.WorkerKey.generate()
+    work_until(played, played.submission.is_set, key=key)
+    assert played.leases[0] == {"worker": key.worker, "capacity": 4}
+
+    (request,) = played.requests  # one for the group
+    task = ENV.make_task(GROUP["index"], "train")
+    prompt = TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
+    assert request["token_ids"] == prompt and request["proofs"] is True
+    assert request["sampling_params"] == {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "max_tokens": 12,
+        "n": 4,
+        "temperature": 0.8,
+        "seed": 2**32 - 2,
+    }
+
+    assert [r.sample for r in played.submitted] == [0, 1, 2, 3]
+    for i, r in enumerate(played.submitted):
+        completion = [*TOKENIZER.encode(task.answer if i % 2 == 0 else "no"), TOKENIZER.eos_id]
+        assert r.tokens.tolist() == prompt + completion and rollout_lib.signature_ok(r) and r.worker == key.worker
+        assert r.sampled_mask.tolist() == [False] * len(prompt) + [True] * len(completion)
+        assert not r.logprobs.any()  # 5e-7, a hair above 0, is rounded down to what a log-probability can be
+        assert r.versions.tolist() == [1] * len(prompt) + [1] + [2] * (len(completion) - 1)
+        assert (r.seed, r.temperature, r.step, r.finish_reason) == ((2**32 - 2 + i) % 2**32, 0.8, 3, "stop")
+        assert r.task == rollout_lib.TaskRef("reverse_text", GROUP["index"], 7, 4)
+        assert r.reward == r.rewards["reward"] == 1.0 - i % 2 and r.proofs == bytes([r.seed % 256])
+    error = capsys.readouterr().err
+    assert error == "train/3/7 refused: temperature: expected 1.0\n"  # and not a word of what was accepted
+
+
+def test_groups_in_flight_are_bounded_and_all_are_done(play):
+    groups = [GROUP | {"group": g, "index": g, "num_samples": 2} for g in range(9)]
+    played = play(*groups)
+    work_until(played, lambda: len(played.submitted) == 18, concurrency=2)
+    assert {lease["capacity"] for lease in played.leases} <= {1, 2}
+    assert sorted({r.task.group for r in played.submitted}) == list(range(9))
+
+
+def test_held_out_groups_need_no_proofs(play):
+    played = play(GROUP | {"split": "held_out", "index": 1, "temperature": 0.0})
+    work_until(played, played.submission.is_set)
+    assert played.requests[0]["proofs"] is False and played.requests[0]["sampling_params"]["temperature"] == 0.0
+    task = ENV.make_task(1, "held_out")
+    assert played.requests[0]["token_ids"] == TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def run_main(played, *arguments):
+    return worker.main(
+        ["--orchestrator", played if isinstance(played, str) else played.url, "--give_up_s", "0", *arguments]
+    )
+
+
+def refusal(message):
+    return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "param": None}}
+
+
+@pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
+def test_an_orchestrator_that_refuses_ends_it_with_its_words(play, capsys, path):
+    played = play(GROUP)
+    played.failures.append((path, 400, refusal("rollout file, row 3: seed")))
+    assert run_main(played) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the orchestrator refused {path}: ") and "rollout file, row 3: seed" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
+def test_an_orchestrator_that_fails_is_asked_again(play, path):
+    played = play(GROUP)
+    played.failures += [(path, 503, {})] * 2
+
+    async def main():
+        task = asyncio.create_task(
+            worker.work(played.url, rollout_lib.WorkerKey.generate(), concurrency=4, give_up_s=WAIT_S)
+        )
+        while not played.submission.is_set() and not task.done():
+            await asyncio.sleep(0.005)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert len(played.submitted) == 4 and not played.failures
+
+
+def test_an_orchestrator_that_is_gone_ends_it(capsys):
+    assert run_main("http://127.0.0.1:9") == 1
+    assert capsys.readouterr().err.startswith("error: the orchestrator at http://127.0.0.1:9 is gone: ")
+
+
+def test_a_server_that_refuses_ends_it_with_its_words(play, capsys):
+    played = play(GROUP)
+    played.failures.append(("/inference/v1/generate", 400, refusal("this model's maximum context length is 9")))
+    assert run_main(played) == 1
+    assert "refused the request: this model's maximum context length is 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c | {"logprobs": {"content": []}}, "tokens, 0 logprobs"),
+        (lambda c: {k: v for k, v in c.items() if k != "proofs"}, "malformed reply: KeyError: 'proofs'"),
+        (lambda c: c | {"finish_reason": "tool_calls"}, "rollout cannot be signed: finish_reason"),
+        (lambda c: c | {"policy_versions": [[2**40, len(c["token_ids"])]]}, "not an integer in"),
+    ],
+)
+def test_a_server_that_talks_nonsense_is_one_line(play, capsys, change, message):
+    played = play(GROUP)
+    played.change = change
+    assert run_main(played) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not played.submitted
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_made_once_and_read_again(play, tmp_path, capsys):
+    path = tmp_path / "keys" / "worker.pem"
+    workers = []
+    for _ in range(2):
+        played = play(GROUP)
+        played.failures.append(("/submit", 400, refusal("enough")))
+        assert run_main(played, "--key", str(path)) == 1
+        workers.append(played.leases[0]["worker"])
+    assert workers[0] == workers[1] == rollout_lib.WorkerKey.load(path).worker
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    anonymous = play(GROUP)
+    anonymous.failures.append(("/submit", 400, refusal("enough")))
+    assert run_main(anonymous) == 1 and anonymous.leases[0]["worker"] != workers[0]
+
+    capsys.readouterr()
+    path.write_text("no key")
+    assert run_main(anonymous, "--key", str(path)) == 1
+    assert "is not an unencrypted PEM private key" in capsys.readouterr().err
+
+
+def test_the_process_works_without_jax_and_ends_with_its_parent(play):
+    """`python -m rl.worker`, in an interpreter in which an import of jax is an error."""
+    played = play(GROUP)
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "from rl import worker\n"
+        f"sys.exit(worker.main(['--orchestrator', {played.url!r}, '--exit_with_parent']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, env=dict(os.environ)
+    ) as process:
+        try:
+            assert played.submission.wait(WAIT_S) and process.poll() is None
+            process.stdin.close()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    assert len(played.submitted) == 4
+
+
+def test_it_imports_no_jax():
+    code = "import rl.worker, sys; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=WAIT_S)
