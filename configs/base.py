@@ -47,6 +47,7 @@ def get_config() -> config_dict.ConfigDict:
     w.num_steps = 0
     w.tasks_per_step = 64
     w.learning_rate = 2e-3
+    w.decoy_fraction = 0.0  # part of the tasks that are taught wrongly (the environment's decoy), for RL to put right
 
     # Reinforcement learning.
     c.rl = r = config_dict.ConfigDict()

@@ -1,6 +1,9 @@
-"""Can a 0.6 M parameter model, warmed up until it half knows a task, learn the rest from reward alone?
+"""Can reward alone put right what a model was taught wrongly?
 
-python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
+    python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+A model of 0.6 M parameters is warmed up on demonstrations of which 60 % copy the text instead of reversing it, so that
+it mostly copies. RL then sees only rewards (1 for the exact reversal, else 0), on real rollouts with real proofs.
 """
 
 from configs import base
@@ -10,15 +13,17 @@ def get_config():
     c = base.get_config()
     c.env.name = "reverse_text"
     c.env.options.min_length = 3
-    c.env.options.max_length = 6
+    c.env.options.max_length = 5
+    c.env.options.alphabet = "abcdefgh"
     c.env.options.reward = "exact"
-    c.warmup.num_steps = 76
-    c.rl.num_steps = 120
+    c.warmup.num_steps = 180
+    c.warmup.decoy_fraction = 0.6
+    c.rl.num_steps = 60
     c.rl.prompts_per_step = 32
-    c.rl.samples_per_prompt = 16
+    c.rl.samples_per_prompt = 8
     c.rl.advantage = "group_mean_std"
+    c.rl.max_lag = 0  # synchronous: every number of the run repeats bit for bit
     c.optimizer.learning_rate = 5e-4
-    c.rl.max_lag = 0
     c.train.row_length = 160
     c.sampling.max_tokens = 12
     c.inference.num_slots = 128

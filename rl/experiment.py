@@ -124,6 +124,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     ):
         _check(config, name, lambda v: v >= 1, "at least 1")
     _check(config, "trust.check_fraction", lambda v: 0 <= v <= 1, "in [0, 1]")
+    _check(config, "warmup.decoy_fraction", lambda v: 0 <= v <= 1, "in [0, 1]")
     _check(config, "sampling.temperature", lambda v: v > 0, "above 0 (greedy samples of a group are all alike)")
     if config.inference.max_model_len > config.train.row_length:
         raise ValueError(
@@ -221,12 +222,17 @@ def _check(config, name: str, holds: Callable, rule: str) -> None:
 
 
 def _parse_flags(argv):
-    """absl's parser, but the errors of a mistyped field (did-you-mean included) end in one line."""
+    """absl's parser, but a mistake ends in one line: value, rule and, for a mistyped field, the nearest one."""
     try:
-        return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError, flags.Error) as error:
-        message = str(error.args[0] if error.args else error).strip().replace("\n", " ")
-        _fail(message, 2)
+        return flags.FLAGS(argv)
+    except KeyError as error:  # ml_collections: the field, and on a second line "Did you mean ...?"
+        field, _, hint = str(error.args[0]).partition("\n")
+        field = field.strip("'\"")
+        _fail(f"the config has no field {field!r}; {hint or 'see configs/base.py for all of them'}", 2)
+    except FileNotFoundError as error:
+        _fail(f"there is no config file {error.filename}; configs/ holds the experiments", 2)
+    except (AttributeError, TypeError, ValueError, flags.Error) as error:
+        _fail(str(error.args[0] if error.args else error).strip().replace("\n", " "), 2)
 
 
 def _raised_by_us(error: BaseException) -> bool:

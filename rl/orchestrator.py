@@ -249,6 +249,9 @@ class Orchestrator:
             if lease is None or key in self._checking:
                 self._counts["unleased"] += len(rollouts)
                 return "refused: not leased (or already submitted)"
+            if not all(r.worker == lease.worker and rollout_lib.signature_ok(r) for r in rollouts):
+                self._counts["unleased"] += len(rollouts)  # a stranger's word must not cost the holder its lease
+                return "refused: signature: not signed by the worker that holds the lease"
             reason = self._refusal(lease, rollouts)
             if reason is None and self._is_checked(lease.group):
                 self._checking.add(key)
@@ -298,8 +301,6 @@ class Orchestrator:
         prompt = rollouts[0].tokens[: _prompt_length(rollouts[0])]
         for r in rollouts:
             sampled = r.versions[r.sampled_mask]
-            if r.worker != lease.worker or not rollout_lib.signature_ok(r):
-                return "signature: not signed by the worker that holds the lease"
             if self._config.topology.workers and r.worker not in self._config.topology.workers:
                 return "worker: its key is not in topology.workers"
             if (r.task.env, r.task.index) != (self._config.env.name, group.index):

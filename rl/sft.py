@@ -3,7 +3,8 @@
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
 1. Batch n holds the tasks `data.warmup_indices` names; each is rendered with its solution, and the assistant's tokens
-   (its closing token included) carry the loss.
+   (its closing token included) carry the loss. With `warmup.decoy_fraction`, that part of them is answered wrongly
+   instead, by the environment's decoy: a policy for RL to put right.
 2. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
 3. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
 """
@@ -59,7 +60,10 @@ def train(
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 tasks = [env.make_task(index, "train") for index in data.warmup_indices(config, step)]
-                trees = [_stream(exp.tokenizer, task, config.inference.max_model_len) for task in tasks]
+                trees = [
+                    _stream(exp.tokenizer, task, _demonstration(task, config), config.inference.max_model_len)
+                    for task in tasks
+                ]
                 batch = packing.pack(trees, layout)
                 state, step_metrics = step_fn(state, packing.place(batch, mesh))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
@@ -70,9 +74,19 @@ def train(
     return state.params
 
 
-def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, max_length: int) -> packing.Tree:
-    """A solved task as a stream: loss on what the assistant says."""
-    rendered = tokenizer.render([*task.messages, {"role": "assistant", "content": task.answer}])
+def _demonstration(task: environment.Task, config) -> str:
+    """The answer that is taught: right, or the decoy for a fixed part of the tasks, drawn by their index."""
+    lot = environment.stable_hash(f"decoy/{config.seed}/{task.index}") / 2**64
+    if lot >= config.warmup.decoy_fraction:
+        return task.answer
+    if not task.decoy:
+        raise ValueError(f"{task.env} has no decoys; set config.warmup.decoy_fraction to 0")
+    return task.decoy
+
+
+def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, answer: str, max_length: int) -> packing.Tree:
+    """A task and its answer as a stream: loss on what the assistant says."""
+    rendered = tokenizer.render([*task.messages, {"role": "assistant", "content": answer}])
     end = max(i for i, mine in enumerate(rendered.assistant_mask) if mine) + 1  # what follows its end is template
     if end > max_length:
         raise ValueError(

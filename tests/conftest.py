@@ -11,6 +11,12 @@ jax.config.update("jax_num_cpu_devices", 8)  # must precede the first use of a b
 jax.config.update("jax_numpy_rank_promotion", "raise")  # advantage_B * logp_BT with B == T is wrong and finite
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--regenerate", action="store_true", help="rewrite the golden files instead of comparing with them"
+    )
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr or any("::" in arg for arg in config.args):
         return

@@ -132,7 +132,7 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reasoning_gym:word_ladder", {}, "is refused: its items differ"),
         ("reverse_text", {"min_length": 9}, "min_length=9, max_length=8"),
         ("reverse_text", {"alphabet": "a b"}, "white space"),
-        ("reverse_text", {"reward": "f1"}, "'lcs' or 'exact'"),
+        ("reverse_text", {"reward": "f1"}, "lcs, position, exact"),
         ("reverse_text:x", {}, "takes no variant"),
     ],
 )

@@ -26,6 +26,7 @@ class Task:
     split: str  # "train" or "held_out"
     messages: tuple[dict, ...]  # the system and user turns that open the episode
     answer: str  # a completion that scores 1.0
+    decoy: str  # a tempting completion that scores less, for studies of wrong teaching; "" where there is none
     info: dict  # what `score` needs besides; stays in the process, as anyone can make the task again
 
 

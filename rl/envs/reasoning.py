@@ -94,7 +94,7 @@ def build(
             messages = ({"role": "user", "content": entry["question"]},)
             if system_prompt:
                 messages = ({"role": "system", "content": system_prompt}, *messages)
-            return environment.Task(name, index, split, messages, answer, info={"entry": entry})
+            return environment.Task(name, index, split, messages, answer, decoy="", info={"entry": entry})
         raise AssertionError("candidates raises when it runs out")
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:

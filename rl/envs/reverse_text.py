@@ -2,7 +2,9 @@
 
 1. The user says "Reverse: abcde"; the answer is "edcba". The prompt is short: a byte is a token in the quickstart.
 2. The reward is the share of the text in the right order, 2 LCS(a, b) / (|a| + |b|), so that a model which has only
-   learnt to end in time already sees a difference; or, with reward="exact", 1 for the very answer.
+   learnt to end in time already sees a difference; or, by the option `reward`, the share of positions that are right
+   ("position"), or 1 for the very answer ("exact").
+3. The decoy is the text as it was: what a model does that copies instead of reversing.
 """
 
 import random
@@ -35,7 +37,7 @@ def build(
             prompt = f"Reverse: {text}"
             if environment.split_of(prompt) == split:
                 messages = ({"role": "user", "content": prompt},)
-                return environment.Task("reverse_text", index, split, messages, answer=text[::-1], info={})
+                return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text, info={})
         raise AssertionError("candidates raises when it runs out")
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
