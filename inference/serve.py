@@ -26,6 +26,7 @@ import uuid
 import fastapi
 import jax
 from fastapi import responses
+from starlette import requests
 
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
@@ -79,6 +80,7 @@ def start(weights: str, config: engine_lib.EngineConfig, *, timeout_s: float = 6
 def make_app(server: Server) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="Intellax rollout server", docs_url=None, redoc_url=None)
     scheduler = server.scheduler
+    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
 
     @app.post("/inference/v1/generate")
     async def generate(request: fastapi.Request):

@@ -62,6 +62,11 @@ async def read_json(request: fastapi.Request) -> dict:
     return body
 
 
+async def hung_up(request: fastapi.Request, error: Exception) -> responses.Response:
+    """Exception handler: the client went away while it was sending; nobody reads the answer, and it is no error of ours."""
+    return responses.Response(status_code=499)
+
+
 def error(status: int, message: str, kind: str) -> responses.JSONResponse:
     body = {"message": message, "type": kind, "code": status, "param": None}
     return responses.JSONResponse({"error": body}, status_code=status)

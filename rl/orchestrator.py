@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import fastapi
 import numpy as np
+from starlette import requests
 
 from inference import client as client_lib
 from inference import rollout as rollout_lib
@@ -397,6 +398,7 @@ def _prompt_length(rollout: rollout_lib.Rollout) -> int:
 
 def _make_app(orchestrator: Orchestrator) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
+    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
 
     @app.get("/run")
     async def run():
