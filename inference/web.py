@@ -36,7 +36,8 @@ def address(sock: socket.socket) -> str:
 
 def server(app: fastapi.FastAPI) -> uvicorn.Server:
     """A quiet uvicorn server; call `.run(sockets=[sock])`, stop it by `should_exit = True`."""
-    config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
+    # log_config: uvicorn's default resets all of logging, and with it absl's handler, which then closes standard error
+    config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, timeout_graceful_shutdown=5)
     return uvicorn.Server(config)
 
 
