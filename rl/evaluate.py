@@ -105,8 +105,7 @@ def main() -> None:
             str(workdir / "checkpoints"), transformer.abstract(exp.model, mesh), None if step < 0 else step
         )
         weights = pathlib.Path(scratch) / "weights"
-        metadata = {"model": exp.raw.model.to_dict(), "tokenizer": exp.raw.tokenizer}
-        broadcast.publish(params, step, str(weights), metadata=metadata)
+        broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.rollout_side(exp, pathlib.Path(scratch), weights, step) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress)

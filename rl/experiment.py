@@ -41,6 +41,11 @@ class Experiment:
     optimizer: learner.OptimizerConfig
     tokenizer: tokenizer_lib.Tokenizer
 
+    @property
+    def broadcast_metadata(self) -> dict:
+        """What goes beside the weights, so that a server needs nothing else to start."""
+        return {"model": self.raw.model.to_dict(), "tokenizer": self.raw.tokenizer}
+
     def rows(self, mesh: jax.sharding.Mesh) -> int:
         """Rows of a micro-batch: train.rows, which must divide over the batch axes of the mesh."""
         shards = rules.num_batch_shards(mesh)

@@ -98,9 +98,8 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
 
 
 def _publish(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:
-    metadata = {"model": exp.raw.model.to_dict(), "tokenizer": exp.raw.tokenizer}
     keep = exp.raw.rl.max_lag + exp.raw.rl.max_off_policy + 2  # every version that a rollout in flight may name
-    broadcast.publish(state.params, version, str(weights), metadata=metadata, keep=keep)
+    broadcast.publish(state.params, version, str(weights), metadata=exp.broadcast_metadata, keep=keep)
 
 
 def _publish_again(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:

@@ -21,32 +21,12 @@ from inference import (
     jetstream_shim,  # noqa: F401  (before jetstream itself)
     kv_cache,
 )
-from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from sharding import rules
+from tests import tiny
 
-MODEL = config_lib.ModelConfig(
-    vocab_size=272,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=64,
-    rope_theta=1000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tie_embeddings=True,
-    num_experts=4,
-    experts_per_token=2,
-    expert_ffn_dim=32,
-    first_dense_layers=1,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
-)
+MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 CAPACITY = 96  # more than 64 + 16: the ring of hidden states goes round
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=5)
 TOKENIZER = tokenizer_lib.byte_chatml()

@@ -10,32 +10,12 @@ import pathlib
 import jax
 import numpy as np
 
-from models import config as config_lib
 from rl import learner, packing
 from sharding import mesh as mesh_lib
+from tests import tiny
 
 FILE = pathlib.Path(__file__).parent / "golden" / "loss_curve.txt"
-MODEL = config_lib.ModelConfig(
-    vocab_size=32,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=64,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tie_embeddings=True,
-    num_experts=0,
-    experts_per_token=0,
-    expert_ffn_dim=0,
-    first_dense_layers=0,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
-)
+MODEL = tiny.model(vocab_size=32, rope_theta=10000.0)
 
 
 def test_the_loss_curve_is_golden(request):

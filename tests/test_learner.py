@@ -18,28 +18,9 @@ from models import transformer
 from rl import learner, packing
 from sharding import mesh as mesh_lib
 from sharding import rules
+from tests import tiny
 
-DENSE = config_lib.ModelConfig(
-    vocab_size=64,
-    model_dim=32,
-    num_layers=1,  # compiling is what these tests cost
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    ffn_dim=64,
-    rope_theta=1000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tie_embeddings=True,
-    num_experts=0,
-    experts_per_token=0,
-    expert_ffn_dim=0,
-    first_dense_layers=0,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
-)
+DENSE = tiny.model(vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4)
 MIXED = dataclasses.replace(
     DENSE, num_layers=2, num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1
 )

@@ -11,31 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import config as config_lib
 from models import transformer
 from sharding import mesh as mesh_lib
 from sharding import rules
+from tests import tiny
 
-CONFIG = config_lib.ModelConfig(
+CONFIG = tiny.model(
     vocab_size=64,
-    model_dim=32,
-    num_layers=2,
     num_heads=8,
     num_kv_heads=4,
-    head_dim=8,
-    ffn_dim=64,
     rope_theta=10000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
     tie_embeddings=False,
     num_experts=4,
     experts_per_token=2,
     expert_ffn_dim=16,
     first_dense_layers=1,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
 )
 
 

@@ -15,32 +15,12 @@ import numpy as np
 import pytest
 
 from inference import kv_cache
-from models import config as config_lib
 from models import logprobs, moe, transformer
 from sharding import mesh as mesh_lib
 from sharding import rules
+from tests import tiny
 
-DENSE = config_lib.ModelConfig(
-    vocab_size=48,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,  # 4 x 16 != 32: an output projection of the wrong shape cannot hide
-    ffn_dim=40,
-    rope_theta=1000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tie_embeddings=True,
-    num_experts=0,
-    experts_per_token=0,
-    expert_ffn_dim=0,
-    first_dense_layers=0,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
-)
+DENSE = tiny.model(vocab_size=48, head_dim=16, ffn_dim=40)
 UNTIED = dataclasses.replace(DENSE, qk_norm=False, tie_embeddings=False, num_kv_heads=1, norm_eps=1e-2, remat="block")
 MIXED = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2, expert_ffn_dim=24, first_dense_layers=1)
 

@@ -15,33 +15,13 @@ from inference import engine as engine_lib
 from inference import rollout as rollout_lib
 from inference import scheduler as scheduler_lib
 from inference import toploc
-from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from rl import validator as validator_lib
 from sharding import broadcast, rules
+from tests import tiny
 
-MODEL = config_lib.ModelConfig(
-    vocab_size=272,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=64,
-    rope_theta=1000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    tie_embeddings=True,
-    num_experts=0,
-    experts_per_token=0,
-    expert_ffn_dim=0,
-    first_dense_layers=0,
-    norm_topk=True,
-    param_dtype="float32",
-    dtype="float32",
-    remat="none",
-)
+MODEL = tiny.model()
 K, CAPACITY = 4, 64
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
