@@ -5,8 +5,8 @@
 A model of 0.6 M parameters is warmed up on demonstrations of which 60 % copy the text instead of reversing it, so that
 it mostly copies. RL then sees only rewards (1 for the exact reversal, else 0), on real rollouts with real proofs.
 
-Hardware: 2 CPU cores, about 1.5 GiB. Expect a held-out score of about 0.15 after the warm-up and above 0.9 after RL; wall times,
-seeds and curves are in docs/performance.md.
+Hardware: 2 CPU cores, 1.5 GiB. Three minutes on two cores of a Xeon. Expect a held-out score of about 0.15 after the warm-up and
+above 0.9 after RL; wall times, seeds and curves are in docs/performance.md.
 """
 
 from configs import base
@@ -21,7 +21,7 @@ def get_config():
     c.env.options.reward = "exact"
     c.warmup.num_steps = 180
     c.warmup.decoy_fraction = 0.6
-    c.rl.num_steps = 120
+    c.rl.num_steps = 140
     c.rl.prompts_per_step = 32
     c.rl.samples_per_prompt = 8
     c.rl.advantage = "group_mean_std"

@@ -107,7 +107,7 @@ def main() -> None:
         weights = pathlib.Path(scratch) / "weights"
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-        with launch.rollout_side(exp, pathlib.Path(scratch), weights, step) as rollouts:
+        with launch.rollout_side(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress)
 
 

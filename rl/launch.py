@@ -24,7 +24,11 @@ START_TIMEOUT_S = 600.0
 
 @contextlib.contextmanager
 def rollout_side(
-    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, version: int
+    experiment: experiment_lib.Experiment,
+    workdir: pathlib.Path,
+    weights: pathlib.Path,
+    version: int,
+    on_wait: Callable[[str], None],
 ) -> Iterator[orchestrator.Orchestrator]:
     """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`."""
     config = experiment.raw
@@ -36,7 +40,7 @@ def rollout_side(
         max_model_len=config.inference.max_model_len,
     )
     rollouts = orchestrator.Orchestrator(
-        config, workdir, check=judge.check, secret=experiment_lib.secret(workdir, config.seed)
+        config, workdir, check=judge.check, secret=experiment_lib.secret(workdir, config.seed), on_wait=on_wait
     )
     rollouts.resume(version)
     url = rollouts.serve()

@@ -35,6 +35,7 @@ from inference import rollout as rollout_lib
 from inference import web
 from rl import advantages, data, packing
 
+WAIT_NOTICE_S = 30.0
 Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
 
 
@@ -62,17 +63,29 @@ class Orchestrator:
       workdir: where rollouts are kept.
       check: the validator's verdict on one group; called in a thread of its own.
       secret: decides which groups are checked; unknown to workers.
+      on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
     """
 
-    def __init__(self, config, workdir: pathlib.Path, *, check: Check, secret: bytes):
+    def __init__(
+        self,
+        config,
+        workdir: pathlib.Path,
+        *,
+        check: Check,
+        secret: bytes,
+        on_wait: Callable[[str], None] = lambda line: None,
+    ):
         self._config, self._workdir, self._check, self._secret = config, workdir, check, secret
+        self._on_wait = on_wait
         self._servers: tuple[str, ...] = ()
         self._changed = threading.Condition()
+        self._announced = -1  # the newest version any server may have
         self._version = -1  # the newest version all servers have
         self._opened_step = 0
         self._todo: collections.deque[data.Group] = collections.deque()
         self._leases: dict[tuple, _Lease] = {}
-        self._checking: set[tuple] = set()
+        self._to_check: set[tuple] = set()  # groups drawn for the validator
+        self._checking: set[tuple] = set()  # those it has
         self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
         self._attempts: collections.Counter = collections.Counter()
         self._refusals: collections.Counter = collections.Counter()
@@ -111,6 +124,7 @@ class Orchestrator:
 
     def publish(self, version: int) -> None:
         """Announces that `version` is on the broadcast; returns at once, servers load it meanwhile."""
+        self._announced = version
         self._updater.submit(self._update_servers, version)
 
     def next_batch(self, step: int) -> Batch:
@@ -135,11 +149,6 @@ class Orchestrator:
             self._todo.extendleft(reversed(groups))  # before training work: the version in force moves on
             self._changed.notify_all()
         return self._collect([group.key for group in groups], None)
-
-    @property
-    def num_done(self) -> int:
-        """Groups finished and not yet handed over, for progress displays."""
-        return len(self._done)
 
     def fail(self, error: BaseException) -> None:
         """Makes whoever waits raise `error` (a child process died, for instance)."""
@@ -205,7 +214,9 @@ class Orchestrator:
             self._version = version
             last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
             for step in range(self._opened_step + 1, last + 1):
-                self._todo.extend(data.train_groups(self._config, step))
+                groups = data.train_groups(self._config, step)
+                self._todo.extend(groups)
+                self._to_check |= self._draw(groups)
             self._opened_step = max(self._opened_step, last)
             self._changed.notify_all()
 
@@ -217,13 +228,19 @@ class Orchestrator:
         """Waits until all `keys` are done; drops and leases again what is too stale for `step`."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._failure or all(key in self._done for key in keys), timeout=60)
+                self._changed.wait_for(lambda: self._failure or all(k in self._done for k in keys), WAIT_NOTICE_S)
                 if self._failure:
                     raise self._failure
-                if not all(key in self._done for key in keys):
-                    continue  # a long wait is no error: progress is shown by whoever watches num_done
+                num_done = sum(key in self._done for key in keys)
+                if num_done < len(keys):  # a long wait is no error
+                    self._on_wait(
+                        f"{'the evaluation' if step is None else f'batch {step}'} has {num_done} of {len(keys)} groups; "
+                        f"{len(self._leases)} are with workers, {len(self._todo)} with nobody"
+                    )
+                    continue
                 stale = [] if step is None else [k for k in keys if self._staleness(k, step) > self._max_off_policy]
                 if not stale:
+                    self._to_check.difference_update(keys)
                     return [self._done.pop(key) for key in keys]
                 groups = {group.key: group for group in data.train_groups(self._config, step)}
                 for key in stale:
@@ -254,7 +271,7 @@ class Orchestrator:
                 self._counts["unleased"] += len(rollouts)  # a stranger's word must not cost the holder its lease
                 return "refused: signature: not signed by the worker that holds the lease"
             reason = self._refusal(lease, rollouts)
-            if reason is None and self._is_checked(lease.group):
+            if reason is None and key in self._to_check:
                 self._checking.add(key)
                 lease.deadline = float("inf")
                 self._checker.submit(self._check_later, key, rollouts)
@@ -326,17 +343,14 @@ class Orchestrator:
                 )
             if np.any(np.diff(r.versions) < 0):
                 return "versions: they fall along the sequence"
+            if sampled.max() > self._announced:
+                return f"versions: {int(sampled.max())} is not published yet, the newest is {self._announced}"
         return None
 
-    def _is_checked(self, group: data.Group) -> bool:
-        """Exactly ceil(check_fraction * P) groups of a batch, drawn by the secret."""
-        if group.split != "train":
-            return False
-        P = self._config.rl.prompts_per_step
-        count = int(np.ceil(self._config.trust.check_fraction * P))
-        first = (group.step - 1) * P
-        ranked = sorted(range(first, first + P), key=self._lot)
-        return group.group in ranked[:count]
+    def _draw(self, groups: list[data.Group]) -> set[tuple]:
+        """Keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret."""
+        count = int(np.ceil(self._config.trust.check_fraction * len(groups)))
+        return {group.key for group in sorted(groups, key=lambda group: self._lot(group.group))[:count]}
 
     def _lot(self, group: int) -> bytes:
         return hmac.new(self._secret, str(group).encode(), hashlib.sha256).digest()

@@ -53,7 +53,7 @@ def train(exp: experiment.Experiment, workdir: pathlib.Path) -> pathlib.Path:
         writer.truncate("rl", start)
         _publish_again(state, start, exp, weights)
         progress.note("starting the rollout server and its workers")
-        rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start))
+        rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say))
         if start == 0:
             evaluate.held_out(exp, rollouts, 0, workdir, writer, progress)
 

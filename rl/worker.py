@@ -115,8 +115,16 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
 
 
 def _read_run(body: dict) -> Run:
-    env = envs.load(body["env"]["name"], seed=body["env"]["seed"], **body["env"]["options"])
-    return Run(env, body["env"]["seed"], tokenizer_lib.load(body["tokenizer"]), body["servers"], body["sampling"])
+    """ValueError where the reply is not an orchestrator's: whatever else answers at that address."""
+    try:
+        name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
+        tokenizer, servers, sampling = body["tokenizer"], list(body["servers"]), dict(body["sampling"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"GET /run answered {str(body)[:200]}, which no orchestrator says; check --orchestrator"
+        ) from error
+    env = envs.load(name, seed=seed, **options)
+    return Run(env, seed, tokenizer_lib.load(tokenizer), servers, sampling)
 
 
 async def _patiently(http: httpx.AsyncClient, method: str, path: str, give_up_s: float, **kwargs) -> dict:

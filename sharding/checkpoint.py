@@ -2,7 +2,8 @@
 
 In time:
 
-1. `save` waits for the save before it, copies the state to the host, and returns; orbax writes behind its back.
+1. `save` waits for the save before it, refuses where the disk has no room for this one, copies the state to the host,
+   and returns; orbax writes behind its back.
 2. When every array is on disk, still under the temporary name, `seal.json` records the SHA-256 of every file of theirs.
 3. orbax renames the step's directory and deletes all but the newest `keep`. No rename: no checkpoint.
 4. `restore` re-hashes the newest step before orbax parses any of it. A torn one is logged, moved aside as
@@ -10,7 +11,8 @@ In time:
    dtype, then read straight into the shardings asked for, whatever mesh wrote it.
 
 The seal is there because orbax does not notice a flipped bit (zstd chunks carry no checksum here), returns the wrong
-tree, and raises bare `Exception` for a truncated one. The dtype check is there because it casts in silence.
+tree, and raises bare `Exception` for a truncated one. The dtype check is there because it casts in silence. The disk is
+asked beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
 Left out: saves from several hosts (the seal is written by process 0, for one shared directory); retention by metric
 (evaluation names the step it wants, and `keep` is for crashes).
@@ -34,6 +36,7 @@ import orbax.checkpoint as ocp
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _log = logging.getLogger(__name__)
+_OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal, of a small tree
 
 
 class Checkpointer:
@@ -71,6 +74,7 @@ class Checkpointer:
             )
         self._last_saved = step
         with _full_disk(self._directory):
+            _check_room(self._directory, state)
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -214,6 +218,15 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
             raise ValueError(
                 f"{path}: {prefix}{name} was saved as {have}, not {want}: restore with the config that saved it"
             )
+
+
+def _check_room(directory: pathlib.Path, state: Any) -> None:
+    """Raises the OSError of a full disk when this process's share of `state`, uncompressed, does not fit."""
+    arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+    shards = (shard for array in arrays for shard in array.addressable_shards if shard.replica_id == 0)
+    needed = sum(shard.data.nbytes for shard in shards) + _OVERHEAD_BYTES
+    if needed > shutil.disk_usage(directory).free:
+        raise OSError(errno.ENOSPC, "full")
 
 
 def _named(tree: Any) -> dict[str, Any]:

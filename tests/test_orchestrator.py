@@ -46,8 +46,9 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: None, secret=SECRET, **changes):
-        made.append(orchestrator_lib.Orchestrator(config_of(**changes), tmp_path, check=check, secret=secret))
+    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, **changes):
+        config = config_of(**changes)
+        made.append(orchestrator_lib.Orchestrator(config, tmp_path, check=check, secret=secret, on_wait=on_wait))
         return made[-1]
 
     yield make
@@ -249,6 +250,7 @@ REFUSALS = {
     "prompt": (replaced(tokens=np.array([5, 7, 3, 21, 258], np.int32)), "prompt: the samples of one group have"),
     "versions old": (replaced(versions=np.array([1, 1, 1, 0, 1], np.int32)), "versions: 0 is older than 1"),
     "versions fall": (replaced(versions=np.array([2, 2, 2, 2, 1], np.int32)), "versions: they fall"),
+    "versions ahead": (replaced(versions=np.array([1, 1, 1, 1, 2], np.int32)), "versions: 2 is not published yet"),
 }
 
 
@@ -261,9 +263,9 @@ def test_what_is_refused_and_leased_again(make, name):
     groups = lease(orchestrator)
     verdict = submit(orchestrator, change(answers(groups[0])))
     assert verdict.startswith(f"refused: {reason}"), verdict
-    assert orchestrator.num_done == 0
+    assert len(orchestrator._done) == 0
     assert lease(orchestrator) == [groups[0]]
-    assert submit(orchestrator, answers(groups[0])) == "accepted" and orchestrator.num_done == 1
+    assert submit(orchestrator, answers(groups[0])) == "accepted" and len(orchestrator._done) == 1
     counts = orchestrator._take_counts()
     assert counts["trust/num_refused"] == len(change(answers(groups[0]))) and counts["trust/num_accepted"] == 2
     assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
@@ -302,7 +304,7 @@ def test_what_was_not_leased_or_is_there_already(make):
     assert submit(orchestrator, answers(group)).startswith("refused: not leased (or already submitted)")
     blocked.set()
     checked(orchestrator)
-    assert orchestrator.num_done == 1
+    assert len(orchestrator._done) == 1
     assert submit(orchestrator, answers(group)).startswith("refused: not leased")
     beyond = data.train_groups(orchestrator._config, 5)[0]  # not open yet
     assert submit(orchestrator, answers(beyond)).startswith("refused: not leased")
@@ -322,24 +324,35 @@ def test_one_file_may_hold_several_groups(make):
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_long_wait_is_told(make, monkeypatch):
+    monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
+    lines = []
+    orchestrator = make(on_wait=lines.append)
+    publish(orchestrator, 0)
+    batch = later(orchestrator.next_batch, 1)
+    groups = lease(orchestrator)
+    for group in groups[1:]:
+        submit(orchestrator, answers(group))
+    while not any(line == "batch 1 has 2 of 3 groups; 1 are with workers, 0 with nobody" for line in lines):
+        time.sleep(0.01)
+    submit(orchestrator, answers(groups[0]))
+    batch.result(WAIT_S)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.125, 0.5, 0.51, 1.0])
 def test_exactly_so_many_groups_of_each_batch_are_checked(make, fraction):
     """The ceil(fraction * P) groups of lowest HMAC under the secret."""
     P = 8
     orchestrator = make(rl__prompts_per_step=P, trust__check_fraction=fraction)
-    chosen = set()
-    for step in (1, 2, 9):
-        groups = data.train_groups(orchestrator._config, step)
-        picked = {group.group for group in groups if orchestrator._is_checked(group)}
+    batches = [data.train_groups(orchestrator._config, step) for step in (1, 2, 9)]
+    chosen = [orchestrator._draw(groups) for groups in batches]
+    for groups, picked in zip(batches, chosen, strict=True):
         assert len(picked) == math.ceil(fraction * P)
-        lots = {g.group: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
+        lots = {g.key: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
         assert picked == set(sorted(lots, key=lots.get)[: len(picked)])
-        chosen |= picked
     if 0 < fraction < 1:
         other = make(secret=b"other", rl__prompts_per_step=P, trust__check_fraction=fraction)
-        groups = [group for step in (1, 2, 9) for group in data.train_groups(orchestrator._config, step)]
-        assert chosen != {group.group for group in groups if other._is_checked(group)}
-    assert not any(orchestrator._is_checked(group) for group in data.held_out_groups(orchestrator._config, 1))
+        assert chosen != [other._draw(groups) for groups in batches]
 
 
 def test_the_verdict_of_the_check_is_honoured(make):
@@ -356,11 +369,11 @@ def test_the_verdict_of_the_check_is_honoured(make):
     replies = {group.group: submit(orchestrator, answers(group)) for group in groups}
     assert sorted(replies.values()) == ["accepted", "checking", "checking"]
     checked(orchestrator)
-    assert orchestrator.num_done == 2
+    assert len(orchestrator._done) == 2
     (again,) = lease(orchestrator)
     assert again.group == seen[0][0] and submit(orchestrator, answers(again)) == "checking"
     checked(orchestrator)
-    assert orchestrator.num_done == 3 and seen == [[again.group] * 2, [seen[1][0]] * 2, [again.group] * 2]
+    assert len(orchestrator._done) == 3 and seen == [[again.group] * 2, [seen[1][0]] * 2, [again.group] * 2]
     counts = orchestrator.next_batch(1).metrics
     assert counts["trust/num_checked"] == 6 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
     assert counts["trust/num_refused_sampling"] == 1
@@ -449,7 +462,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
         "trust/num_accepted": 8.0,
     }.items():
         assert batch.metrics[name] == pytest.approx(value), name
-    assert orchestrator.num_done == 1
+    assert len(orchestrator._done) == 1
     kept = rollout_lib.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     flat = [r for group in batch.groups for r in group]
     assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
@@ -477,12 +490,12 @@ def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
     orchestrator = make(rl__max_lag=2, rl__max_off_policy=1)
     publish(orchestrator, 0)
     groups = [group for group in lease(orchestrator) if group.step == 3]
+    publish(orchestrator, 1)
     mixed = np.array([0, 0, 0, 0, 1], np.int32)
     assert submit(orchestrator, answers(groups[0], versions=mixed)) == "accepted"
+    publish(orchestrator, 2)
     for group in groups[1:]:
         assert submit(orchestrator, answers(group, 1)) == "accepted"
-    publish(orchestrator, 1)
-    publish(orchestrator, 2)
     waiting = later(orchestrator.next_batch, 3)
     again = []
     deadline = time.monotonic() + WAIT_S
@@ -563,10 +576,11 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
         assert submit(orchestrator, answers(group)) == "accepted"  # not checked
     results = waiting.result(WAIT_S)
     assert [[r.task.index for r in task] for task in results] == [[0], [1]]
-    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and orchestrator.num_done == 0
+    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and len(orchestrator._done) == 0
 
+    publish(orchestrator, 4)
     waiting = later(orchestrator.evaluate, 3)
-    while not orchestrator._todo:
+    while not orchestrator._todo or orchestrator._todo[0].split == "train":
         time.sleep(0.001)
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: 2 is older than 3")
