@@ -98,9 +98,10 @@ def _entries(path: pathlib.Path) -> list[dict]:
 
 def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
-    step = flags.FLAGS.step
+    step, mesh = flags.FLAGS.step, mesh_lib.create(exp.raw.mesh.to_dict())
+    if not (pathlib.Path(flags.FLAGS.workdir) / "checkpoints").is_dir():
+        raise FileNotFoundError(f"no checkpoints in {flags.FLAGS.workdir}; give the --workdir of a run of rl.train")
     with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
-        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
         step, params = checkpoint.restore_params(
             str(workdir / "checkpoints"), transformer.abstract(exp.model, mesh), None if step < 0 else step
         )

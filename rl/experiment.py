@@ -170,15 +170,18 @@ def open_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]
 
 
 def _claim(path: pathlib.Path, experiment: Experiment) -> None:
-    """Saves the resolved config, or checks that the one saved is the same but for where things run."""
+    """Saves the resolved config, or checks that the one saved is the same but for where things run.
+
+    The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
+    """
     wanted = json.loads(experiment.raw.to_json())
-    file = path / "config.json"
-    if file.exists():
+    file, steps = path / "config.json", path / "metrics.jsonl"
+    if file.exists() and steps.exists() and steps.stat().st_size:
         saved = json.loads(file.read_text())["config"]
         differs = sorted(
             name
             for name in _flat(saved).keys() | _flat(wanted).keys()
-            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith("topology.")
+            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith(("topology.", "mesh."))
         )
         if differs:
             old, new = _flat(saved).get(differs[0], "absent"), _flat(wanted).get(differs[0], "absent")
@@ -187,7 +190,7 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
                 f"{f' ({len(differs) - 1} more fields differ)' if differs[1:] else ''}; "
                 f"give another --workdir, or the config it was started with"
             )
-    elif any(p.name != ".lock" for p in path.iterdir()):
+    elif not file.exists() and any(p.name != ".lock" for p in path.iterdir()):
         raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
     metrics.write_atomic(file, json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n")
 
@@ -229,15 +232,22 @@ def _check(config, name: str, holds: Callable, rule: str) -> None:
 def _parse_flags(argv):
     """absl's parser, but a mistake ends in one line: value, rule and, for a mistyped field, the nearest one."""
     try:
-        return flags.FLAGS(argv)
-    except KeyError as error:  # ml_collections: the field, and on a second line "Did you mean ...?"
-        field, _, hint = str(error.args[0]).partition("\n")
-        field = field.strip("'\"")
-        _fail(f"the config has no field {field!r}; {hint or 'see configs/base.py for all of them'}", 2)
+        rest = flags.FLAGS(argv)
+        _ = flags.FLAGS.config.seed  # ml_collections reports a file that it could not load only when asked for a field
+        return rest
     except FileNotFoundError as error:
         _fail(f"there is no config file {error.filename}; configs/ holds the experiments", 2)
-    except (AttributeError, TypeError, ValueError, flags.Error) as error:
-        _fail(str(error.args[0] if error.args else error).strip().replace("\n", " "), 2)
+    except OSError as error:  # ml_collections' own, around that of the file
+        _fail(f"the config file cannot be read: {str(error).rpartition('] ')[2]}; configs/ holds the experiments", 2)
+    except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as error:
+        cause = error.args[0] if error.args else error
+        if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
+            cause = cause.args[0]
+        field, _, hint = str(cause).partition("\n")
+        if isinstance(error, (AttributeError, KeyError)):
+            name = field.strip("'\"")
+            _fail(f"the config has no field {name!r}; {hint or 'see configs/base.py for all of them'}", 2)
+        _fail(str(cause).strip().replace("\n", " "), 2)
 
 
 def _raised_by_us(error: BaseException) -> bool:

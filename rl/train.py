@@ -25,11 +25,10 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
 
-def train(exp: experiment.Experiment, workdir: pathlib.Path) -> pathlib.Path:
-    """Runs or resumes the experiment in `workdir`; returns the path of its report."""
+def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path) -> pathlib.Path:
+    """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report."""
     config, weights = exp.raw, workdir / "weights"
     progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-    mesh = mesh_lib.create(config.mesh.to_dict())
     optimizer = learner.make_optimizer(exp.optimizer)
     train_step = learner.make_train_step(
         exp.model,
@@ -154,9 +153,11 @@ def _line(values: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
+    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+    exp.rows(mesh)  # every mistake that can be known is told before the working directory is claimed
     with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
         print(experiment.describe(exp))
-        train(exp, workdir)
+        train(exp, mesh, workdir)
 
 
 if __name__ == "__main__":
