@@ -29,7 +29,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
     """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report."""
     config, weights = exp.raw, workdir / "weights"
     progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-    optimizer = learner.make_optimizer(exp.optimizer)
+    optimizer = learner.make_optimizer(exp.optimizer, exp.model)
     train_step = learner.make_train_step(
         exp.model,
         optimizer,
@@ -65,7 +65,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                     packed = packing.pack(batch.trees, layout)
                     state, step_metrics = train_step(state, packing.place(packed, mesh))
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    _check_finite(step, values, checkpointer)
+                    _check_finite(step, values, checkpointer, workdir)
                 with clock("publish"):
                     _publish(state, step, exp, weights)
                     rollouts.publish(step)
@@ -110,11 +110,14 @@ def _publish_again(state: learner.TrainState, version: int, exp: experiment.Expe
         _publish(state, version, exp, weights)
 
 
-def _check_finite(step: int, values: dict[str, float], checkpointer: checkpoint.Checkpointer) -> None:
+def _check_finite(
+    step: int, values: dict[str, float], checkpointer: checkpoint.Checkpointer, workdir: pathlib.Path
+) -> None:
     if bad := [name for name, value in values.items() if not math.isfinite(value)]:
         raise ValueError(
-            f"{bad[0]} is {values[bad[0]]} at step {step}; nothing of this step was published or saved. The last good "
-            f"checkpoint is step {checkpointer.latest_step()}; resume from it with a lower optimizer.learning_rate"
+            f"{bad[0]} is {values[bad[0]]} at step {step}; nothing of this step was published or saved. Its rollouts are "
+            f"in {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}; "
+            f"look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
         )
 
 

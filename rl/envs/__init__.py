@@ -6,10 +6,11 @@ Nothing here imports jax: a rollout worker starts in about a second.
 
 import difflib
 
-from rl.envs import environment, reasoning, reverse_text
+from rl.envs import environment, gsm8k, reasoning, reverse_text
 
 ENVS = {
     "reverse_text": reverse_text.build,
+    "gsm8k": gsm8k.build,
     "reasoning_gym": reasoning.build,
 }
 
