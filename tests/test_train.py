@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from rl import metrics
+from rl import metrics, train
+from sharding import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = {
@@ -103,6 +104,15 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stdout
     assert curve(workdir) == curve(finished[0])
+
+
+def test_a_number_that_is_none_stops_the_run_and_names_what_is_left(finished):
+    workdir, _ = finished
+    with checkpoint.Checkpointer(workdir / "checkpoints") as checkpointer:
+        with pytest.raises(ValueError, match="loss/total is nan at step 7; .*rollouts/step_7, .* checkpoint is step 6"):
+            train._check_finite(7, {"loss/entropy": 1.0, "loss/total": float("nan")}, checkpointer, workdir)
+        train._check_finite(7, {"loss/total": 0.0}, checkpointer, workdir)
+    assert (workdir / "rollouts" / "step_6" / "accepted.parquet").exists()
 
 
 def test_evaluate_scores_a_checkpoint(finished):
