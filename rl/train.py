@@ -29,7 +29,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
     """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report."""
     config, weights = exp.raw, workdir / "weights"
     progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-    optimizer = learner.make_optimizer(exp.optimizer, exp.model)
+    optimizer = learner.make_optimizer(exp.optimizer)
     train_step = learner.make_train_step(
         exp.model,
         optimizer,
