@@ -2,8 +2,8 @@
 
 In time, for batch n (1-based) of P groups:
 1. `publish(version)` tells the servers to load it; once they have, every batch n with n - 1 - max_lag <= version opens.
-2. A worker leases groups (`POST /lease`), rolls them out against the servers, and submits signed rollouts as Parquet
-   (`POST /submit`). A lease that runs out goes to the next worker.
+2. A worker leases groups (`POST /lease`, signed: rl/lease.py), rolls them out against the servers, and submits signed
+   rollouts as Parquet (`POST /submit`). A lease that runs out goes to the next worker.
 3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
    force; then, for a part of the groups that no worker can foresee, the validator's replay. A refused group is leased
    again: a batch is always its P prescribed groups.
@@ -34,6 +34,7 @@ from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
 from rl import advantages, data, packing
+from rl import lease as lease_lib
 
 WAIT_NOTICE_S = 30.0
 Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
@@ -99,7 +100,7 @@ class Orchestrator:
     def serve(self) -> str:
         """Binds, answers workers in a thread, and returns the URL."""
         sock = web.listen(self._config.topology.host, self._config.topology.port)
-        self._web = web.server(_make_app(self))
+        self._web = web.server(_make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(
             target=self._web.run, kwargs={"sockets": [sock]}, name="orchestrator", daemon=True
         )
@@ -319,8 +320,6 @@ class Orchestrator:
         prompt = rollouts[0].tokens[: _prompt_length(rollouts[0])]
         for r in rollouts:
             sampled = r.versions[r.sampled_mask]
-            if self._config.topology.workers and r.worker not in self._config.topology.workers:
-                return "worker: its key is not in topology.workers"
             if (r.task.env, r.task.index) != (self._config.env.name, group.index):
                 return f"task: expected {self._config.env.name} {group.index}, got {r.task.env} {r.task.index}"
             if r.seed != (group.seed + r.sample) % 2**32:
@@ -410,9 +409,10 @@ def _prompt_length(rollout: rollout_lib.Rollout) -> int:
     return int(np.argmax(rollout.sampled_mask))
 
 
-def _make_app(orchestrator: Orchestrator) -> fastapi.FastAPI:
+def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
     app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
+    desk = lease_lib.Desk(invited)
 
     @app.get("/run")
     async def run():
@@ -420,10 +420,7 @@ def _make_app(orchestrator: Orchestrator) -> fastapi.FastAPI:
 
     @app.post("/lease")
     async def lease(request: fastapi.Request):
-        body = await web.read_json(request)
-        worker, capacity = body.get("worker"), body.get("capacity")
-        if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= 4096:
-            raise ValueError("a lease needs worker (a hex public key) and capacity (an integer in 1..4096)")
+        worker, capacity = desk.read(await web.read_json(request))
         return {"groups": [dataclasses.asdict(group) for group in orchestrator.lease(worker, capacity)]}
 
     @app.post("/submit")

@@ -17,6 +17,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 import httpx
 import numpy as np
@@ -25,7 +26,7 @@ from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
 from models import tokenizer as tokenizer_lib
-from rl import envs
+from rl import envs, lease
 from rl.envs import environment
 
 
@@ -50,8 +51,11 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
             running: set[asyncio.Task] = set()
             pause_s = 0.01
             while True:
-                body = {"worker": key.worker, "capacity": concurrency - len(running)}
-                groups = (await _patiently(http, "POST", "/lease", give_up_s, json=body))["groups"]
+                capacity = concurrency - len(running)
+                reply = await _patiently(
+                    http, "POST", "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)}
+                )
+                groups = reply["groups"]
                 for group in groups:
                     task = tasks.create_task(_roll_out(client, run, key, group, finished))
                     running.add(task)
@@ -108,7 +112,7 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
         while not finished.empty():
             rollouts = rollouts + finished.get_nowait()
         body = rollout_lib.to_parquet(rollouts)
-        reply = await _patiently(http, "POST", "/submit", give_up_s, content=body)
+        reply = await _patiently(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
                 print(f"{name} {verdict}", file=sys.stderr, flush=True)
@@ -127,12 +131,14 @@ def _read_run(body: dict) -> Run:
     return Run(env, seed, tokenizer_lib.load(tokenizer), servers, sampling)
 
 
-async def _patiently(http: httpx.AsyncClient, method: str, path: str, give_up_s: float, **kwargs) -> dict:
-    """One exchange with the orchestrator, repeated while it cannot be reached."""
+async def _patiently(
+    http: httpx.AsyncClient, method: str, path: str, give_up_s: float, make_body: Callable[[], dict] = dict
+) -> dict:
+    """One exchange with the orchestrator, repeated while it cannot be reached; a body is made for each attempt."""
     deadline = time.monotonic() + give_up_s
     while True:
         try:
-            response = await http.request(method, path, **kwargs)
+            response = await http.request(method, path, **make_body())
             if response.status_code == 400:
                 raise ValueError(f"the orchestrator refused {path}: {response.text[:500]}")
             response.raise_for_status()

@@ -20,7 +20,7 @@ import pytest
 from inference import rollout as rollout_lib
 from inference import web
 from models import tokenizer as tokenizer_lib
-from rl import envs, worker
+from rl import envs, lease, worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -146,7 +146,10 @@ def test_a_group_from_lease_to_submission(play, capsys):
         return bool(since) and since[-1] - since[0] > 2.0
 
     work_until(played, done, key=key)
-    assert played.leases[0] == {"worker": key.worker, "capacity": 4}
+    desk = lease.Desk([key.worker])
+    assert desk.read(played.leases[0]) == (key.worker, 4)
+    for again in played.leases[1:5]:  # each is newer and signed
+        desk.read(again)
 
     (request,) = played.requests  # one for the group
     task = ENV.make_task(GROUP["index"], "train")
