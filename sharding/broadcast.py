@@ -1,625 +1,412 @@
 """Weights leave the learner here and reach every server: `publish`, `pull`, and a manifest that makes both honest.
 
-`publish`, in time:
+`publish`, in time, on every host of the learner:
 
 1. The tree is walked once: leaves get `/`-joined names, lists and tuples are noted, so the tree comes back exactly.
-2. An exclusive lock on the root makes one publisher out of many; what a killed one left behind is removed.
-3. Under a temporary name each leaf becomes a plain zarr3 array (chunks of at most 4 MB, bytes + crc32c). tensorstore
-   encodes into memory, so an object is hashed and written from the same bytes and is never read again.
-4. `manifest.json` comes last: every object's size and SHA-256, every tensor's name, shape, dtype and SHA-256, the
-   digest of the whole tree, the caller's metadata, and a hash of itself.
-5. All is fsynced, then one rename makes the version visible: it is whole or it is not there.
-6. Versions older than the newest `keep` are renamed away, then deleted.
+2. A lock on the root makes one publisher out of many; what a killed one left behind is removed.
+3. Each host takes its own shards (`sharding/chunks.py`), casts them on the device, and starts the copy of the next ones to the host
+   while threads encode and write the chunks of these: as zarr3 (a snapshot), as patches of the base (`sharding/delta.py`), or both.
+4. Finished objects go into the journal, from which relays fetch them already.
+5. The first host collects what the others wrote; its manifest (`sharding/manifest.py`), signed, makes the version visible at once.
+6. Versions older than the newest `keep`, that none of those needs, are deleted.
 
-`pull` trusts nothing: it validates the manifest, reads an object only after its size agrees, shows its bytes to
-tensorstore only after their SHA-256 agrees, and opens arrays with the manifest's metadata, so a hostile `zarr.json`
-cannot choose a codec or a shape. The digest is that of the decoded tensors. No wrong tree is ever returned.
+`pull` trusts nothing: it validates the manifest before it fetches anything, takes the shortest way from what is at hand
+(`sharding/assembly.py`), reads what this host's devices need, and proves every chunk. What fails on the way over deltas is tried again
+from the snapshot. No tree with another digest than the manifest's is ever returned.
 
-Left out: compression (bf16 weights shrink 1.3x and cost a core); OCDBT (one growing file is awkward to relay and to
-hash, and needs Range); chunk dedupe (an optimizer step leaves no 512-byte block unchanged). Chunk objects are named
-`c.0.1`, not `c/0/1`: one directory per tensor is one fsync per tensor. Authenticity is no part of this: the manifest's
-hash finds accidents, not a liar who rewrites everything.
+Left out: compression of snapshots (bf16 weights shrink 1.3x and cost a core); OCDBT (one growing file is awkward to relay and to
+hash, and needs Range); chunk dedupe (an optimizer step leaves no 512-byte block unchanged).
 """
 
-import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
-import itertools
-import json
-import math
 import os
 import pathlib
-import re
-import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
-import tensorstore as ts
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
-FORMAT = 1
-CHUNK_BYTES = 4 << 20  # whole-chunk reads: large enough for 1 GB/s, small enough to refetch or to read for one shard
-CRC_BYTES = 4  # what the crc32c codec appends to each chunk
-MAX_OBJECT_BYTES = 64 << 20  # ours are CHUNK_BYTES + 4; a manifest from a stranger must not make a reader allocate
-MAX_MANIFEST_BYTES = 64 << 20  # 150 bytes per object: enough for 1.7 TB of weights
-NUM_WORKERS = 4  # tensors in flight; `pull` holds each twice while it decodes, `publish` once and a chunk
+from sharding import assembly, chunks, journal, manifest, publication, transfer, writer
+from sharding import source as source_lib
 
-DTYPES = (
-    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
-    "complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
-    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-).split()
-STORED_AS = dict.fromkeys(("uint2", "uint4", "float8_e4m3"), "uint8")  # no tensorstore type: the same bytes, viewed
-
-
-@dataclasses.dataclass(frozen=True)
-class Object:
-    """One file of a version: `path` relative to the version's directory, `size` in bytes."""
-
-    path: str
-    size: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One leaf: its `/`-joined name, zarr chunk shape, and the SHA-256 of its raw little-endian bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk: tuple[int, ...]
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a version holds. `containers` names every list, tuple, None and empty dict; other inner nodes are dicts."""
-
-    format: int
-    version: int
-    digest: str
-    tensors: tuple[Tensor, ...]
-    objects: tuple[Object, ...]
-    containers: dict[str, str]
-    metadata: dict
+DTYPES = publication.DTYPES
+Manifest = manifest.Manifest
+CorruptBroadcast = journal.CorruptSource
+Source = str | os.PathLike | Sequence[str] | source_lib.Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Pulled:
+    """A tree and which one it is: what `pull` returns, and what deltas can be applied to (`have`) or made from (`base`)."""
+
     version: int
     params: Any
     metadata: dict
     digest: str
+    run: str = ""
 
 
-class CorruptBroadcast(ValueError):
-    """A manifest or an object that is not what its publisher wrote; the message names it."""
+class Publisher:
+    """Publishes a run's versions: a snapshot every `snapshot_every` versions, between them deltas.
+
+    Keeps the last version on the host (each host its own shards) as the base of the next delta. With `snapshot_every=1`
+    nothing is kept and no delta is written.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        *,
+        key: ed25519.Ed25519PrivateKey | None = None,
+        snapshot_every: int = 1,
+        keep: int = 8,
+        dtype: str | None = None,
+        run: str = "",
+    ):
+        if snapshot_every < 1:
+            raise ValueError(f"snapshot_every={snapshot_every}: pass 1 for snapshots only, 8 for one in eight versions")
+        self._root, self._snapshot_every = root, snapshot_every
+        self._options = {"key": key, "keep": keep, "dtype": dtype, "run": run}
+        self._base: Pulled | None = None
+        self._num_since = 0
+
+    def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
+        base, self._base = self._base, None  # after a failure the copy may be half of the new version: not kept
+        due = base is None or self._num_since + 1 >= self._snapshot_every
+        kept = None
+        if self._snapshot_every > 1:
+            kept = publication.Kept({}) if base is None else base.params
+        written = publication.write(
+            params, version, self._root, base=base, snapshot=due, metadata=metadata, kept=kept, **self._options
+        )
+        if kept is not None:
+            kept.written = written
+            self._base = Pulled(version, kept, {}, written.digest)
+        self._num_since = 0 if written.base is None else self._num_since + 1
+        return written
 
 
-def publish(params: Any, version: int, root: str, *, metadata: dict | None = None, keep: int = 8) -> Manifest:
+def publish(
+    params: Any,
+    version: int,
+    root: str | os.PathLike,
+    *,
+    base: Pulled | None = None,
+    snapshot: bool | None = None,
+    key: ed25519.Ed25519PrivateKey | None = None,
+    metadata: dict | None = None,
+    keep: int = 8,
+    dtype: str | None = None,
+    run: str = "",
+) -> Manifest:
     """Writes `params` (dicts, lists, tuples of numpy or jax arrays) as `<root>/v<version>`, whole or not at all.
 
-    `metadata` is any JSON object; as JSON, its tuples come back as lists. Versions only grow: after a resume from an
-    older checkpoint, `remove` the newer versions first.
+    `root` is a directory (of all hosts, if there are several) or a bucket URL; over several hosts all must call. With
+    `base`, an older version still under `root`, deltas are written, and a snapshot too if `snapshot`; without, a snapshot.
+    `dtype` casts wider floats on the device. `metadata` is any JSON object; as JSON, its tuples come back as lists. `run`
+    names the run, so that readers may insist on it. Versions only grow: after a resume from an older checkpoint, `remove`
+    the newer versions first. `keep` counts versions; those that they are built on stay as well.
     """
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
-    if keep < 1:
-        raise ValueError(f"keep={keep} would delete the version just published: pass 1 or more")
-    metadata = json.loads(_canonical(metadata or {}))  # now, so that what is no JSON is refused before the work
-    if not isinstance(metadata, dict):
-        raise ValueError(f"metadata is a {type(metadata).__name__}: pass a dict")
-    leaves, containers = _flatten(params, _check_array)
-    root_path = _local(root)
-    root_path.mkdir(parents=True, exist_ok=True)
-    with _lock(root_path):
-        existing = versions(root)
-        if version in existing:
-            raise ValueError(f"version {version} exists under {root} and is immutable: remove() it or publish a newer")
-        if existing and version < existing[-1]:
-            raise ValueError(
-                f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first"
-            )
-        for leftover in root_path.glob(".tmp-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        directory = root_path / f".tmp-{_dirname(version)}"
-        try:
-            directory.mkdir()
-            written = _map(lambda item: _write_tensor(directory, *item), sorted(leaves.items()))
-            tensors = tuple(tensor for tensor, _ in written)
-            manifest = Manifest(
-                format=FORMAT,
-                version=version,
-                digest=_combine(tensors),
-                tensors=tensors,
-                objects=tuple(itertools.chain.from_iterable(objects for _, objects in written)),
-                containers=containers,
-                metadata=metadata,
-            )
-            body = _canonical(dataclasses.asdict(manifest))
-            _write_file(directory / "manifest.json", b'{"manifest":%b,"sha256":"%b"}' % (body, _sha256(body).encode()))
-            _map(
-                _fsync, [parent for parent, _, _ in os.walk(directory)]
-            )  # one by one they were half of a small publish
-            os.rename(directory, root_path / _dirname(version))
-            _fsync(root_path)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            what = f"no space left to publish version {version}, nothing was kept of it: free some or lower keep={keep}"
-            raise OSError(errno.ENOSPC, what, str(root)) from error
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        for old in versions(root)[:-keep]:
-            remove(root, old)
-    return manifest
+    return publication.write(
+        params, version, root, base=base, snapshot=snapshot, key=key, metadata=metadata, keep=keep, dtype=dtype, run=run
+    )
 
 
-def pull(source: str, version: int | None = None, *, shardings: Any = None) -> Pulled:
+def pull(
+    source: Source,
+    version: int | None = None,
+    *,
+    shardings: Any = None,
+    have: Pulled | None = None,
+    key: str | None = None,
+    run: str | None = None,
+    cache: str | os.PathLike | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Pulled:
     """Reads and verifies a version (the newest by default), as numpy arrays or, with `shardings`, as jax arrays.
 
-    `shardings` has the structure of the params; each leaf is put there as soon as it is verified, and its host copy is
-    released. Raises `CorruptBroadcast` naming the manifest, object or tensor that is wrong.
+    `source` is a directory, a bucket URL, one or more relay URLs, or what `source.open` returned. `shardings` has the
+    structure of the params; its leaves are Shardings, or ShapeDtypeStructs with one, and then shapes and dtypes must agree. Only
+    what this process's devices need is fetched. `have` is an earlier result: if the version can be reached from it by
+    deltas, these are fetched instead. `key` is the hex of the publisher's ed25519 key, `run` the run that it must be of.
+    `cache` is a directory that keeps verified objects until the pull succeeds: a killed one resumes there.
+
+    Raises `CorruptBroadcast` naming the manifest, object or tensor that is wrong; `FileNotFoundError` for a version that is
+    not there (any more); `journal.Unavailable` where no relay delivers.
     """
-    manifest = read_manifest(source, _newest(source) if version is None else version)
-    targets = None if shardings is None else _targets(manifest, shardings)
+    with _opened(source, key) as opened:
+        target = assembly.load(opened, _newest(opened, source) if version is None else version, key)
+        if run is not None and target.run != run:
+            raise CorruptBroadcast(f"version {target.version} is of run {target.run!r}, not of {run!r}")
+        needs, finish = _numpy_needs(target) if shardings is None else _sharded_needs(target, shardings)
+        leaves = None if have is None else _matching_leaves(have, target)
+        way = assembly.plan(opened, target, have if leaves is not None else None, leaves, key)
+        reader = opened if cache is None else _Cached(opened, cache)
+        try:
+            found = _gather(reader, way, needs, finish, progress)
+        except (CorruptBroadcast, FileNotFoundError, assembly.NotAtHand):
+            if way.snapshot is not None:
+                raise
+            found = _gather(reader, assembly.plan(opened, target, key=key), needs, finish, progress)
+        if cache is not None:
+            reader.clear()
+    return Pulled(
+        target.version, manifest.unflatten(found, target.containers), target.metadata, target.digest, target.run
+    )
 
-    def finish(tensor: Tensor, array: np.ndarray) -> Any:
-        return array if targets is None else jax.device_put(array, targets[tensor.name])
 
-    arrays = _read_tensors(source, manifest, finish)
-    return Pulled(manifest.version, _unflatten(arrays, manifest.containers), manifest.metadata, manifest.digest)
+def verify(
+    source: Source, version: int | None = None, *, key: str | None = None, progress: Callable | None = None
+) -> Manifest:
+    """Everything `pull` checks and every object of the version, without keeping the tree."""
+    with _opened(source, key) as opened:
+        target = assembly.load(opened, _newest(opened, source) if version is None else version, key)
+        needs, _ = _numpy_needs(target)
+        _gather(opened, assembly.plan(opened, target, key=key), needs, lambda need, arrays: [None], progress)
+        others = [
+            o
+            for o in target.objects
+            if o.path.endswith("/zarr.json") or target.base is None and o.path.startswith("deltas/")
+        ]
+        for o in others:
+            opened.read(target.version, o.path, size=o.size, sha256=o.sha256)
+        return target
 
 
-def verify(source: str, version: int | None = None) -> Manifest:
-    """Everything `pull` checks, without keeping the tree."""
-    manifest = read_manifest(source, _newest(source) if version is None else version)
-    _read_tensors(source, manifest, lambda tensor, array: None)
-    return manifest
-
-
-def versions(source: str) -> list[int]:
+def versions(source: Source) -> list[int]:
     """The complete versions under `source`, ascending."""
-    path = _local(source)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"no broadcast directory {source}: start the publisher, or pass the root it publishes to"
-        )
-    found = (int(p.name[1:]) for p in path.iterdir() if re.fullmatch(r"v[0-9]{8,}", p.name))
-    return sorted(v for v in found if (path / _dirname(v) / "manifest.json").is_file())
+    with _opened(source) as opened:
+        return opened.versions()
 
 
-def latest(source: str) -> int | None:
+def latest(source: Source) -> int | None:
     """The newest complete version; None where there is none yet."""
-    if not _local(source).is_dir():
+    try:
+        return max(versions(source), default=None)
+    except FileNotFoundError:
         return None
-    return max(versions(source), default=None)
 
 
-def wait_for(source: str, at_least: int, timeout_s: float, poll_s: float = 0.05) -> int:
+def wait_for(source: Source, at_least: int, timeout_s: float, poll_s: float = 0.05) -> int:
     """Blocks until a version >= `at_least` is visible and returns the newest; TimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        newest = latest(source)
-        if newest is not None and newest >= at_least:
-            return newest
-        if time.monotonic() >= deadline_s:
-            what = f"no version >= {at_least} under {source} after {timeout_s} s (newest: {newest})"
-            raise TimeoutError(f"{what}: is the publisher alive?")
-        time.sleep(poll_s)
+    with _opened(source) as opened:
+        known = None
+        while True:
+            newest, reason = None, "no version there"
+            try:
+                newest = latest(opened)
+            except journal.Unavailable as error:  # relays may start after their clients
+                reason = str(error)
+            if newest is not None and newest >= at_least:
+                return newest
+            if time.monotonic() >= deadline_s:
+                what = f"no version >= {at_least} under {source} after {timeout_s} s (newest: {newest})"
+                raise TimeoutError(f"{what}: is the publisher alive?" + (f" {reason}" if newest is None else ""))
+            try:  # relays hold this back until there is news: no client has to ask twenty times a second
+                known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
+            except (journal.Unavailable, FileNotFoundError):
+                known = None
+                time.sleep(poll_s)
 
 
-def read_manifest(source: str, version: int) -> Manifest:
-    """Reads one manifest and checks every rule that needs no tensor bytes."""
-    path = _local(source) / _dirname(version) / "manifest.json"
-    try:
-        size = path.stat().st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise CorruptBroadcast(f"{path} has {size} bytes, more than {MAX_MANIFEST_BYTES}: refused")
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"no version {version} under {source}; it holds {versions(source)}") from error
-    try:
-        return _parse(data, version)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptBroadcast(f"{path}: {type(error).__name__}: {error}") from error
+def watch(source: Source, *, after: int = -1, key: str | None = None, poll_s: float = 0.5) -> Iterator[int]:
+    """Yields the newest version whenever there is one newer than `after` and than all before; never ends."""
+    with _opened(source, key) as opened:
+        while True:
+            after = wait_for(opened, after + 1, timeout_s=float("inf"), poll_s=poll_s)
+            yield after
 
 
-def remove(root: str, version: int) -> None:
-    """Deletes a version: first invisible by one rename, then gone."""
-    path = _local(root) / _dirname(version)
-    doomed = path.with_name(f".tmp-removed-{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def read_manifest(source: Source, version: int, *, key: str | None = None) -> Manifest:
+    """Reads one manifest and checks every rule that needs no object's bytes."""
+    with _opened(source, key) as opened:
+        return assembly.load(opened, version, key)
+
+
+def remove(root: str | os.PathLike, version: int) -> None:
+    """Deletes a version: first invisible, then gone. Versions that are built on it can no longer be pulled."""
+    writer.remove(root, version)
 
 
 def tree_digest(params: Any) -> str:
-    """SHA-256 over (name, dtype, shape, SHA-256 of the raw little-endian bytes) of every tensor, sorted by name.
+    """The digest that `publish` would give this tree (see `manifest.digest`); whole arrays must be at hand."""
+    leaves, _, ties = publication.walk(params, None)
 
-    Two levels rather than one stream, so that tensors are hashed in parallel and a wrong one can be named.
-    """
-    leaves, _ = _flatten(params, _check_array)
+    def describe(name: str) -> manifest.Tensor:
+        tensor = publication.blank(name, leaves[name], leaves[name].dtype, ties.get(name))
+        if tensor.tied_to is not None:
+            return tensor
+        array = chunks.host(leaves[name])
+        cells = (chunks.raw(array, region, tensor.chunk) for _, region in tensor.cells())
+        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_sha256(cell)[1] for cell in cells))
 
-    def describe(item: tuple[str, Any]) -> Tensor:
-        array = _host(item[1])
-        return Tensor(item[0], array.shape, array.dtype.name, (), _sha256(_raw(array)))
-
-    return _combine(_map(describe, leaves.items()))
-
-
-def _flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(leaves by name, containers that are no plain non-empty dict by name); `check` refuses what is no leaf."""
-    leaves, containers = {}, {}
-
-    def visit(node: Any, name: str) -> None:
-        kind = type(node)
-        if kind is dict:
-            for key in node:
-                if not isinstance(key, str) or not _is_segment(key):
-                    raise ValueError(f"key {key!r} under {name!r} must be letters, digits, '_', '-', '.': rename it")
-        if kind in (list, tuple) or node is None or (kind is dict and not node):
-            containers[name] = "none" if node is None else kind.__name__
-        if kind in (dict, list, tuple):
-            for key, child in node.items() if kind is dict else enumerate(node):
-                visit(child, f"{name}/{key}" if name else str(key))
-        elif node is not None:
-            if not name:
-                raise ValueError(f"params is a {kind.__name__}, not a tree: wrap it in a dict")
-            check(name, node)
-            leaves[name] = node
-
-    visit(tree, "")
-    return leaves, containers
+    with futures.ThreadPoolExecutor(assembly.NUM_THREADS) as pool:
+        return manifest.digest(tuple(pool.map(describe, leaves)))
 
 
-def _is_segment(key: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", key) is not None and key not in (".", "..")
-
-
-def _check_array(name: str, leaf: Any) -> None:
-    if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        raise ValueError(f"leaf {name!r} is a {type(leaf).__name__}: params holds dicts, lists, tuples and arrays only")
-    if leaf.dtype.name not in DTYPES:
-        raise ValueError(
-            f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: cast it to one of {DTYPES}"
-        )
-
-
-def _local(source: str) -> pathlib.Path:
-    # Without this check "gs://bucket" would quietly become a directory called "gs:".
-    if "://" in str(source):
-        raise ValueError(f"{source} is a URL: broadcast reads and writes directories; mount it or pass a path")
-    return pathlib.Path(source)
-
-
-def _dirname(version: int) -> str:
-    return f"v{version:08d}"
+# ---- pull ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _lock(root: pathlib.Path) -> Iterator[None]:
-    """Holds the root exclusively; the kernel lets go when a publisher dies, so its leftovers are safe to delete."""
-    descriptor = os.open(root, os.O_RDONLY)
+def _opened(source: Source, key: str | None = None) -> Iterator[source_lib.Source]:
+    if hasattr(source, "manifest_bytes"):
+        yield source
+        return
+    opened = source_lib.open(source, trusted_key=key)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield opened
     finally:
-        os.close(descriptor)
+        opened.close()
 
 
-def _map(function: Callable, items: Any) -> list:
-    with concurrent.futures.ThreadPoolExecutor(NUM_WORKERS) as pool:
-        return list(pool.map(function, items))  # the first error cancels what has not started
-
-
-def _write_tensor(directory: pathlib.Path, name: str, leaf: Any) -> tuple[Tensor, list[Object]]:
-    array = _host(leaf)
-    chunk = _chunk_shape(array.shape, array.dtype.itemsize)
-    tensor = Tensor(name, array.shape, array.dtype.name, chunk, _sha256(_raw(array)))
-    memory = ts.Context()  # each context has its own "memory" store, which dies with it
-    encoded = ts.KvStore.open("memory://", context=memory).result()
-    store = ts.open(_spec(tensor), context=memory, create=True).result()
-    stored = array.view(STORED_AS.get(tensor.dtype, array.dtype))
-    (directory / "tensors" / name).mkdir(parents=True)
-    objects = []
-    for path, region in _objects(tensor):
-        if region is not None:  # chunk by chunk: the host holds a tensor and one chunk, in memory already paged in
-            store[region].write(stored[region]).result()
-        data = encoded.read(path).result().value
-        encoded.write(path, None).result()
-        _write_file(directory / path, data)
-        objects.append(Object(path, len(data), _sha256(data)))
-    return tensor, objects
-
-
-def _host(leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf, order="C")
-    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
-
-
-def _raw(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)  # hashlib takes no bfloat16 buffers
-
-
-def _sha256(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Splits leading dims until a chunk has at most CHUNK_BYTES, by a divisor of the dim where a fair one exists.
-
-    zarr stores edge chunks at full size: dividing wastes nothing. A prime dim (151669 tokens) has no fair divisor;
-    there the chunks are equal up to one row, which wastes less than a row per chunk.
-    """
-    chunk = [max(1, n) for n in shape]
-    for i, n in enumerate(chunk):
-        if math.prod(chunk) * itemsize <= CHUNK_BYTES:
-            break
-        rows = max(1, CHUNK_BYTES // (math.prod(chunk[i + 1 :]) * itemsize))
-        balanced = -(-n // -(-n // rows))
-        chunk[i] = next((d for d in range(rows, rows // 4, -1) if n % d == 0), balanced)
-    return tuple(chunk)
-
-
-def _spec(tensor: Tensor) -> dict:
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory", "path": f"tensors/{tensor.name}/"},
-        "metadata": {
-            "shape": list(tensor.shape),
-            "data_type": STORED_AS.get(tensor.dtype, tensor.dtype),
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(tensor.chunk)}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        },
-        "store_data_equal_to_fill_value": True,  # all-zero chunks are objects like any other,
-        "fill_missing_data_reads": False,  # so a missing one is an error, not zeros
-    }
-
-
-def _objects(tensor: Tensor) -> Iterator[tuple[str, tuple[slice, ...] | None]]:
-    """The paths a tensor consists of, each with the region of the array it holds (None: zarr.json)."""
-    yield f"tensors/{tensor.name}/zarr.json", None
-    for index in itertools.product(*map(range, _grid(tensor))):
-        region = tuple(
-            slice(i * c, min(i * c + c, n)) for i, c, n in zip(index, tensor.chunk, tensor.shape, strict=True)
-        )
-        yield f"tensors/{tensor.name}/{'.'.join(['c', *map(str, index)])}", region
-
-
-def _grid(tensor: Tensor) -> list[int]:
-    return [-(-n // c) for n, c in zip(tensor.shape, tensor.chunk, strict=True)]
-
-
-def _write_file(path: pathlib.Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(directory: str | pathlib.Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _combine(tensors: Any) -> str:
-    rows = [[t.name, t.dtype, t.shape, t.sha256] for t in sorted(tensors, key=lambda t: t.name)]
-    return _sha256(_canonical(rows))
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _newest(source: str) -> int:
-    found = versions(source)
+def _newest(opened: source_lib.Source, source: Source) -> int:
+    found = opened.versions()
     if not found:
         raise FileNotFoundError(f"no version under {source} yet: wait_for() one")
     return found[-1]
 
 
-def _parse(data: bytes, version: int) -> Manifest:
-    """A manifest from hostile bytes. Each rule names its value; the caller adds the path."""
-    outer = json.loads(data)
-    _require(isinstance(outer, dict) and set(outer) == {"manifest", "sha256"}, "fields are not manifest and sha256")
-    body = outer["manifest"]
-    actual = _sha256(_canonical(body))
-    _require(actual == outer["sha256"], f"its sha256 is {actual}, but it says {outer['sha256']!r}")
-    _require(body["format"] == FORMAT, f"format {body['format']!r} is not {FORMAT}: use the release that wrote it")
-    _require(body["version"] == version, f"version {body['version']!r} lies in the directory of version {version}")
-    for field, kind in {"metadata": dict, "containers": dict, "tensors": list, "objects": list}.items():
-        _require(type(body[field]) is kind, f"{field} is a {type(body[field]).__name__}, not a {kind.__name__}")
-    tensors = tuple(Tensor(**{**t, "shape": tuple(t["shape"]), "chunk": tuple(t["chunk"])}) for t in body["tensors"])
-    objects = tuple(Object(**o) for o in body["objects"])
-    manifest = Manifest(**{**body, "tensors": tensors, "objects": objects})
-
-    for name, kind in manifest.containers.items():
-        _require(kind in ("dict", "list", "tuple", "none"), f"container {name!r} has unknown kind {kind!r}")
-        _require(not name or _is_path(name), f"container name {name!r} is no path of plain segments")
-    for o in objects:
-        _require(_is_path(o.path), f"object path {o.path!r} is no path of plain segments")
-        _require(_is_int(o.size, MAX_OBJECT_BYTES), f"object {o.path!r} has size {o.size!r}, not 0..{MAX_OBJECT_BYTES}")
-    sizes = {o.path: o.size for o in objects}
-    _require(len(sizes) == len(objects), "an object path occurs twice")
-    named = collections.Counter(os.path.dirname(path) for path in sizes)
-    _require(len({t.name for t in tensors}) == len(tensors), "a tensor name occurs twice")
-    for t in tensors:
-        _require(_is_path(t.name), f"tensor name {t.name!r} is no path of plain segments")
-        _require(t.dtype in DTYPES, f"tensor {t.name!r} has unknown dtype {t.dtype!r}")
-        _require(
-            len(t.shape) <= 32 and all(_is_int(n, 1 << 48) for n in t.shape), f"tensor {t.name!r} has shape {t.shape}"
-        )
-        _require(
-            len(t.chunk) == len(t.shape) and all(_is_int(n, 1 << 48) and n > 0 for n in t.chunk),
-            f"tensor {t.name!r} of shape {t.shape} has chunk {t.chunk}",
-        )
-        # Chunks are stored uncompressed, so the objects' sizes bound what a reader will allocate.
-        listed, expected = named[f"tensors/{t.name}"], 1 + math.prod(_grid(t))
-        _require(listed == expected, f"tensor {t.name!r} of shape {t.shape} has {listed} objects, not {expected}")
-        chunk_bytes = math.prod(t.chunk) * _dtype(t).itemsize + CRC_BYTES
-        for path, region in _objects(t):
-            _require(path in sizes, f"object {path!r} is missing")
-            fits = region is None or sizes[path] == chunk_bytes
-            _require(fits, f"object {path!r} has {sizes[path]} bytes, but chunk {t.chunk} has {chunk_bytes}")
-    expected = sum(1 + math.prod(_grid(t)) for t in tensors)
-    _require(len(objects) == expected, f"{len(objects)} objects are listed, but the tensors have {expected}")
-    _require(_combine(tensors) == manifest.digest, f"digest {manifest.digest!r} is not that of the tensors")
-    _unflatten(dict.fromkeys(t.name for t in tensors), manifest.containers)
-    return manifest
+def _gather(reader, way: assembly.Plan, needs, finish, progress) -> dict[str, Any]:
+    return {name: value for need, value in assembly.read(reader, way, needs, finish, progress) for name in need.names}
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise CorruptBroadcast(message)
+def _numpy_needs(target: Manifest) -> tuple[list[assembly.Need], Callable]:
+    names = _names_by_tensor(target)
+    needs = [
+        assembly.Need(t, (tuple(slice(0, n) for n in t.shape),), tuple(names[t.name]))
+        for t in target.tensors
+        if t.tied_to is None
+    ]
+    return needs, lambda need, arrays: arrays[0]
 
 
-def _is_path(name: Any) -> bool:
-    return isinstance(name, str) and all(map(_is_segment, name.split("/")))
+def _names_by_tensor(target: Manifest) -> dict[str, list[str]]:
+    names = collections.defaultdict(list)
+    for t in target.tensors:
+        names[t.tied_to or t.name].append(t.name)
+    return names
 
 
-def _is_int(value: Any, largest: int) -> bool:
-    return type(value) is int and 0 <= value <= largest
+def _sharded_needs(target: Manifest, shardings: Any) -> tuple[list[assembly.Need], Callable]:
+    """What this process's devices need, and how it becomes a jax.Array; everything is checked before a byte is read."""
+    targets = _targets(target, shardings)
+    by_name = {t.name: t for t in target.tensors}
+    needs, placements = [], {}
+    for owner, names in _names_by_tensor(target).items():
+        t = by_name[owner]
+        by_sharding = collections.defaultdict(list)
+        for name in names:
+            by_sharding[targets[name]].append(name)
+        for sharding, same in by_sharding.items():
+            indices = sharding.addressable_devices_indices_map(t.shape)
+            devices = {
+                device: tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, t.shape, strict=True))
+                for device, index in indices.items()
+            }
+            regions = tuple({tuple((s.start, s.stop) for s in region): region for region in devices.values()}.values())
+            need = assembly.Need(t, regions, tuple(same))
+            placements[need.names] = sharding, devices
+            needs.append(need)
+
+    def finish(need: assembly.Need, arrays: list[np.ndarray]) -> jax.Array:
+        sharding, devices = placements[need.names]
+        values = []
+        for device, region in devices.items():
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            values.append(jax.device_put(arrays[need.regions.index(region)], place))
+        return jax.make_array_from_single_device_arrays(need.tensor.shape, sharding, values)
+
+    return needs, finish
 
 
-def _dtype(tensor: Tensor) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, tensor.dtype, tensor.dtype))
-
-
-def _unflatten(leaves: dict[str, Any], containers: dict[str, str]) -> Any:
-    """The inverse of `_flatten`; ValueError where names and containers make no tree."""
-    root: dict = {}
-    for name in filter(None, containers):
-        node = root
-        for key in name.split("/"):
-            node = node.setdefault(key, {})
-    for name, leaf in leaves.items():
-        *parents, last = name.split("/")
-        node = root
-        for key in parents:
-            node = node.setdefault(key, {})
-            _require(type(node) is dict, f"tensor {name!r} lies inside another tensor")
-        _require(last not in node, f"tensor {name!r} is also a container")
-        node[last] = leaf
-
-    def build(node: Any, name: str) -> Any:
-        if type(node) is not dict:
-            return node
-        children = {key: build(child, f"{name}/{key}" if name else key) for key, child in node.items()}
-        kind = containers.get(name, "dict")
-        if kind == "dict":
-            return children
-        if kind == "none":
-            _require(not children, f"None at {name!r} has children {sorted(children)}")
-            return None
-        indices = [str(i) for i in range(len(children))]
-        _require(set(children) == set(indices), f"the {kind} at {name!r} has indices {sorted(children)}")
-        return {"list": list, "tuple": tuple}[kind](children[i] for i in indices)
-
-    return build(root, "")
-
-
-def _targets(manifest: Manifest, shardings: Any) -> dict[str, jax.sharding.Sharding]:
-    """Shardings by tensor name, each checked against its tensor before a byte is read."""
+def _targets(target: Manifest, shardings: Any) -> dict[str, jax.sharding.Sharding]:
+    """Shardings by tensor name, each checked against its tensor."""
 
     def check(name: str, leaf: Any) -> None:
-        if not isinstance(leaf, jax.sharding.Sharding):
-            raise ValueError(f"shardings leaf {name!r} is a {type(leaf).__name__}: pass one jax Sharding per tensor")
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+        if not abstract and not isinstance(leaf, jax.sharding.Sharding):
+            raise ValueError(
+                f"shardings leaf {name!r} is a {type(leaf).__name__}: pass one jax Sharding, or ShapeDtypeStruct with a "
+                "sharding, per tensor"
+            )
 
-    targets, _ = _flatten(shardings, check)
-    unmatched = sorted({t.name for t in manifest.tensors} ^ set(targets))
+    leaves, _ = manifest.flatten(shardings, check)
+    unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))
     if unmatched:
-        raise ValueError(f"shardings and version {manifest.version} differ in {unmatched[:8]}: use that model's config")
-    for t in manifest.tensors:
-        if jax.dtypes.canonicalize_dtype(_dtype(t)) != _dtype(t):  # device_put would truncate in silence
+        raise ValueError(f"shardings and version {target.version} differ in {unmatched[:8]}: use that model's config")
+    targets = {}
+    for t in target.tensors:
+        leaf = leaves[t.name]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if (leaf.shape, leaf.dtype.name) != (t.shape, t.dtype):
+                raise ValueError(
+                    f"tensor {t.name!r} of version {target.version} is {t.dtype}{list(t.shape)}, but the model has "
+                    f"{leaf.dtype.name}{list(leaf.shape)}: use that model's config"
+                )
+            leaf = leaf.sharding
+        if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # would truncate in silence
             raise ValueError(
                 f"tensor {t.name!r} is {t.dtype}, which jax would narrow: set jax_enable_x64 or pull to numpy"
             )
         try:
-            targets[t.name].shard_shape(t.shape)
+            leaf.shard_shape(t.shape)
         except ValueError as error:
             raise ValueError(f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}") from error
+        targets[t.name] = leaf
     return targets
 
 
-def _read_tensors(source: str, manifest: Manifest, finish: Callable[[Tensor, np.ndarray], Any]) -> dict[str, Any]:
-    """`finish(tensor, array)` by name, for every tensor, once its objects and its own hash are verified."""
-    directory = _local(source) / _dirname(manifest.version)
-    objects = {o.path: o for o in manifest.objects}
-
-    def read(tensor: Tensor) -> Any:
-        memory = ts.Context()
-        encoded = ts.KvStore.open("memory://", context=memory).result()
-        for path, _ in _objects(tensor):
-            encoded.write(path, _read_object(directory, objects[path])).result()
-        try:
-            stored = ts.open(_spec(tensor), context=memory, open=True).result().read().result()
-        except ValueError as error:  # the hashes agree: the publisher wrote something else than it says
-            raise CorruptBroadcast(f"tensor {tensor.name!r} of {directory}: {error}") from error
-        array = stored.view(_dtype(tensor))
-        actual = _sha256(_raw(array))
-        _require(
-            actual == tensor.sha256, f"tensor {tensor.name!r} of {directory} has sha256 {actual}, not {tensor.sha256}"
-        )
-        return finish(tensor, array)
-
-    names = [t.name for t in manifest.tensors]
-    return dict(zip(names, _map(read, manifest.tensors), strict=True))
+def _matching_leaves(have: Pulled, target: Manifest) -> dict[str, Any] | None:
+    """The arrays at hand by name, or None if they are those of another model."""
+    leaves, _ = manifest.flatten(have.params, publication.check_array)
+    expected = {t.name: (t.shape, t.dtype) for t in target.tensors}
+    return leaves if {n: (tuple(a.shape), a.dtype.name) for n, a in leaves.items()} == expected else None
 
 
-def _read_object(directory: pathlib.Path, expected: Object) -> bytes:
-    path = directory / expected.path
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            _require(size == expected.size, f"object {path} has {size} bytes, not {expected.size}")
-            data = file.read()
-    except FileNotFoundError as error:
-        if not (directory / "manifest.json").exists():
-            raise FileNotFoundError(
-                f"{directory} was deleted while it was read: pull the newest, or raise keep"
-            ) from error
-        raise CorruptBroadcast(f"object {path} is missing") from error
-    actual = _sha256(data)
-    _require(actual == expected.sha256, f"object {path} has sha256 {actual}, not {expected.sha256}")
-    return data
+class _Cached:
+    """A source whose objects are kept in a directory, by hash, until `clear`."""
 
+    def __init__(self, source: source_lib.Source, directory: str | os.PathLike):
+        self._source, self._directory = source, pathlib.Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sharding.broadcast", description="Look at published weights.")
-    parser.add_argument("command", choices=("list", "verify"))
-    parser.add_argument("root")
-    parser.add_argument("--version", type=int, help="default: list all, verify the newest")
-    args = parser.parse_args(argv)
-    try:
-        if args.command == "list":
-            for version in versions(args.root) if args.version is None else [args.version]:
-                print(_describe(read_manifest(args.root, version)))
-        else:
-            print(f"ok: {_describe(verify(args.root, args.version))}")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    def read(
+        self, version: int, path: str, *, size: int, sha256: str, into: Sequence[memoryview] | None = None
+    ) -> bytes:
+        data = self._read(version, path, size, sha256)
+        if into is None:
+            return data
+        transfer.Target(into).put(0, memoryview(data))
+        return b""
 
+    def _read(self, version: int, path: str, size: int, sha256: str) -> bytes:
+        kept = self._directory / f"{sha256}.object"
+        if kept.exists():
+            data = kept.read_bytes()
+            if hashlib.sha256(data).hexdigest() == sha256:
+                return data
+        data = self._source.read(version, path, size=size, sha256=sha256)
+        temporary = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+        temporary.write_bytes(data)
+        os.rename(temporary, kept)
+        return data
 
-def _describe(manifest: Manifest) -> str:
-    size_mb = sum(o.size for o in manifest.objects) / 1e6
-    return f"version {manifest.version}: {len(manifest.tensors)} tensors, {size_mb:.1f} MB, digest {manifest.digest}"
+    def clear(self) -> None:
+        for path in [*self._directory.glob("*.object"), *self._directory.glob("*.tmp")]:
+            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from sharding import console  # it imports this module, under its real name
+
+    sys.exit(console.main())

@@ -1,0 +1,96 @@
+"""What every reader of a version agrees on: names of files, entries of a journal, errors.
+
+A version is a directory `v00000012`: object files, `objects.jsonl` (one line per finished object, while it is published) and,
+last, `manifest.json` (`sharding/manifest.py`). Everything here reads hostile bytes: each rule names the value that breaks it.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_JOURNAL_BYTES = 64 << 20
+MAX_OBJECT_BYTES = 512 << 20  # ours are a few MB; a stranger must not make a reader allocate
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+    """One file of a version: `path` relative to the version's directory, `size` in bytes, `sha256` in hex."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The versions a source holds, ascending: `complete` with their manifest, `partial` still being published."""
+
+    complete: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
+
+
+class CorruptSource(ValueError):
+    """A manifest or an object that is not what its publisher wrote, wherever it was asked for."""
+
+
+class Unavailable(OSError):
+    """No relay delivered in the allowed time; the message has each relay's last answer."""
+
+
+def dirname(version: int) -> str:
+    return f"v{version:08d}"
+
+
+def parse_dirname(name: str) -> int | None:
+    return int(name[1:]) if re.fullmatch(r"v([0-9]{8}|[1-9][0-9]{8,15})", name) else None
+
+
+def is_object_path(path: Any) -> bool:
+    """True for plain segments; names that a version directory keeps for itself, and dot files, are no objects."""
+    if not isinstance(path, str) or len(path) > 1000 or path in ("manifest.json", "objects.jsonl"):
+        return False
+    return all(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", segment) for segment in path.split("/"))
+
+
+def parse_object(value: Any) -> Object:
+    """An entry of a journal or a manifest; ValueError names what is wrong with it."""
+    if not isinstance(value, dict) or set(value) != {"path", "size", "sha256"}:
+        raise CorruptSource(f"object entry {str(value)[:200]} has not exactly the fields path, size, sha256")
+    entry = Object(**value)
+    if not is_object_path(entry.path):
+        raise CorruptSource(f"object path {str(entry.path)[:200]!r} is no path of plain segments")
+    if type(entry.size) is not int or not 0 <= entry.size <= MAX_OBJECT_BYTES:
+        raise CorruptSource(f"object {entry.path!r} has size {entry.size!r}, not 0..{MAX_OBJECT_BYTES}")
+    if not isinstance(entry.sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
+        raise CorruptSource(f"object {entry.path!r} has sha256 {str(entry.sha256)[:80]!r}, not 64 hex digits")
+    return entry
+
+
+def parse_journal(data: bytes) -> tuple[list[Object], int]:
+    """The entries of whole lines and the bytes they take: a line without its end is still being written."""
+    end = data.rfind(b"\n") + 1
+    try:
+        return [parse_object(json.loads(line)) for line in data[:end].splitlines()], end
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptSource(f"journal line is no JSON: {error}") from error
+
+
+def part(
+    path: str, size: int, offset: int, length: int | None, into: Sequence[memoryview] | None = None
+) -> slice | None:
+    """What of an object is asked for, None for all of it; ValueError for what cannot be."""
+    if not is_object_path(path):
+        raise ValueError(f"object path {path!r} is no path of plain segments")
+    stop = size if length is None else offset + length
+    if not 0 <= offset <= stop <= size:
+        raise ValueError(f"bytes {offset}..{stop} of {path} are not within its {size} bytes")
+    if into is not None and ((offset, stop) != (0, size) or sum(memoryview(view).nbytes for view in into) != size):
+        raise ValueError(f"`into` is for all {size} bytes of {path}: pass views of as many bytes, and no part")
+    return None if (offset, stop) == (0, size) else slice(offset, stop)
+
+
+def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
+    return FileNotFoundError(f"no version {version} under {where}; it holds {list(known)}")
