@@ -1,38 +1,313 @@
-"""Grouped-query attention as a function of queries, keys and a mask; who keeps the keys is the caller's affair.
+"""Grouped-query attention as a function of queries, keys and who may read whom.
 
-Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim.
+1. `attend_packed` runs whole packed rows (learner, scorer). One function; the implementation follows the platform of the
+   mesh: splash on TPU, cuDNN on GPU, XLA elsewhere and wherever the other two cannot express the layer.
+2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
+   (arXiv 2310.01889).
+3. `attend` is the plain function of a mask. The cached step (inference/kv_cache.py) calls it too.
+
+Queries are worked on in blocks of `BLOCK` and recomputed in the backward pass, so that no [B, H, T, T] ever exists.
+
+Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import PartitionSpec
+
+from sharding import rules
 
 MASKED = -1e30  # finite, so that a row with no key gives a uniform softmax instead of NaN; its output is unused
+BLOCK = 512  # queries whose scores exist at one time
+SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple of 128
 
 
-def attend(q_BTHC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """softmax(q k / sqrt(C)) v under a mask; scores and softmax in float32. Returns [B, T, H, C].
+class Packing(NamedTuple):
+    """How rows are packed, [B, T] each. Causality goes by column, windows by position."""
+
+    positions: jax.Array  # of each token in its own sequence
+    segment_ids: jax.Array  # 1, 2, ... per sequence; 0 is padding
+    branch_ids: jax.Array | None = None  # 0 in a shared prompt, 1, 2, ... in its continuations
+
+
+def attend_packed(
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKV: jax.Array,
+    packing: Packing,
+    *,
+    window: int = 0,
+    implementation: str = "auto",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention inside each packed sequence; returns [B, T, H, V]. Options as of `attend`.
+
+    Args:
+      window: tokens a query reads, its own included; 0: all.
+      implementation: "auto", or a name of models/config.py, which is an error where it cannot express the layer.
+    """
+    how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.shape["context"] > 1:
+        return _ring(q_BTHC, k_BTKC, v_BTKV, packing, window, how, mesh)
+    implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
+    if implementation == "splash":
+        return splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, window=window, **how)
+    if implementation == "cudnn":
+        columns_T = jnp.arange(q_BTHC.shape[1])
+        mask_BTS = readable(packing, columns_T, packing, columns_T, window)
+        return jax.nn.dot_product_attention(
+            q_BTHC, k_BTKC, v_BTKV, mask=mask_BTS[:, None], scale=how["scale"], implementation="cudnn"
+        )
+    return _blockwise(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
+
+
+def attend(
+    q_BTHC: jax.Array,
+    k_BKSC: jax.Array,
+    v_BKSV: jax.Array,
+    mask_BTS: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(scale q k) v under a mask; scores and softmax in float32. Returns [B, T, H, V].
 
     Query head h reads key head h // (H / K). Keys are head-major: on a CPU a decode step over [B, K, S, C] takes
     about half the time of one over [B, S, K, C].
+
+    Args:
+      mask_BTS: True where query t may read key s.
+      scale: C ** -0.5 when None.
+      softcap: scores become cap tanh(scores / cap); 0: off.
+      sinks_H: one more logit per head, which takes its part of the softmax and gives no value.
     """
+    B, T, H, C = q_BTHC.shape
+    scores_BKGTS = _scores(q_BTHC, k_BKSC, mask_BTS, C**-0.5 if scale is None else scale, softcap)
+    if sinks_H is None:
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    else:
+        sinks_BKGT1 = jnp.broadcast_to(_per_head(sinks_H, scores_BKGTS), (*scores_BKGTS.shape[:-1], 1))
+        weights_BKGTS = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)[..., :-1]
+    out_BTKGV = jnp.einsum("BKGTS,BKSV->BTKGV", weights_BKGTS.astype(q_BTHC.dtype), v_BKSV)
+    return out_BTKGV.reshape(B, T, H, v_BKSV.shape[-1])
+
+
+def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:
+    """[B, T, S], True where query t may read key s: same sequence, not later, in its branch or prompt, in the window.
+
+    Padding (segment 0) may read padding, which keeps its (unused) rows finite.
+    """
+    mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
+    mask_BTS &= (query_columns_T[:, None] >= key_columns_S[None, :])[None]
+    if query.branch_ids is not None:
+        key_B1S = key.branch_ids[:, None, :]
+        mask_BTS &= (key_B1S == 0) | (key_B1S == query.branch_ids[:, :, None])
+    if window:
+        mask_BTS &= query.positions[:, :, None] - key.positions[:, None, :] < window
+    return mask_BTS
+
+
+def platform() -> str:
+    """Where this trace will run: the mesh knows, also when it compiles for a machine that is not here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
+    """Resolves "auto", and refuses what a kernel cannot express."""
+    T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
+    reasons = {
+        "xla": [],
+        "splash": [
+            (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
+            (packing.branch_ids is not None, "continuations share prompts; set config.train.share_prompts = False"),
+        ],
+        "cudnn": [
+            (q_BTHC.dtype != jnp.bfloat16, f"activations are {q_BTHC.dtype}, not bfloat16"),
+            (
+                C % 8 != 0 or C > 128 or v_BTKV.shape[-1] != C,
+                f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128",
+            ),
+            (how["sinks_H"] is not None or how["softcap"] > 0, "the layer has sinks or a softcap"),
+        ],
+    }
+    wanted = implementation
+    if implementation == "auto":
+        wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform(), "xla")
+    problems = [text for applies, text in reasons[wanted] if applies]
+    if problems and implementation != "auto":
+        raise ValueError(f"model.attention = {implementation!r} cannot run here: {problems[0]}; use 'auto' or 'xla'")
+    return "xla" if problems else wanted
+
+
+# ---- XLA -------------------------------------------------------------------------------------------------------------
+
+
+def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
+    """A block of queries against all keys at a time; the scores of a block live while it is worked on."""
+    T = q_BTHC.shape[1]
+    k_BKTC, v_BKTV, columns_T = k_BTKC.swapaxes(1, 2), v_BTKV.swapaxes(1, 2), jnp.arange(T)
+
+    def run(q, packing_q, columns):
+        return attend(q, k_BKTC, v_BKTV, readable(packing_q, columns, packing, columns_T, window), **how)
+
+    if T <= BLOCK:
+        return run(q_BTHC, packing, columns_T)
+    return _by_blocks(run, q_BTHC, packing, columns_T)
+
+
+def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
+    """Maps `run(q, packing, columns)` over blocks of queries; leaves of its result have queries as dim 1."""
+    T = q_BTHC.shape[1]
+    pad = -T % BLOCK
+
+    def split(x, axis):  # [.., T, ..] -> [blocks, .., BLOCK, ..]
+        x = jnp.pad(x, [(0, pad if dim == axis else 0) for dim in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :]), axis, 0)
+
+    def join(x):
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+
+    blocks = split(q_BTHC, 1), jax.tree.map(lambda x: split(x, 1), packing), split(columns_T, 0)
+    return jax.tree.map(join, jax.lax.map(lambda block: jax.checkpoint(run)(*block), blocks))
+
+
+def _scores(q_BTHC, k_BKSC, mask_BTS, scale: float, softcap: float) -> jax.Array:
     B, T, H, C = q_BTHC.shape
     K = k_BKSC.shape[1]
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
-    scores_BKGTS = jnp.einsum("BTKGC,BKSC->BKGTS", q_BTKGC, k_BKSC, preferred_element_type=jnp.float32)
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS * C**-0.5, MASKED)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTHC.dtype)
-    return jnp.einsum("BKGTS,BKSC->BTKGC", weights_BKGTS, v_BKSC).reshape(B, T, H, C)
+    scores_BKGTS = jnp.einsum("BTKGC,BKSC->BKGTS", q_BTKGC, k_BKSC, preferred_element_type=jnp.float32) * scale
+    if softcap:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array | None = None) -> jax.Array:
-    """Causal inside each packed sequence, nothing across: [B, T, T], True where query t may read key s.
+def _per_head(sinks_H, scores_BKGTS) -> jax.Array:
+    _, K, G, *_ = scores_BKGTS.shape
+    return sinks_H.astype(jnp.float32).reshape(1, K, G, 1, 1)
 
-    With branches, a segment is a shared prompt (branch 0) and its continuations (1, 2, ...): each reads the prompt and
-    itself. Segment 0 is padding; it may read itself, which keeps its (unused) rows finite.
-    """
-    T = segment_ids_BT.shape[1]
-    mask_BTS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))[None]
-    if branch_ids_BT is None:
-        return mask_BTS
-    key_B1S = branch_ids_BT[:, None, :]
-    return mask_BTS & ((key_B1S == 0) | (key_B1S == branch_ids_BT[:, :, None]))
+
+# ---- the ring over `context` -----------------------------------------------------------------------------------------
+
+
+def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict, mesh) -> jax.Array:
+    batch, context = rules.RULES["batch"], "context"
+    tokens, heads = PartitionSpec(batch, context), PartitionSpec(batch, context, "tensor", None)
+    sinks_H = how["sinks_H"]
+    in_specs = [heads, heads, heads, jax.tree.map(lambda _: tokens, packing)]
+    run = functools.partial(
+        _ring_local, window=window, scale=how["scale"], softcap=how["softcap"], num_devices=mesh.shape[context]
+    )
+    if sinks_H is None:
+        run = functools.partial(run, sinks_H=None)
+        args = q_BTHC, k_BTKC, v_BTKV, packing
+    else:
+        args = q_BTHC, k_BTKC, v_BTKV, packing, sinks_H
+        in_specs.append(PartitionSpec("tensor"))
+    return jax.shard_map(run, in_specs=tuple(in_specs), out_specs=heads, check_vma=False)(*args)
+
+
+def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap, num_devices):
+    """One device's queries; T is its share of the row. Softmax is accumulated as (sum, maximum, weighted values)."""
+    B, T, H, _ = q_BTHC.shape
+    K, V = v_BTKV.shape[2:]
+    index = jax.lax.axis_index("context")
+    columns_T = jnp.arange(T)
+
+    def partial_softmax(q, packing_q, columns_q, keys, columns_k):
+        k, v, packing_k = keys
+        mask = readable(packing_q, columns_q, packing_k, columns_k, window)
+        scores = _scores(q, k.swapaxes(1, 2), mask, scale, softcap)
+        top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - top)
+        out = jnp.einsum("BKGTS,BSKV->BTKGV", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        return out, jnp.moveaxis(weights.sum(axis=-1), 3, 1), jnp.moveaxis(top[..., 0], 3, 1)  # [B, T, K, G, ..]
+
+    @jax.checkpoint
+    def attend_to(keys, owner, out, total, top):
+        columns_k = owner * T + columns_T
+
+        def run(q, packing_q, columns_q):
+            return partial_softmax(q, packing_q, columns_q, keys, columns_k)
+
+        columns_q = index * T + columns_T
+        part = run(q_BTHC, packing, columns_q) if T <= BLOCK else _by_blocks(run, q_BTHC, packing, columns_q)
+        return _merge((out, total, top), part)
+
+    def step(carry, i):
+        keys, out, total, top = carry
+        out, total, top = attend_to(keys, (index - i) % num_devices, out, total, top)
+        around = [(device, (device + 1) % num_devices) for device in range(num_devices)]
+        keys = jax.tree.map(lambda x: jax.lax.ppermute(x, "context", around), keys)
+        return (keys, out, total, top), None
+
+    empty = jnp.zeros((B, T, K, H // K, V), jnp.float32), jnp.zeros((B, T, K, H // K), jnp.float32)
+    carry = (k_BTKC, v_BTKV, packing), *empty, jnp.full((B, T, K, H // K), MASKED, jnp.float32)
+    (_, out, total, top), _ = jax.lax.scan(step, carry, jnp.arange(num_devices))
+    if sinks_H is not None:
+        sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, 1, K, H // K), top.shape)
+        out, total, _ = _merge((out, total, top), (jnp.zeros_like(out), jnp.ones_like(total), sink))
+    return (out / total[..., None]).reshape(B, T, H, V).astype(q_BTHC.dtype)
+
+
+def _merge(a, b):
+    """Two partial softmaxes of the same queries as one: (weighted values, sum of weights, maximum)."""
+    (out_a, total_a, top_a), (out_b, total_b, top_b) = a, b
+    top = jax.lax.stop_gradient(jnp.maximum(top_a, top_b))  # the quotient is the same for any reference
+    scale_a, scale_b = jnp.exp(top_a - top), jnp.exp(top_b - top)
+    out = out_a * scale_a[..., None] + out_b * scale_b[..., None]
+    return out, total_a * scale_a + total_b * scale_b, top
+
+
+# ---- TPU -------------------------------------------------------------------------------------------------------------
+
+
+def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, sinks_H, interpret: bool = False):
+    """JAX's splash attention kernel, a device's rows and heads at a time. `interpret` runs it on a CPU."""
+    T = q_BTHC.shape[1]
+    block = next(size for size in (SPLASH_BLOCK, 256, 128) if T % size == 0)
+    sizes = splash_attention_kernel.BlockSizes(
+        **dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"), block),
+        **dict.fromkeys(("block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block),
+    )
+
+    def run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks):
+        mask_shape = (T, T)
+        mask = splash_attention_mask.CausalMask(mask_shape)
+        if window:  # a packed sequence's columns are consecutive, so a window of positions is one of columns
+            mask = splash_attention_mask.LocalMask(mask_shape, (window - 1, 0), 0)
+        kernel = splash_attention_kernel.make_splash_mha(
+            splash_attention_mask.MultiHeadMask([mask] * q_BTHC.shape[2]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=softcap or None,
+            interpret=interpret,
+        )
+
+        def one_row(q_THC, k_TKC, v_TKV, segment_ids_T):
+            segments = splash_attention_kernel.SegmentIds(segment_ids_T, segment_ids_T)
+            heads_first = (x.swapaxes(0, 1) for x in (q_THC * np.asarray(scale, q_THC.dtype), k_TKC, v_TKV))
+            extra = {"sinks": sinks[0].astype(jnp.float32)} if sinks else {}
+            return kernel(*heads_first, segments, **extra).swapaxes(0, 1)
+
+        return jax.vmap(one_row)(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT)
+
+    sinks = () if sinks_H is None else (sinks_H,)
+    if jax.sharding.get_abstract_mesh().empty:
+        return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks)
+    batch = rules.RULES["batch"]
+    heads = PartitionSpec(batch, None, "tensor", None)
+    in_specs = (heads, heads, heads, PartitionSpec(batch, None), *(PartitionSpec("tensor") for _ in sinks))
+    run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks)

@@ -1,18 +1,37 @@
-"""Log-probability and entropy of given tokens, from hidden states, a chunk of tokens at a time.
+"""Log-probability and entropy of given tokens, from hidden states, without ever holding the logits of all of them.
 
-The logits of a chunk exist only while the chunk is worked on (forward and backward: the chunk is rematerialised),
-so that memory is `chunk x V` instead of `B x T x V`.
+1. Each token's predictor (the hidden state of the column before it, or of the one that `predictors_BT` names, where
+   branches share a prompt) is looked up; tokens and vocabulary are cut into chunks.
+2. Forward: for each chunk of the vocabulary, for each chunk of tokens, the logits of the pair update a running maximum,
+   sum and first moment per token (online softmax, arXiv 1805.02867). What stays is three numbers per token.
+3. Backward, spelled out as a custom VJP: the logits of each pair are computed again, turned into their gradient, and
+   multiplied into the gradients of the head and of the hidden states. It costs the one extra matmul that
+   rematerialisation would, and accumulates in float32 whatever the dtype of the model.
+4. Under a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary.
+   The head's columns are gathered over `fsdp` one chunk at a time, statistics meet over `tensor`, and hidden states are
+   gathered over `context`, since a branch's predictor may lie in another device's columns.
 
-Convention: row t of the result belongs to token t, and is predicted by the hidden state of token t - 1 (or of the column
-that `predictors_BT` names, where branches share a prompt). Column 0 has no predictor and gets 0; the loss mask never
-selects it.
+Convention: row t of the result belongs to token t. Column 0 has no predictor and gets 0, with no gradient; the loss mask
+never selects it.
+
+Letters: B sequences, T tokens of one, N chunks of tokens, M tokens of a chunk, D model, V columns of the vocabulary (all,
+a device's, or a chunk's).
 """
+
+import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from models import config as config_lib
 from models import transformer
+from sharding import rules
+
+MASKED = -1e30  # finite: exp gives 0, and 0 times it is 0, where -inf would give NaN
+CHUNK_LOGITS = 2**23  # logits that exist at a time: 32 MiB in float32
 
 
 def token_logprobs(
@@ -23,53 +42,305 @@ def token_logprobs(
     temperature_BT: jax.Array,
     *,
     predictors_BT: jax.Array | None = None,
-    chunk: int = 1024,
+    entropy_gradient: bool = False,
+    chunk: int | None = None,
+    vocab_chunk: int = 8192,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp_BT, entropy_BT), float32, of each token under softmax(logits / temperature).
+    """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
 
-    The entropy carries no gradient (it is a diagnostic; an entropy bonus needs its own term).
+    Gradients flow to the output head and to `hidden_BTD`; the temperature has none.
 
     Args:
+      params: the tree of `transformer.init`; only its output head is read.
+      config: static.
       hidden_BTD: output of `transformer.apply` for the same tokens.
       tokens_BT: the tokens to score.
       temperature_BT: the temperature each token was sampled at; values <= 0 (greedy) count as 1.
       predictors_BT: the column whose hidden state predicts the token; the one before it when None.
-      chunk: tokens per chunk, over B x T.
+      entropy_gradient: let the entropy carry a gradient (an entropy bonus); without, it is a diagnostic.
+      chunk: tokens per chunk, over the B x T of a device; as many as `CHUNK_LOGITS` allows when None.
+      vocab_chunk: columns per chunk, of the vocabulary of a device.
+
+    Raises:
+      ValueError: a chunk below 1.
     """
-    B, T, D = hidden_BTD.shape
-    # Targets are columns 1..T-1; flattened, then padded to whole chunks.
+    for name, value in (("chunk", chunk), ("vocab_chunk", vocab_chunk)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+    T = tokens_BT.shape[1]
+    column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens_BT.shape)
     if predictors_BT is None:
-        hidden_BTD = hidden_BTD[:, :-1]
-    else:
-        hidden_BTD = jnp.take_along_axis(hidden_BTD, predictors_BT[:, 1:, None], axis=1)
-    hidden_ND = hidden_BTD.reshape(-1, D)
-    target_N = tokens_BT[:, 1:].reshape(-1)
-    temperature_N = temperature_BT[:, 1:].reshape(-1)
-    N = hidden_ND.shape[0]
-    chunk = min(chunk, N)
-    pad = -N % chunk
+        predictors_BT = column_BT - 1
+    name = "embed" if config.tie_embeddings else "lm_head"
+    head = _Head.of(config, name, entropy_gradient, chunk, vocab_chunk)
+    temperature_BT = jnp.where(temperature_BT > 0, temperature_BT, 1.0)
+    logp_BT, entropy_BT = _score(
+        head, hidden_BTD, params[name], tokens_BT, temperature_BT, jnp.maximum(predictors_BT, 0)
+    )
+    return jnp.where(column_BT > 0, logp_BT, 0.0), jnp.where(column_BT > 0, entropy_BT, 0.0)
 
-    @jax.checkpoint
-    def score(args):
-        hidden_MD, target_M, temperature_M = args
-        logits_MV = transformer.logits(params, config, hidden_MD[None])[0]
-        logits_MV = logits_MV / jnp.where(temperature_M > 0, temperature_M, 1.0)[:, None]
-        logp_MV = jax.nn.log_softmax(logits_MV, axis=-1)
-        logp_M = jnp.take_along_axis(logp_MV, target_M[:, None], axis=-1)[:, 0]
-        entropy_M = -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=-1)
-        return logp_M, jax.lax.stop_gradient(entropy_M)
 
-    def chunked(x, value):
-        widths = ((0, pad),) + ((0, 0),) * (x.ndim - 1)
-        return jnp.pad(x, widths, constant_values=value).reshape(-1, chunk, *x.shape[1:])
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """What is static about a call: how the head lies in memory and over the mesh, and how it is cut."""
 
-    args = chunked(hidden_ND, 0), chunked(target_N, 0), chunked(temperature_N, 1)
-    if N <= chunk:
-        logp, entropy = score(jax.tree.map(lambda x: x[0], args))
-    else:
-        logp, entropy = jax.lax.map(score, args)
+    vocab_dim: int  # which dim of the kernel is the vocabulary: 0 when the embedding is the head
+    entropy_gradient: bool
+    chunk: int | None
+    vocab_chunk: int
+    softcap: float  # logits = cap tanh(logits / cap); 0: off
+    # Mesh axes over which each of them is split; empty without a mesh.
+    batch_axes: tuple[str, ...] = ()
+    context_axes: tuple[str, ...] = ()
+    model_axes: tuple[str, ...] = ()
+    vocab_axes: tuple[str, ...] = ()
 
-    def restore(x):
-        return jnp.pad(x.reshape(-1)[:N].reshape(B, T - 1), ((0, 0), (1, 0)))
+    @classmethod
+    def of(cls, config, name, entropy_gradient, chunk, vocab_chunk) -> "_Head":
+        vocab_dim = transformer.specs(config)[name].logical_axes.index("vocab")
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or math.prod(mesh.shape.values()) == 1:
+            return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap)
+        axes = (
+            tuple(axis for axis in rules.RULES[logical] if mesh.shape[axis] > 1)
+            for logical in ("batch", "sequence", "model", "vocab")
+        )
+        return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap, *axes)
 
-    return restore(logp), restore(entropy)
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return self.batch_axes + self.context_axes
+
+    def over_mesh(self, function, ins: str, outs: str):
+        """`function(head, ...)` on every device's part; a letter per array: h hidden, k kernel, t per token."""
+        if not (self.token_axes + self.model_axes + self.vocab_axes):
+            return functools.partial(function, self)
+        kernel = [self.model_axes or None] * 2
+        kernel[self.vocab_dim] = self.vocab_axes or None
+        specs = {
+            "h": PartitionSpec(self.batch_axes or None, self.context_axes or None, None),
+            "k": PartitionSpec(*kernel),
+            "t": PartitionSpec(self.batch_axes or None, self.context_axes or None),
+        }
+        return jax.shard_map(
+            functools.partial(function, self),
+            in_specs=tuple(specs[letter] for letter in ins),
+            out_specs=tuple(specs[letter] for letter in outs),
+            check_vma=False,
+        )
+
+    # The vocabulary, a chunk at a time.
+
+    def num_chunks(self, kernel) -> int:
+        return -(-kernel.shape[self.vocab_dim] // self.vocab_chunk)
+
+    def chunk_size(self, kernel) -> int:
+        """Equal chunks, in whole TPU lanes of 128 columns; the last one begins early rather than being shorter."""
+        size = -(-kernel.shape[self.vocab_dim] // self.num_chunks(kernel))
+        return min(-(-size // 128) * 128, kernel.shape[self.vocab_dim])
+
+    def columns(self, kernel, i, dtype):
+        """Chunk i: (weights [D, V], ids [V] of its columns in the whole vocabulary, -1 for those of an earlier chunk)."""
+        size = self.chunk_size(kernel)
+        start = self._start(kernel, i)
+        part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
+        if self.model_axes:
+            part = jax.lax.all_gather(part, self.model_axes, axis=1 - self.vocab_dim, tiled=True)
+        local_V = start + jnp.arange(size, dtype=jnp.int32)
+        first = kernel.shape[self.vocab_dim] * jax.lax.axis_index(self.vocab_axes) if self.vocab_axes else 0
+        ids_V = jnp.where(local_V >= i * size, local_V + first, -1)
+        return (part.T if self.vocab_dim == 0 else part), ids_V
+
+    def add_columns(self, d_kernel, i, d_columns_DV):
+        """Adds the gradient of chunk i, summed over all tokens of the mesh, to this device's part of the kernel's."""
+        d_part = d_columns_DV.T if self.vocab_dim == 0 else d_columns_DV
+        if self.model_axes:
+            d_part = jax.lax.psum_scatter(d_part, self.model_axes, scatter_dimension=1 - self.vocab_dim, tiled=True)
+        if others := tuple(axis for axis in self.token_axes if axis not in self.model_axes):
+            d_part = jax.lax.psum(d_part, others)
+        start, size = self._start(d_kernel, i), self.chunk_size(d_kernel)
+        before = jax.lax.dynamic_slice_in_dim(d_kernel, start, size, axis=self.vocab_dim)
+        after = before + d_part.astype(d_kernel.dtype)  # columns of an earlier chunk get zeros
+        return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
+
+    def logits(self, hidden_MD, columns_DV, ids_V, temperature_M):
+        """Tempered logits [M, V], float32, as `transformer.logits` computes them; columns of an earlier chunk masked."""
+        raw_MV = jnp.einsum("MD,DV->MV", hidden_MD, columns_DV, preferred_element_type=jnp.float32)
+        if self.softcap:
+            raw_MV = self.softcap * jnp.tanh(raw_MV / self.softcap)
+        return jnp.where(ids_V[None] >= 0, raw_MV / temperature_M[:, None], MASKED)
+
+    def d_logits(self, d_MV, logits_MV, ids_V, temperature_M):
+        """The transpose of what `logits` does to the product: from tempered logits back to the product."""
+        d_MV = d_MV / temperature_M[:, None]
+        if self.softcap:
+            d_MV *= 1 - (logits_MV * temperature_M[:, None] / self.softcap) ** 2
+        return jnp.where(ids_V[None] >= 0, d_MV, 0.0)  # masked logits are large enough to square to infinity
+
+    def _start(self, kernel, i):
+        size = self.chunk_size(kernel)
+        return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
+    return _score_forward(head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT)[0]
+
+
+def _score_forward(head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
+    forward = head.over_mesh(_forward, "hkttt", "ttt")
+    logp_BT, entropy_BT, log_norm_BT = forward(hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT)
+    residuals = hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT, log_norm_BT, entropy_BT
+    return (logp_BT, entropy_BT), residuals
+
+
+def _score_backward(head, residuals, cotangents):
+    d_hidden_BTD, d_kernel = head.over_mesh(_backward, "hkttttttt", "hk")(*residuals, *cotangents)
+    return d_hidden_BTD, d_kernel, None, None, None
+
+
+_score.defvjp(_score_forward, _score_backward)
+
+
+def _forward(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
+    """(logp, entropy, log normaliser) of this device's tokens, [B, T]."""
+    cut = _Cut.of(head, hidden_BTD, kernel, predictors_BT)
+    hidden_NMD = cut.hidden(hidden_BTD)
+    tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
+
+    def over_vocabulary(i, stats):
+        columns_DV, ids_V = head.columns(kernel, i, hidden_BTD.dtype)
+
+        def over_tokens(n, stats):
+            max_M, sum_M, moment_M, target_M = (x_NM[n] for x_NM in stats)
+            logits_MV = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n])
+            new_max_M = jnp.maximum(max_M, logits_MV.max(axis=-1))
+            below_MV, down_M = logits_MV - new_max_M[:, None], max_M - new_max_M
+            weight_MV = jnp.exp(below_MV)
+            # The first moment is taken about the maximum: about 0 it would lose the entropy's digits to the logits' size.
+            moment_M = jnp.exp(down_M) * (moment_M + down_M * sum_M) + (weight_MV * below_MV).sum(axis=-1)
+            sum_M = jnp.exp(down_M) * sum_M + weight_MV.sum(axis=-1)
+            target_M += jnp.where(ids_V[None] == tokens_NM[n][:, None], logits_MV, 0.0).sum(axis=-1)
+            new = new_max_M, sum_M, moment_M, target_M
+            return tuple(x_NM.at[n].set(x_M) for x_NM, x_M in zip(stats, new, strict=True))
+
+        return _loop(cut.num_chunks, over_tokens, stats)
+
+    zero_NM = jnp.zeros((cut.num_chunks, cut.size), jnp.float32)
+    stats = zero_NM + MASKED, zero_NM, zero_NM, zero_NM
+    max_NM, sum_NM, moment_NM, target_NM = _loop(head.num_chunks(kernel), over_vocabulary, stats)
+    if head.vocab_axes:
+        whole_NM = jax.lax.pmax(max_NM, head.vocab_axes)
+        down_NM = max_NM - whole_NM
+        moment_NM = jax.lax.psum(jnp.exp(down_NM) * (moment_NM + down_NM * sum_NM), head.vocab_axes)
+        sum_NM = jax.lax.psum(jnp.exp(down_NM) * sum_NM, head.vocab_axes)
+        target_NM = jax.lax.psum(target_NM, head.vocab_axes)
+        max_NM = whole_NM
+    log_sum_NM = jnp.log(sum_NM)
+    logp_NM = (target_NM - max_NM) - log_sum_NM  # in this order it cannot exceed 0
+    entropy_NM = log_sum_NM - moment_NM / sum_NM
+    return cut.join(logp_NM), cut.join(entropy_NM), cut.join(max_NM + log_sum_NM)
+
+
+def _backward(
+    head: _Head,
+    hidden_BTD,
+    kernel,
+    tokens_BT,
+    temperature_BT,
+    predictors_BT,
+    log_norm_BT,
+    entropy_BT,
+    d_logp_BT,
+    d_entropy_BT,
+):
+    """Gradients of this device's part of the hidden states and of the kernel.
+
+    With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
+        d logp / dz_v = [v is the token] - p_v        dH / dz_v = -p_v (log p_v + H)
+    """
+    cut = _Cut.of(head, hidden_BTD, kernel, predictors_BT)
+    hidden_NMD, dtype = cut.hidden(hidden_BTD), hidden_BTD.dtype
+    tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
+    log_norm_NM, entropy_NM = cut.split(log_norm_BT), cut.split(entropy_BT)
+    d_logp_NM, d_entropy_NM = cut.split(d_logp_BT), cut.split(d_entropy_BT)
+
+    def over_vocabulary(i, carry):
+        d_hidden_NMD, d_kernel = carry
+        columns_DV, ids_V = head.columns(kernel, i, dtype)
+
+        def over_tokens(n, carry):
+            d_hidden_NMD, d_columns_DV = carry
+            logits_MV = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n])
+            log_p_MV = logits_MV - log_norm_NM[n][:, None]
+            p_MV = jnp.exp(log_p_MV)
+            is_token_MV = ids_V[None] == tokens_NM[n][:, None]
+            d_MV = d_logp_NM[n][:, None] * (is_token_MV - p_MV)
+            if head.entropy_gradient:
+                d_MV -= d_entropy_NM[n][:, None] * p_MV * (log_p_MV + entropy_NM[n][:, None])
+            d_MV = head.d_logits(d_MV, logits_MV, ids_V, temperature_NM[n]).astype(dtype)
+            d_hidden_MD = jnp.einsum("MV,DV->MD", d_MV, columns_DV, preferred_element_type=jnp.float32)
+            d_columns_DV += jnp.einsum("MD,MV->DV", hidden_NMD[n], d_MV, preferred_element_type=jnp.float32)
+            return d_hidden_NMD.at[n].add(d_hidden_MD), d_columns_DV
+
+        blank_DV = jnp.zeros(columns_DV.shape, jnp.float32)
+        d_hidden_NMD, d_columns_DV = _loop(cut.num_chunks, over_tokens, (d_hidden_NMD, blank_DV))
+        return d_hidden_NMD, head.add_columns(d_kernel, i, d_columns_DV)
+
+    blank = jnp.zeros(hidden_NMD.shape, jnp.float32), jnp.zeros_like(kernel)
+    d_hidden_NMD, d_kernel = _loop(head.num_chunks(kernel), over_vocabulary, blank)
+    if head.vocab_axes:
+        d_hidden_NMD = jax.lax.psum(d_hidden_NMD, head.vocab_axes)
+    return cut.d_hidden(d_hidden_NMD, hidden_BTD), d_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """This device's tokens in N chunks of M, and where in the hidden states each one's predictor is."""
+
+    head: _Head
+    shape: tuple[int, int]  # (B, T) of the tokens here
+    size: int  # M
+    num_chunks: int  # N
+    rows_NM: jax.Array  # int32 into the B x T hidden states, T being the whole context
+
+    @classmethod
+    def of(cls, head: _Head, hidden_BTD, kernel, predictors_BT) -> "_Cut":
+        B, T = predictors_BT.shape
+        limit = head.chunk or max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
+        num_chunks = max(-(-B * T // limit), 1)
+        context = math.prod(jax.lax.axis_size(axis) for axis in head.context_axes)
+        rows_BT = predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * (T * context)
+        cut = cls(head, (B, T), -(-B * T // num_chunks), num_chunks, rows_NM=None)
+        return dataclasses.replace(cut, rows_NM=cut.split(rows_BT))
+
+    def split(self, x_BT, fill=0):
+        """[B, T] -> [N, M]; what is filled up gets no gradient, since its cotangent is filled with 0."""
+        flat = x_BT.reshape(-1)
+        pad = self.num_chunks * self.size - flat.shape[0]
+        return jnp.pad(flat, (0, pad), constant_values=fill).reshape(self.num_chunks, self.size)
+
+    def join(self, x_NM):
+        B, T = self.shape
+        return x_NM.reshape(-1)[: B * T].reshape(B, T)
+
+    def hidden(self, hidden_BTD):
+        """Predictors of the tokens, [N, M, D]."""
+        if self.head.context_axes:
+            hidden_BTD = jax.lax.all_gather(hidden_BTD, self.head.context_axes, axis=1, tiled=True)
+        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.rows_NM]
+
+    def d_hidden(self, d_hidden_NMD, hidden_BTD):
+        """The transpose of `hidden`: a state that predicts several tokens gets the sum."""
+        B, T, D = hidden_BTD.shape
+        context = math.prod(jax.lax.axis_size(axis) for axis in self.head.context_axes)
+        d_RD = jnp.zeros((B * T * context, D), jnp.float32).at[self.rows_NM].add(d_hidden_NMD)
+        d_BTD = d_RD.reshape(B, T * context, D)
+        if self.head.context_axes:
+            d_BTD = jax.lax.psum_scatter(d_BTD, self.head.context_axes, scatter_dimension=1, tiled=True)
+        return d_BTD.astype(hidden_BTD.dtype)
+
+
+def _loop(num: int, body, carry):
+    """`fori_loop`, but one turn is a call: a small model pays for no loop."""
+    return body(0, carry) if num == 1 else jax.lax.fori_loop(0, num, body, carry)

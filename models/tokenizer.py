@@ -8,27 +8,33 @@
    removed and what lies between is encoded as plain text.
 3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. A
    template without such blocks (Qwen3's own) is masked from its generation prompt up to the next stop id.
-4. `Tokenizer.parse` reads sampled ids back into an assistant message: reasoning, content, tool calls.
+4. `Tokenizer.parse` reads sampled ids back into an assistant message: reasoning, content, tool calls (parsers.py).
+5. `Tokenizer.bridge` appends new messages to the ids of a turn as they were sampled: nothing is rendered again, so a
+   conversation trains on exactly the ids that it was made of.
 
 Left out: transformers (126 MB for what 300 lines do); SentencePiece-style tokenizers, whose result depends on where a
 text is cut (refused by `load`); `strftime_now`, so that a rendering never depends on the day (templates that
-use it carry a fixed date for its absence); bridging turns, and parsing GLM-4.5's and Llama-3's tool calls.
+use it carry a fixed date for its absence).
 """
 
+import codecs
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+
+from models import parsers
 
 BYTE_CHATML = "byte_chatml"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -119,68 +125,97 @@ class Tokenizer:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids past the vocabulary (padded rows) nothing."""
         return self.model.decode(list(ids), skip_special_tokens=skip_special)
 
+    def text_stream(self) -> "TextStream":
+        """Text of ids that come a few at a time."""
+        return TextStream(self)
+
+    def token_bytes(self, id: int) -> bytes:
+        """What one id spells, specials included; nothing for an id past the vocabulary."""
+        return self._spelled.get(id, b"")
+
     def render(
         self,
         messages: Sequence[Mapping],
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping] | None = None,
+        variables: Mapping | None = None,
     ) -> Rendered:
+        """Ids of a conversation; `variables` are more names for the template (`enable_thinking`, ...).
+
+        Raises ValueError where the template refuses the messages.
+        """
         if not messages:
             raise ValueError("there are no messages to render; pass at least one {'role': ..., 'content': ...}")
-        inputs = json.dumps([list(messages), tools], ensure_ascii=False) + self._template_text
-        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
-        breaker, opener, closer = next(unused), next(unused), next(unused)
-        variables = {
-            "messages": self._break_specials(list(messages), breaker),
-            "tools": self._break_specials(list(tools), breaker) if tools else None,
-            "generation_opener": opener,
-            "generation_closer": closer,
-        }
-
-        text = self._template.render(variables, add_generation_prompt=add_generation_prompt)
+        inputs, unused = self._template_inputs(messages, tools, variables)
+        breaker = inputs["breaker"]
+        text = self._render_text(inputs, add_generation_prompt)
         ids, generated, mask = [], False, []
-        for block in re.split(f"([{opener}{closer}])", text):
-            if block in (opener, closer):
-                generated = block == opener
+        for block in re.split(f"([{inputs['generation_opener']}{inputs['generation_closer']}])", text):
+            if block in (inputs["generation_opener"], inputs["generation_closer"]):
+                generated = block == inputs["generation_opener"]
                 continue
-            for piece in self._cut.split(block):  # a piece is a special of the template's, or text without any
-                is_special = piece in self.specials
-                ids += [self.specials[piece]] if is_special else self.encode(piece.replace(breaker, ""))
+            ids += self._encode_rendered(block, breaker)
             mask += [generated] * (len(ids) - len(mask))
         if _Generation.TAG.search(self._template_text) is None:
-            bare, prompted = (self._template.render(variables, add_generation_prompt=on) for on in (False, True))
+            bare, prompted = (self._render_text(inputs, on) for on in (False, True))
             mask = self._mask_after(self.encode(prompted[len(bare) :], special=True), ids)
         return Rendered(ids, mask)
 
-    def parse(self, ids: Sequence[int]) -> dict:
+    def parse(self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None) -> dict:
         """The assistant message that a completion spells, up to the first stop id.
 
-        What is malformed is no error: a tool call that is not JSON with a name stays in the content as text, and
-        reasoning that was cut off before its end is all reasoning.
+        What is malformed is no error: a tool call that cannot be read stays in the content as text, and reasoning that
+        was cut off before its end is all reasoning. `tools` tell strings from numbers where the format does not.
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
-        content = self.decode(ids[:end])
+        parsed = parsers.parse(self.decode(ids[:end]), self.call_format, tools=tools)
         message = {"role": "assistant"}
-        if content.startswith("<think>") or "</think>" in content:
-            reasoning, _, content = content.partition("</think>")
-            message["reasoning_content"] = reasoning.removeprefix("<think>").strip("\n")
-            content = content.lstrip("\n")
-        calls = []
-
-        def take(match: re.Match) -> str:
-            call = _parse_call(match[1])
-            if call is None:
-                return match[0]
-            calls.append({"id": f"call_{len(calls)}", "type": "function", "function": call})
-            return ""
-
-        content = re.sub(r"\n?<tool_call>(.*?)</tool_call>", take, content, flags=re.DOTALL)
-        message["content"] = content
-        if calls:
-            message["tool_calls"] = calls
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        message["content"] = parsed.content
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{index}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(parsed.calls)
+            ]
         return message
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        messages: Sequence[Mapping],
+        *,
+        tools: Sequence[Mapping] | None = None,
+        variables: Mapping | None = None,
+    ) -> list[int] | None:
+        """Ids of the next turn's prompt: those of this turn as they are, then `messages` and the generation prompt.
+
+        `messages` are what came after the completion (user or tool turns). A completion that was cut off is closed as
+        the template closes a turn. None where the ids cannot simply go on: the completion ended with a stop id that
+        does not open what follows, or the template joins the two texts; then render the whole conversation.
+        """
+        inputs, unused = self._template_inputs(messages, tools, variables)
+        mark = next(unused)  # stands for the completion
+        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        text = self._render_text(inputs | {"messages": turn + inputs["messages"]}, True)
+        marked, _, tail = text.rpartition(mark)
+        tail = re.sub(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", "", tail)
+        if not marked or self._cut.match(tail) is None:
+            return None
+        tail_ids = self._encode_rendered(tail, inputs["breaker"])
+        completion_ids = list(completion_ids)
+        if completion_ids and completion_ids[-1] in self.stop_ids:
+            if completion_ids[-1] != tail_ids[0]:
+                return None
+            tail_ids = tail_ids[1:]
+        return [*prompt_ids, *completion_ids, *tail_ids]
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes a folder that `load` and transformers' AutoTokenizer read."""
@@ -201,6 +236,56 @@ class Tokenizer:
         _write_json(directory / "tokenizer_config.json", config)
         if not (directory / "generation_config.json").exists():  # the checkpoint's own may say more
             _write_json(directory / "generation_config.json", generation)
+
+    @functools.cached_property
+    def call_format(self) -> str:
+        """How this template spells tool calls: one of `parsers.FORMATS`."""
+        return parsers.detect_format(self.chat_template or "")
+
+    def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
+        """The template's variables, with what the caller wrote made harmless, and private-use characters still unused."""
+        variables = dict(variables or {})
+        inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text
+        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
+        breaker = next(unused)
+        made = self._break_specials(variables, breaker) | {
+            "breaker": breaker,
+            "messages": self._break_specials(list(messages), breaker),
+            "tools": self._break_specials(list(tools), breaker) if tools else None,
+            "generation_opener": next(unused),
+            "generation_closer": next(unused),
+        }
+        return made, unused
+
+    def _render_text(self, inputs: Mapping, add_generation_prompt: bool) -> str:
+        inputs = dict(inputs) | {"add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(inputs)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            RecursionError,
+        ) as error:  # a field that the template needs is not there
+            raise ValueError(f"the chat template cannot render the messages: {error}") from error
+
+    def _encode_rendered(self, text: str, breaker: str) -> list[int]:
+        ids = []
+        for piece in self._cut.split(text):  # a piece is a special of the template's, or text without any
+            ids += [self.specials[piece]] if piece in self.specials else self.encode(piece.replace(breaker, ""))
+        return ids
+
+    @functools.cached_property
+    def _spelled(self) -> dict[int, bytes]:
+        byte_of = {char: byte for byte, char in enumerate(_byte_chars())}
+        added = self.model.get_added_tokens_decoder()
+        return {
+            id: text.encode() if id in added else bytes(byte_of[char] for char in text if char in byte_of)
+            for text, id in self.model.get_vocab(with_added_tokens=True).items()
+        }
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
     def _cut(self) -> re.Pattern:
@@ -253,10 +338,23 @@ class Tokenizer:
         return mask
 
 
+class TextStream:
+    """`push` gives the text that new ids complete: the pieces together are `decode` of all ids. Specials are skipped."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """A character whose bytes are not all there waits for them; `final` says that no more will come."""
+        skipped, spelled = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        return self._decoder.decode(b"".join(spelled(id) for id in ids if id not in skipped), final)
+
+
 def byte_chatml() -> Tokenizer:
     """The embedded tokenizer: 256 bytes, 3 specials, 6 markers; lossless on any text, and nothing to download."""
     vocab = {char: byte for byte, char in enumerate(_byte_chars())}
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], cache_capacity=0))
+    model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[], cache_capacity=0))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
@@ -296,6 +394,11 @@ def _wrap(model: tokenizers.Tokenizer, template: str | None, *, eos: str, pad: s
         raise ValueError(
             "tokenizer.json is of the SentencePiece kind, which encodes a text otherwise when it is cut at its "
             "specials; use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+        )
+    if "ByteLevel" not in json.dumps(layout["decoder"]):
+        raise ValueError(
+            "tokenizer.json has no byte-level decoder, so that text cannot be put together token by token; use a model "
+            "with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
         )
     model.encode_special_tokens = True
     model.no_padding()
@@ -342,16 +445,6 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _raise(message: str):
     raise ValueError(f"the chat template refuses the messages: {message}")
-
-
-def _parse_call(text: str) -> dict | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):  # a model may write anything here, ten thousand brackets included
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    return {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
 
 
 def _byte_chars() -> list[str]:

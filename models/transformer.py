@@ -4,19 +4,26 @@
    `sharding.rules.shardings` layouts.
 2. `apply` runs packed sequences through all layers (learner, scorer). `extend` runs the same blocks over a cache
    of keys (prefill, decode, replay). Both hand `_block` a function that attends, and differ in nothing else:
-   what the sampler computes is what the learner computes.
+   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran.
 3. `logits` is the output head in float32.
 
-Letters: B sequences, T tokens, S cache length, D model, H query heads, K key heads, C head dim, F ffn, V vocabulary.
+Every family runs through this one block, by the switches of its config. With `config.scan_layers`, layers of one kind are
+stacked and scanned: the parameters of `stacks` have a leading dim; `stack` and `unstack` convert.
+
+Letters: B sequences, T tokens, S cache length, D model, H query heads, K key heads, C head dim (V of values), F ffn,
+R latent dim, N plain and P rotated dims of a latent head, E experts, X experts per token, L layers, V vocabulary.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, layers, moe
+from models import attention, blocks, layers, moe
 from models import config as config_lib
 from sharding import rules
 
@@ -25,59 +32,19 @@ Params = dict
 
 def specs(config: config_lib.ModelConfig) -> Params:
     """The tree of `ParamSpec`: every parameter's shape, dtype, logical dims and initial distribution."""
-    D, H, K, C, V = (
-        config.model_dim,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.vocab_size,
-    )
-
-    def kernel(shape, axes, fan_in):
-        return rules.ParamSpec(shape, config.param_dtype, axes, _normal(fan_in))
-
-    def scale(dim):
-        return rules.ParamSpec((dim,), config.param_dtype, ("norm",), _ones)
-
-    def ffn(F):
-        return {
-            "gate": kernel((D, F), ("model", "ffn"), D),
-            "up": kernel((D, F), ("model", "ffn"), D),
-            "down": kernel((F, D), ("ffn", "model"), F),
-        }
-
-    def experts(E, F):
-        return {
-            "router": kernel((D, E), ("model", "router"), D),
-            "gate": kernel((E, D, F), ("experts", "model", "ffn"), D),
-            "up": kernel((E, D, F), ("experts", "model", "ffn"), D),
-            "down": kernel((E, F, D), ("experts", "ffn", "model"), F),
-        }
-
-    def layer(index):
-        block = {
-            "attn_norm": scale(D),
-            "attn": {
-                "q": kernel((D, H, C), ("model", "heads", "head_dim"), D),
-                "k": kernel((D, K, C), ("model", "kv_heads", "head_dim"), D),
-                "v": kernel((D, K, C), ("model", "kv_heads", "head_dim"), D),
-                "o": kernel((H, C, D), ("heads", "head_dim", "model"), H * C),
-            },
-            "mlp_norm": scale(D),
-        }
-        if config.qk_norm:
-            block["attn"] |= {"q_norm": scale(C), "k_norm": scale(C)}
-        if config.is_mixture(index):
-            return block | {"moe": experts(config.num_experts, config.expert_ffn_dim)}
-        return block | {"mlp": ffn(config.ffn_dim)}
-
+    D, V = config.model_dim, config.vocab_size
     tree = {
-        "embed": kernel((V, D), ("vocab", "model"), D),  # unit-variance logits when the head is tied
-        "layers": {f"{index:03d}": layer(index) for index in range(config.num_layers)},
-        "final_norm": scale(D),
+        "embed": blocks.kernel(config, (V, D), ("vocab", "model"), D),  # unit-variance logits when the head is tied
+        "layers": {f"{index:03d}": blocks.specs(config, index) for index in range(config.num_layers)},
+        "final_norm": blocks.scale(config, D),
     }
     if not config.tie_embeddings:
-        tree["lm_head"] = kernel((D, V), ("model", "vocab"), D)
+        tree["lm_head"] = blocks.kernel(config, (D, V), ("model", "vocab"), D)
+    if config.scan_layers:
+        tree["layers"] = {
+            key: jax.tree.map(functools.partial(_stacked, len(indices)), tree["layers"][key], is_leaf=rules.is_spec)
+            for key, indices in stacks(config).items()
+        }
     return tree
 
 
@@ -87,19 +54,41 @@ def abstract(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = No
 
 
 def init(key: jax.Array, config: config_lib.ModelConfig) -> Params:
-    """Draws the parameters; each one's key is folded from its path, so adding a layer changes no other."""
-    tree = specs(config)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=rules.is_spec)]
-    leaves, structure = jax.tree.flatten(tree, is_leaf=rules.is_spec)
-    drawn = [
-        spec.init(jax.random.fold_in(key, _path_hash(path)), spec.shape, spec.dtype)
-        for path, spec in zip(paths, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, drawn)
+    """Draws the parameters; each one's key is folded from its path, so adding a layer changes no other.
+
+    Stacked layers are drawn as the single ones are: `init` of the scanned config is `stack` of the other's.
+    """
+
+    def draw(spec, path):
+        return spec.init(jax.random.fold_in(key, path_hash(path)), spec.shape, spec.dtype)
+
+    def path_hash(path):
+        return _path_hash("".join(f"['{name}']" for name in path))
+
+    plain = specs(dataclasses.replace(config, scan_layers=False))
+    if not config.scan_layers:
+        return _map_with_names(draw, plain)
+
+    def draw_stack(spec, path, indices):
+        hashes_N = jnp.asarray([path_hash(("layers", f"{index:03d}", *path)) for index in indices], jnp.uint32)
+        return jax.vmap(lambda h: spec.init(jax.random.fold_in(key, h), spec.shape, spec.dtype))(hashes_N)
+
+    drawn = _map_with_names(draw, {name: spec for name, spec in plain.items() if name != "layers"})
+    return drawn | {
+        "layers": {
+            key: _map_with_names(functools.partial(draw_stack, indices=indices), plain["layers"][key])
+            for key, indices in stacks(config).items()
+        }
+    }
 
 
 def num_params(config: config_lib.ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=rules.is_spec))
+
+
+def is_decayed(config: config_lib.ModelConfig) -> Params:
+    """A tree of bool: True for matrices, which weight decay acts on; not for norms, biases, sinks and corrections."""
+    return jax.tree.map(lambda spec: isinstance(spec.init, blocks.Normal), specs(config), is_leaf=rules.is_spec)
 
 
 def apply(
@@ -110,6 +99,7 @@ def apply(
     positions_BT: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
     branch_ids_BT: jax.Array | None = None,
+    experts_LBTX: jax.Array | None = None,
 ) -> jax.Array:
     """Runs whole (packed) sequences; returns the hidden states [B, T, D] after the final norm.
 
@@ -120,27 +110,81 @@ def apply(
       positions_BT: position of each token in its own sequence; 0..T-1 when None.
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
       branch_ids_BT: 0 in a prompt that several continuations share, 1, 2, ... in those; no sharing when None.
+      experts_LBTX: experts to use in each mixture layer (router replay); the router chooses when None.
     """
+    return apply_routed(
+        params,
+        config,
+        tokens_BT,
+        positions_BT=positions_BT,
+        segment_ids_BT=segment_ids_BT,
+        branch_ids_BT=branch_ids_BT,
+        experts_LBTX=experts_LBTX,
+    )[0]
+
+
+def apply_routed(
+    params: Params,
+    config: config_lib.ModelConfig,
+    tokens_BT: jax.Array,
+    *,
+    positions_BT: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    branch_ids_BT: jax.Array | None = None,
+    experts_LBTX: jax.Array | None = None,
+) -> tuple[jax.Array, moe.Routing | None]:
+    """`apply`, and the routing of all mixture layers, stacked (None without any); padding does not count in its loads."""
     B, T = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones((B, T), jnp.int32)
-    mask_BTS = attention.packed_mask(segment_ids_BT, branch_ids_BT)
+    packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
+    rotations = _rotations(config, positions_BT)
 
-    def attend(q_BTHC, k_BTKC, v_BTKC):
-        k_BKTC, v_BKTC = k_BTKC.swapaxes(1, 2), v_BTKC.swapaxes(1, 2)
-        return attention.attend(q_BTHC, k_BKTC, v_BKTC, mask_BTS)
+    def attend(q_BTHC, k_BTKC, v_BTKV, **options):
+        return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, implementation=config.attention, **options)
 
-    def run_block(block_params, x_BTD):
-        return _block(block_params, config, x_BTD, positions_BT, attend)
+    def block(block_params, x_BTD, experts_BTX, sliding):
+        x_BTD = checkpoint_name(x_BTD, "block_input")
+        return blocks.run(
+            block_params,
+            config,
+            x_BTD,
+            attend,
+            rotations[sliding],
+            sliding=sliding,
+            experts_BTX=experts_BTX,
+            valid_BT=segment_ids_BT != 0,
+        )
 
-    if config.remat == "block":
-        run_block = jax.checkpoint(run_block, policy=jax.checkpoint_policies.nothing_saveable)
+    block = _remat(block, config)
     x_BTD = _embed(params, config, tokens_BT)
-    for index in range(config.num_layers):
-        x_BTD = run_block(params["layers"][f"{index:03d}"], x_BTD)
-    return layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps)
+    routings = {}
+    if not config.scan_layers:
+        for index in range(config.num_layers):
+            experts_BTX = _of_layers(experts_LBTX, config, index)
+            x_BTD, routings[index] = block(
+                params["layers"][f"{index:03d}"], x_BTD, experts_BTX, config.is_sliding(index)
+            )
+    else:
+        for keys, indices in _scans(config):
+
+            def body(x_BTD, slices, keys=keys):
+                out = []
+                for key, block_params, experts_BTX in zip(keys, *slices, strict=True):
+                    x_BTD, routing = block(block_params, x_BTD, experts_BTX, config.is_sliding(int(key)))
+                    out.append(routing)
+                return x_BTD, out
+
+            experts = [_of_layers(experts_LBTX, config, of_key) for of_key in indices]
+            x_BTD, stacked = jax.lax.scan(body, x_BTD, ([params["layers"][key] for key in keys], experts))
+            for of_key, routing_N in zip(indices, stacked, strict=True):
+                for n, index in enumerate(of_key):
+                    routings[index] = jax.tree.map(lambda x, n=n: x[n], routing_N)
+    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
+    routings = [routings[index] for index in range(config.num_layers) if config.is_mixture(index)]
+    return hidden_BTD, jax.tree.map(lambda *x: jnp.stack(x), *routings) if routings else None
 
 
 def extend(
@@ -153,75 +197,200 @@ def extend(
 ) -> tuple[jax.Array, tuple]:
     """Runs tokens that continue cached sequences; returns (hidden [B, T, D] after the final norm, new cache).
 
-    `cache` holds one entry per layer, opaque here. `attend_cached(entry, q_BTHC, k_BTKC, v_BTKC) -> (out_BTHC,
-    entry)` owns the layout of the cache, writes the new keys and attends (inference/kv_cache.py).
+    `cache` holds one entry per layer (per stack of `stacks`, if scanned), opaque here. `attend_cached(entry, q_BTHC,
+    k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` owns the layout of the cache, writes the new keys and attends
+    (inference/kv_cache.py). The options are those of `attention.attend`, window and value_dim; a layer that needs none
+    passes none. Latent attention passes its latents as the one key head, and reads its values from them.
     """
+    return extend_routed(params, config, tokens_BT, positions_BT, cache, attend_cached)[:2]
+
+
+def extend_routed(
+    params: Params,
+    config: config_lib.ModelConfig,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    cache: tuple,
+    attend_cached: Callable,
+) -> tuple[jax.Array, tuple, jax.Array | None]:
+    """`extend`, and the experts [L, B, T, X] that the mixture layers chose (None without any), for router replay."""
+    rotations = _rotations(config, positions_BT)
+
+    def block(block_params, x_BTD, entry, sliding):
+        new_entry = None
+
+        def attend(q_BTHC, k_BTKC, v_BTKV, **options):
+            nonlocal new_entry
+            out_BTHV, new_entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options)
+            return out_BTHV
+
+        x_BTD, routing = blocks.run(
+            block_params, config, x_BTD, attend, rotations[sliding], sliding=sliding, absorbed=True
+        )
+        return x_BTD, new_entry, None if routing is None else routing.experts
+
     x_BTD = _embed(params, config, tokens_BT)
-    entries = []
-    for index in range(config.num_layers):
+    experts, entries = {}, []
+    if not config.scan_layers:
+        for index in range(config.num_layers):
+            x_BTD, entry, experts[index] = block(
+                params["layers"][f"{index:03d}"], x_BTD, cache[index], config.is_sliding(index)
+            )
+            entries.append(entry)
+    else:
+        for keys, indices in _scans(config):
 
-        def attend(q_BTHC, k_BTKC, v_BTKC, entry=cache[index]):
-            out_BTHC, new_entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKC)
-            entries.append(new_entry)
-            return out_BTHC
+            def body(carry, slices, keys=keys):
+                x_BTD, entries = carry
+                (block_params, n), out, new_entries = slices, [], []
+                for key, one_params, entry in zip(keys, block_params, entries, strict=True):
+                    x_BTD, (*entry, _), chosen = block(one_params, x_BTD, (*entry, n), config.is_sliding(int(key)))
+                    out.append(chosen)
+                    new_entries.append(tuple(entry))
+                return (x_BTD, new_entries), out
 
-        x_BTD = _block(params["layers"][f"{index:03d}"], config, x_BTD, positions_BT, attend)
-    return layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps), tuple(entries)
+            old = [cache[len(entries) + j] for j in range(len(keys))]
+            slices = [params["layers"][key] for key in keys], jnp.arange(len(indices[0]))
+            (x_BTD, new), chosen = jax.lax.scan(body, (x_BTD, old), slices)
+            entries += new
+            for of_key, chosen_N in zip(indices, chosen, strict=True):
+                experts |= {index: None if chosen_N is None else chosen_N[n] for n, index in enumerate(of_key)}
+    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
+    experts = [experts[index] for index in range(config.num_layers) if config.is_mixture(index)]
+    return hidden_BTD, tuple(entries), jnp.stack(experts) if experts else None
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
-    kernel_DV = params["embed"].T if config.tie_embeddings else params["lm_head"]
-    return jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
+    kernel_DV = head(params, config).astype(hidden_BTD.dtype)
+    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
+    if config.final_softcap:
+        logits_BTV = config.final_softcap * jnp.tanh(logits_BTV / config.final_softcap)
+    return logits_BTV
+
+
+def head(params: Params, config: config_lib.ModelConfig) -> jax.Array:
+    """The output head's kernel [D, V]."""
+    return params["embed"].T if config.tie_embeddings else params["lm_head"]
+
+
+def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
+    """Which layers share a stack when layers are scanned: the first one's key -> their indices, in order.
+
+    A pattern of several kinds (Gemma's five sliding layers and a full one) is scanned as a unit, each place a stack.
+    """
+    kinds = [(config.is_mixture(index), config.is_sliding(index)) for index in range(config.num_layers)]
+    out, start = {}, 0
+    while start < len(kinds):
+        period, repeats = 1, 1
+        for p in range(1, (len(kinds) - start) // 2 + 1):
+            unit, r = kinds[start : start + p], 1
+            while kinds[start + r * p : start + (r + 1) * p] == unit:
+                r += 1
+            if r > 1 and p * r > period * repeats:
+                period, repeats = p, r
+        for j in range(period):
+            out[f"{start + j:03d}"] = [start + j + n * period for n in range(repeats)]
+        start += period * repeats
+    return out
+
+
+def stack(params: Params, config: config_lib.ModelConfig) -> Params:
+    """The tree of single layers -> the tree of `stacks` (what `config.scan_layers` reads)."""
+    single = params["layers"]
+    return params | {
+        "layers": {
+            key: jax.tree.map(lambda *x: jnp.stack(x), *(single[f"{index:03d}"] for index in indices))
+            for key, indices in stacks(config).items()
+        }
+    }
+
+
+def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
+    """The tree of `stacks` -> the tree of single layers."""
+    single = {
+        f"{index:03d}": jax.tree.map(lambda x, n=n: x[n], params["layers"][key])
+        for key, indices in stacks(config).items()
+        for n, index in enumerate(indices)
+    }
+    return params | {"layers": dict(sorted(single.items()))}
 
 
 def _embed(params, config, tokens_BT):
-    x_BTD = params["embed"].astype(config.dtype)[tokens_BT]
+    # The table is gathered over `fsdp` first: looked up as it lies, its rows would come back split over the model dim,
+    # and XLA would replicate them in full to split them over the batch instead.
+    table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
+    x_BTD = table_VD[tokens_BT]
+    if config.scale_embeddings:
+        x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)
 
 
-def _block(params: dict, config: config_lib.ModelConfig, x_BTD, positions_BT, attend) -> jax.Array:
-    """x += Attention(norm(x)); x += FFN(norm(x))."""
-    with jax.named_scope("attention"):
-        h_BTD = layers.rms_norm(x_BTD, params["attn_norm"], config.norm_eps)
-        q_BTHC = jnp.einsum("BTD,DHC->BTHC", h_BTD, params["attn"]["q"].astype(h_BTD.dtype))
-        k_BTKC = jnp.einsum("BTD,DKC->BTKC", h_BTD, params["attn"]["k"].astype(h_BTD.dtype))
-        v_BTKC = jnp.einsum("BTD,DKC->BTKC", h_BTD, params["attn"]["v"].astype(h_BTD.dtype))
-        if config.qk_norm:
-            q_BTHC = layers.rms_norm(q_BTHC, params["attn"]["q_norm"], config.norm_eps)
-            k_BTKC = layers.rms_norm(k_BTKC, params["attn"]["k_norm"], config.norm_eps)
-        q_BTHC = layers.rotate(q_BTHC, positions_BT, config.rope_theta)
-        k_BTKC = layers.rotate(k_BTKC, positions_BT, config.rope_theta)
-        out_BTHC = attend(q_BTHC, k_BTKC, v_BTKC)
-        x_BTD += jnp.einsum("BTHC,HCD->BTD", out_BTHC, params["attn"]["o"].astype(h_BTD.dtype))
-    x_BTD = rules.constrain(x_BTD, "batch", "sequence", None)
-    with jax.named_scope("ffn"):
-        h_BTD = layers.rms_norm(x_BTD, params["mlp_norm"], config.norm_eps)
-        if "moe" in params:
-            x_BTD += moe.mixture(h_BTD, params["moe"], config)
-        else:
-            x_BTD += layers.swiglu(h_BTD, params["mlp"])
-    return rules.constrain(x_BTD, "batch", "sequence", None)
+def _rotations(config, positions_BT) -> dict[bool, layers.Rotation]:
+    """By whether the layer slides; computed once for all layers."""
+    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
+    return {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
 
 
-def _normal(fan_in: int):
-    """Truncated normal with standard deviation 1 / sqrt(fan_in): a unit-variance input gives a unit-variance output."""
+def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
+    """What the backward pass of a layer recomputes, by name; `block`'s last argument is static."""
+    policies = jax.checkpoint_policies
+    if config.remat == "none":
+        return block
+    policy = {
+        "block": policies.nothing_saveable,
+        "dots": policies.save_only_these_names(layers.SAVED),
+        # The input of each layer waits in host memory; everything inside the layer is recomputed from it.
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["block_input"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[config.remat]
+    # Inside a scan nothing can be merged across layers, and the barrier that prevents it only costs.
+    return jax.checkpoint(block, policy=policy, prevent_cse=not config.scan_layers, static_argnums=3)
 
-    def draw(key, shape, dtype):
-        # 0.8796: standard deviation of a unit normal truncated at +-2
-        return (jax.random.truncated_normal(key, -2, 2, shape) * (fan_in**-0.5 / 0.8796)).astype(dtype)
 
-    return draw
+def _scans(config) -> list[tuple[list[str], list[list[int]]]]:
+    """The scans that make up the model, in order: the keys of a unit, and the layers of each."""
+    out, next_start = [], 0
+    for key, indices in stacks(config).items():
+        if int(key) == next_start:
+            out.append(([], []))
+        out[-1][0].append(key)
+        out[-1][1].append(indices)
+        next_start = max(next_start, indices[-1] + 1)
+    return out
 
 
-def _ones(key, shape, dtype):
-    del key
-    return jnp.ones(shape, dtype)
+def _of_layers(experts_LBTX, config, layers_wanted: int | list[int]):
+    """The replayed experts of one layer, or stacked of several; None where there are none."""
+    first = layers_wanted if isinstance(layers_wanted, int) else layers_wanted[0]
+    if experts_LBTX is None or not config.is_mixture(first):
+        return None
+    mixtures = [index for index in range(config.num_layers) if config.is_mixture(index)]
+    if isinstance(layers_wanted, int):
+        return experts_LBTX[mixtures.index(layers_wanted)]
+    return experts_LBTX[jnp.asarray([mixtures.index(index) for index in layers_wanted])]
 
 
-def _path_hash(path) -> int:
+def _stacked(num_layers: int, spec: rules.ParamSpec) -> rules.ParamSpec:
+    return dataclasses.replace(spec, shape=(num_layers, *spec.shape), logical_axes=("layers", *spec.logical_axes))
+
+
+def _map_with_names(function, tree):
+    """tree.map of `function(spec, names from the root)`."""
+
+    def call(path, spec):
+        return function(spec, tuple(key.key for key in path))
+
+    return jax.tree_util.tree_map_with_path(call, tree, is_leaf=rules.is_spec)
+
+
+def _path_hash(path: str) -> int:
     """A stable 31-bit number of a parameter's path (FNV-1a)."""
     value = 2166136261
-    for byte in jax.tree_util.keystr(path).encode():
+    for byte in path.encode():
         value = (value ^ byte) * 16777619 % 2**32
     return value & 0x7FFFFFFF

@@ -1,0 +1,165 @@
+"""Tokens per second, forward and backward in float32 on a CPU, beside transformers on torch.
+
+    python -m bench.forward
+    python -m bench.forward --peer-python=/path/to/venv/bin/python     # a venv with torch and transformers
+
+1. Two Qwen3 models with random weights: "tiny" (4 layers, D 256, V 512, tied: 4.1 M parameters; 64 rows of 96 tokens) and
+   "100m" (12 layers, D 768, V 32000, tied; 8 rows of 128).
+2. One process per side and model computes the mean negative log-probability of the next tokens and its gradient by every
+   parameter. They take turns, one step each, so that a busy machine is busy for both.
+3. Printed: the best and the median step, tokens per second of the best, their ratio, and our part of the matmul limit: FLOPs
+   counted as 6 per token and parameter of a matmul, plus 12 L T H C per token for attention, over those of a 2048 x 2048
+   float32 product timed in the same process.
+
+Acceptance: at least 2 times the peer on "tiny", 1.3 times on "100m".
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+MODELS = {
+    "tiny": dict(vocab=512, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=1024, rows=64, tokens=96),
+    "100m": dict(vocab=32000, dim=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2304, rows=8, tokens=128),
+}
+PEER = """
+import json, sys, time
+import torch, transformers
+m = json.loads(sys.argv[1])
+torch.manual_seed(0)
+config = transformers.Qwen3Config(
+    vocab_size=m["vocab"], hidden_size=m["dim"], num_hidden_layers=m["layers"], num_attention_heads=m["heads"],
+    num_key_value_heads=m["kv_heads"], head_dim=m["head_dim"], intermediate_size=m["ffn"], tie_word_embeddings=True)
+model = transformers.Qwen3ForCausalLM(config)
+ids = torch.randint(0, m["vocab"], (m["rows"], m["tokens"]))
+def step():
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+for _ in range(3):
+    step()
+print("ready", flush=True)
+for line in sys.stdin:
+    start = time.perf_counter()
+    step()
+    print(time.perf_counter() - start, flush=True)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--peer-python", help="interpreter with torch and transformers; only ours is timed without")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # our side of a pair, in its own process
+    args = parser.parse_args()
+    if args.serve:
+        return serve(json.loads(args.serve))
+    for name in args.models:
+        compare(name, MODELS[name], args)
+    return 0
+
+
+def compare(name: str, m: dict, args) -> None:
+    sides = {"ours": [sys.executable, "-m", "bench.forward", "--serve", json.dumps(m)]}
+    if args.peer_python:
+        sides["transformers"] = [args.peer_python, "-c", PEER, json.dumps(m)]
+    processes = {
+        side: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for side, command in sides.items()
+    }
+    ready = {side: process.stdout.readline().split() for side, process in processes.items()}
+    seconds = {side: [] for side in sides}
+    for _ in range(args.turns):
+        for side, process in processes.items():
+            time.sleep(0.3)  # torch's threads spin for a while after a step
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            seconds[side].append(float(process.stdout.readline()))
+    for process in processes.values():
+        process.stdin.close()
+        process.wait()
+    count, flops, limit = (float(x) for x in ready["ours"][1:])
+    tokens = m["rows"] * m["tokens"]
+    print(f"{name}: {count / 1e6:.1f} M parameters, {m['rows']} x {m['tokens']} tokens, {args.turns} turns")
+    for side, times in seconds.items():
+        best = min(times)
+        print(
+            f"  {side:13} {best:7.3f} s best, {statistics.median(times):7.3f} s median, {tokens / best:9,.0f} tokens/s"
+        )
+    best = min(seconds["ours"])
+    print(
+        f"  ours: {flops / best / 1e9:.0f} GFLOP/s, {flops / best / limit:.2f} of the matmul limit of {limit / 1e9:.0f}"
+    )
+    if args.peer_python:
+        print(f"  ours / transformers: {min(seconds['transformers']) / best:.2f} x by best step")
+
+
+def serve(m: dict) -> int:
+    """Our side: a line when warm, then a step per line of input."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from models import config as config_lib
+    from models import logprobs, transformer
+
+    config = config_lib.ModelConfig(
+        vocab_size=m["vocab"],
+        model_dim=m["dim"],
+        num_layers=m["layers"],
+        num_heads=m["heads"],
+        num_kv_heads=m["kv_heads"],
+        head_dim=m["head_dim"],
+        ffn_dim=m["ffn"],
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        qk_norm=True,
+        tie_embeddings=True,
+        num_experts=0,
+        experts_per_token=0,
+        expert_ffn_dim=0,
+        first_dense_layers=0,
+        norm_topk=True,
+        param_dtype="float32",
+        dtype="float32",
+        remat="none",
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.02, jnp.float32), transformer.abstract(config)
+    )
+    tokens_BT = jnp.asarray(rng.integers(0, m["vocab"], (m["rows"], m["tokens"])), jnp.int32)
+    ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
+
+    def loss(params):
+        hidden_BTD = transformer.apply(params, config, tokens_BT)
+        logp_BT, _ = logprobs.token_logprobs(params, config, hidden_BTD, tokens_BT, ones_BT)
+        return -logp_BT.sum() / (logp_BT.size - logp_BT.shape[0])
+
+    step = jax.jit(jax.value_and_grad(loss))
+    for _ in range(3):
+        jax.block_until_ready(step(params))
+    square = jnp.ones((2048, 2048), jnp.float32)
+    product = jax.jit(jnp.dot)
+    product(square, square).block_until_ready()
+    rates = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(square, square).block_until_ready()
+        rates.append(2 * 2048**3 / (time.perf_counter() - start))
+    count = transformer.num_params(config)
+    tokens = m["rows"] * m["tokens"]
+    attention = 12 * m["layers"] * m["tokens"] * m["heads"] * m["head_dim"]
+    print("ready", count, tokens * (6 * count + attention), max(rates), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        jax.block_until_ready(step(params))
+        print(time.perf_counter() - start, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Which tensor of a Hugging Face checkpoint is which parameter of ours.
+
+`tensors(config)` lists the file's tensors in the model's order. Each names the parameters it holds, with a `view` that
+shows the tensor in our layout: reading copies out of the view, writing copies into it, so the two cannot disagree.
+Kernels in the files are [out, in], heads first; ours are [in, out].
+
+Letters: D model, H query heads, K key heads, C head dim (V of values), F ffn, E experts, R and Q latent dims, N plain and
+P rotated dims of a latent head.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from models import config as config_lib
+from models import transformer
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A parameter, or one index of its leading dims, and where it is in the tensor."""
+
+    path: Path  # names from the root of the parameters
+    view: Callable[[np.ndarray], np.ndarray]  # the tensor in our layout; shares its memory
+    index: tuple[int, ...] = ()  # layer of a stack, expert of a layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
+    """Name -> tensor, for every tensor that the model needs."""
+    V, D = config.vocab_size, config.model_dim
+    out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), _same),))}
+    for key, indices in _places(config):
+        for n, index in enumerate(indices):
+            lead = (n,) if config.scan_layers else ()
+            for name, (shape, parts) in _layer(config, index).items():
+                out[f"model.layers.{index}.{name}"] = Tensor(
+                    shape,
+                    tuple(Part(("layers", key, *path), view, (*lead, *expert)) for path, view, *expert in parts),
+                )
+    out["model.norm.weight"] = Tensor((D,), (Part(("final_norm",), _same),))
+    if not config.tie_embeddings:
+        out["lm_head.weight"] = Tensor((V, D), (Part(("lm_head",), np.transpose),))
+    return out
+
+
+def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
+    """Whether a tensor of a file is known to play no part: layers for multi-token prediction, stored rope tables."""
+    pieces = name.split(".")
+    if pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
+        if int(pieces[2]) >= config.num_layers:
+            return True
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
+
+
+def _places(config) -> list[tuple[str, list[int]]]:
+    """(key of our tree, the layers it holds)."""
+    if config.scan_layers:
+        return list(transformer.stacks(config).items())
+    return [(f"{index:03d}", [index]) for index in range(config.num_layers)]
+
+
+def _layer(config, index: int) -> dict:
+    """Name within the layer -> (shape, [(path within the layer, view, expert...)])."""
+    D = config.model_dim
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.post_norms:
+        norms = {
+            "attn_norm": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    out = {f"{theirs}.weight": ((D,), [((ours,), _same)]) for ours, theirs in norms.items()}
+    out |= _latent_attention(config) if config.is_latent else _attention(config)
+    if not config.is_mixture(index):
+        return out | _ffn("mlp", ("mlp",), D, config.ffn_dim, config.ffn_bias)
+    return out | (_fused_mixture(config) if config.family == "gpt_oss" else _mixture(config))
+
+
+def _attention(config) -> dict:
+    D, H, K, C = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
+    out = {}
+    for name, heads in (("q", H), ("k", K), ("v", K)):
+        prefix = f"self_attn.{name}_proj"
+        out[f"{prefix}.weight"] = (heads * C, D), [(("attn", name), functools.partial(_heads_out, heads=heads))]
+        if config.qkv_bias:
+            view = functools.partial(_heads_of_bias, heads=heads)
+            out[f"{prefix}.bias"] = (heads * C,), [(("attn", f"{name}_bias"), view)]
+    out["self_attn.o_proj.weight"] = (D, H * C), [(("attn", "o"), functools.partial(_heads_in, heads=H))]
+    if config.out_bias:
+        out["self_attn.o_proj.bias"] = (D,), [(("attn", "o_bias"), _same)]
+    if config.qk_norm:
+        out |= {f"self_attn.{name}.weight": ((C,), [(("attn", name), _same)]) for name in ("q_norm", "k_norm")}
+    if config.sinks:
+        out["self_attn.sinks"] = (H,), [(("attn", "sinks"), _same)]
+    return out
+
+
+def _latent_attention(config) -> dict:
+    D, H, C, V = config.model_dim, config.num_heads, config.head_dim, config.v_dim
+    R, P, Q = config.kv_latent_dim, config.rope_dim, config.q_latent_dim
+    N = C - P
+    heads_out = functools.partial(_heads_out, heads=H)
+    if Q:
+        out = {
+            "self_attn.q_a_proj.weight": ((Q, D), [(("attn", "q_down"), np.transpose)]),
+            "self_attn.q_a_layernorm.weight": ((Q,), [(("attn", "q_latent_norm"), _same)]),
+            "self_attn.q_b_proj.weight": ((H * C, Q), [(("attn", "q_up"), heads_out)]),
+        }
+    else:
+        out = {"self_attn.q_proj.weight": ((H * C, D), [(("attn", "q"), heads_out)])}
+    return out | {
+        "self_attn.kv_a_proj_with_mqa.weight": (
+            (R + P, D),
+            [(("attn", "kv_down"), lambda x: x[:R].T), (("attn", "k_rope"), lambda x: x[R:].T)],
+        ),
+        "self_attn.kv_a_layernorm.weight": ((R,), [(("attn", "kv_latent_norm"), _same)]),
+        "self_attn.kv_b_proj.weight": (
+            (H * (N + V), R),
+            [(("attn", "k_up"), lambda x: heads_out(x)[..., :N]), (("attn", "v_up"), lambda x: heads_out(x)[..., N:])],
+        ),
+        "self_attn.o_proj.weight": ((D, H * V), [(("attn", "o"), functools.partial(_heads_in, heads=H))]),
+    }
+
+
+def _ffn(prefix: str, path: Path, D: int, F: int, bias: bool, *expert: int) -> dict:
+    out = {}
+    for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
+        out[f"{prefix}.{name}_proj.weight"] = shape, [((*path, name), np.transpose, *expert)]
+        if bias:
+            out[f"{prefix}.{name}_proj.bias"] = shape[:1], [((*path, f"{name}_bias"), _same, *expert)]
+    return out
+
+
+def _mixture(config) -> dict:
+    D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
+    out = {"mlp.gate.weight": ((E, D), [(("moe", "router"), np.transpose)])}
+    if config.router_correction:
+        out["mlp.gate.e_score_correction_bias"] = (E,), [(("moe", "correction"), _same)]
+    for expert in range(E):
+        out |= _ffn(f"mlp.experts.{expert}", ("moe",), D, F, False, expert)
+    if config.num_shared_experts:
+        out |= _ffn("mlp.shared_experts", ("moe", "shared"), D, F * config.num_shared_experts, False)
+    return out
+
+
+def _fused_mixture(config) -> dict:
+    """gpt-oss: all experts in one tensor, [in, out], the columns of gate and up in turn."""
+    D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
+
+    def gate_and_up(suffix):
+        return [
+            (("moe", f"gate{suffix}"), lambda x: x[..., 0::2]),
+            (("moe", f"up{suffix}"), lambda x: x[..., 1::2]),
+        ]
+
+    return {
+        "mlp.router.weight": ((E, D), [(("moe", "router"), np.transpose)]),
+        "mlp.router.bias": ((E,), [(("moe", "router_bias"), _same)]),
+        "mlp.experts.gate_up_proj": ((E, D, 2 * F), gate_and_up("")),
+        "mlp.experts.gate_up_proj_bias": ((E, 2 * F), gate_and_up("_bias")),
+        "mlp.experts.down_proj": ((E, F, D), [(("moe", "down"), _same)]),
+        "mlp.experts.down_proj_bias": ((E, D), [(("moe", "down_bias"), _same)]),
+    }
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _heads_out(x: np.ndarray, heads: int) -> np.ndarray:
+    """[H C, D] -> [D, H, C]."""
+    return x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
+
+
+def _heads_in(x: np.ndarray, heads: int) -> np.ndarray:
+    """[D, H C] -> [H, C, D]."""
+    return x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)
+
+
+def _heads_of_bias(x: np.ndarray, heads: int) -> np.ndarray:
+    """[H C] -> [H, C]."""
+    return x.reshape(heads, -1)

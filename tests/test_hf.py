@@ -1,0 +1,500 @@
+"""Checkpoints against transformers' own numbers, and what the border refuses.
+
+The oracle is fixtures/hf_parity (its README says what is in it): logits, experts, greedy continuations, loss and gradient
+norms that transformers computed. INTELLAX_HF_PARITY names a folder of further variants in the same form.
+"""
+
+import collections
+import functools
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference import kv_cache
+from models import config as config_lib
+from models import hf, hf_config, hf_names, presets, tensor_file, transformer
+from sharding import mesh as mesh_lib
+from sharding import rules
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "hf_parity"
+FOLDERS = {path.parent.name: path.parent for path in sorted(FIXTURES.glob("*/parity.npz"))}
+if more := os.environ.get("INTELLAX_HF_PARITY"):
+    FOLDERS = {path.parent.name: path.parent for path in sorted(pathlib.Path(more).glob("*/parity.npz"))} | FOLDERS
+
+# Two right implementations differ by 2e-5 (padding, order of sums); a wrong epsilon by 7e-4 (meta.json of the variants).
+LOGIT_ATOL = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+    """Every program here runs a few times on tiny arrays: LLVM at its lowest level halves the time of this file."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def loaded(name):
+    return hf.load(FOLDERS[name], dtype="float32")
+
+
+@functools.cache
+def expected(name):
+    return dict(np.load(FOLDERS[name] / "parity.npz")), json.loads((FOLDERS[name] / "meta.json").read_text())
+
+
+@functools.cache
+def computed(name):
+    """(logits, experts, loss, gradients) of the variant's rows, from one program."""
+    config, params = loaded(name)
+    tokens_BT, mask_BT = (expected(name)[0][key] for key in ("input_ids", "attention_mask"))
+
+    @jax.jit
+    def run(params, tokens_BT, mask_BT):
+        def loss(params):
+            hidden_BTD, routing = transformer.apply_routed(params, config, tokens_BT, segment_ids_BT=mask_BT)
+            logits_BTV = transformer.logits(params, config, hidden_BTD)
+            logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1], axis=-1)
+            logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
+            weight_BT = mask_BT[:, 1:].astype(jnp.float32)
+            return -(logp_BT * weight_BT).sum() / weight_BT.sum(), (logits_BTV, routing)
+
+        (value, (logits_BTV, routing)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return logits_BTV, None if routing is None else routing.experts, value, grads
+
+    return jax.tree.map(np.asarray, run(params, tokens_BT, mask_BT))
+
+
+# ---- transformers' numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_experts_and_loss_are_those_of_transformers(name):
+    numbers, _ = expected(name)
+    logits_BTV, experts_LBTX, loss, _ = computed(name)
+    mask_BT = numbers["attention_mask"].astype(bool)
+    np.testing.assert_allclose(logits_BTV[mask_BT], numbers["logits"][mask_BT], rtol=0, atol=LOGIT_ATOL)
+    np.testing.assert_allclose(loss, numbers["loss"], rtol=1e-5)  # a mean of some 50 of them
+    if "topk_idx" in numbers:
+        np.testing.assert_array_equal(np.sort(experts_LBTX, axis=-1)[:, mask_BT], numbers["topk_idx"][:, mask_BT])
+    else:
+        assert experts_LBTX is None
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_gradient_norms_are_those_of_transformers(name):
+    """The norm of every tensor's gradient, within 1e-3: float32 gradients through 2 to 6 layers differ by 1e-5 or so.
+
+    In memory transformers fuses a layer's experts into gate_up_proj and down_proj; the norms are of those.
+    """
+    config, _ = loaded(name)
+    grads = hf._leaves(computed(name)[3])
+    squares = collections.Counter()
+    for tensor_name, tensor in hf_names.tensors(config).items():
+        before, found, after = tensor_name.partition(".mlp.experts.")
+        if found and after[0].isdigit():
+            kind = "down_proj" if "down_proj" in after else "gate_up_proj"
+            tensor_name = f"{before}.mlp.experts.{kind}"
+        for part in tensor.parts:
+            grad = np.asarray(grads[part.path], np.float64)
+            squares[tensor_name] += (grad[part.index] ** 2).sum()
+    norms = expected(name)[1]["grad_norm"]
+    buffers = {tensor_name for tensor_name in squares if tensor_name.endswith("e_score_correction_bias")}
+    assert all(squares.pop(buffer) == 0 for buffer in buffers)  # moved by load, never by gradient
+    assert squares.keys() == norms.keys()
+    for tensor_name, norm in norms.items():
+        assert math.isclose(math.sqrt(squares[tensor_name]), norm, rel_tol=1e-3), tensor_name
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_greedy_decoding_over_the_cache_follows_transformers(name):
+    """One token at a time, the prompt too; and its logits are those of `apply` on the finished sequence."""
+    config, params = loaded(name)
+    numbers, _ = expected(name)
+    prompt_P, new_N = numbers["greedy_prompt"], numbers["greedy_ids"]
+    T = len(prompt_P) + len(new_N)
+
+    @jax.jit
+    def decode(params, prompt_P):
+        def step(carry, position):
+            token_11, cache = carry
+            token_11 = jnp.where(position < len(prompt_P), prompt_P[jnp.minimum(position, len(prompt_P) - 1)], token_11)
+            start_B = jnp.full((1,), position)
+            hidden, cache = transformer.extend(
+                params, config, token_11, start_B[:, None], cache, kv_cache.attend_at(start_B)
+            )
+            best = jnp.argmax(transformer.logits(params, config, hidden)[0, 0]).astype(jnp.int32)
+            return (jnp.full((1, 1), best), cache), (token_11[0, 0], best, hidden[0, 0])
+
+        cache = jax.tree.map(lambda x: x + 3, kv_cache.create(config, 1, T))  # what was never written weighs nothing
+        return jax.lax.scan(step, (jnp.zeros((1, 1), jnp.int32), cache), jnp.arange(T))[1]
+
+    tokens_T, best_T, hidden_TD = decode(params, prompt_P)
+    np.testing.assert_array_equal([*tokens_T[1:], best_T[-2]], [*prompt_P[1:], *new_N, new_N[-1]])
+    hidden_1TD = jax.jit(transformer.apply, static_argnums=1)(params, config, np.asarray(tokens_T)[None])
+    # The same sums in another order (latent attention: other products), on states of size 3.
+    np.testing.assert_allclose(hidden_TD, hidden_1TD[0], rtol=0, atol=1e-5)
+
+
+# ---- round trips -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_save_load_save_gives_the_same_bytes(name, tmp_path):
+    config, params = hf.load(FOLDERS[name])
+    hf.save(tmp_path / "a", config, params)
+    again = hf.load(tmp_path / "a")
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], params)
+    hf.save(tmp_path / "b", *again)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_saved_tensors_are_those_of_the_file_it_came_from(name, tmp_path):
+    """Bytes, names and shapes, by a reader that knows the format alone."""
+    hf.save(tmp_path / "saved", *hf.load(FOLDERS[name]))
+    saved, original = (raw_tensors(folder) for folder in (tmp_path / "saved", FOLDERS[name]))
+    extra = set(original) - set(saved)
+    layers = hf.read_config(FOLDERS[name]).num_layers
+    assert all(tensor.startswith(f"model.layers.{layers}.") for tensor in extra)  # multi-token prediction
+    assert saved == {tensor: value for tensor, value in original.items() if tensor not in extra}
+
+
+def raw_tensors(folder):
+    """Name -> (dtype, shape, bytes) of every safetensors file in a folder."""
+    out = {}
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        for tensor, entry in header.items():
+            begin, end = entry["data_offsets"]
+            assert (8 + length + begin) % {"F32": 4, "BF16": 2}[entry["dtype"]] == 0
+            out[tensor] = entry["dtype"], tuple(entry["shape"]), data[8 + length + begin : 8 + length + end]
+    return out
+
+
+@pytest.mark.parametrize("name", ["glm4moe_full", "gpt_oss", "deepseek_v3"])
+def test_stacked_layers_load_and_save_as_single_ones_do(name, tmp_path):
+    config, params = hf.load(FOLDERS[name])
+    scanned, stacked = hf.load(FOLDERS[name], scan_layers=True)
+    assert scanned.scan_layers and not config.scan_layers
+    jax.tree.map(np.testing.assert_array_equal, stacked, transformer.stack(params, config))
+    hf.save(tmp_path / "a", config, params)
+    hf.save(tmp_path / "b", scanned, jax.tree.map(np.asarray, stacked))
+    assert raw_tensors(tmp_path / "a") == raw_tensors(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["glm4moe_full", "gpt_oss"])
+def test_tensors_go_straight_to_their_shards(name):
+    """What each device holds is the slice of the whole that its sharding says."""
+    config, params = hf.load(FOLDERS[name], dtype="float32")
+    mesh = mesh_lib.create({"expert": 2, "fsdp": 4})
+    shardings = rules.shardings(transformer.specs(config), mesh)
+    _, placed = hf.load(FOLDERS[name], dtype="float32", shardings=shardings)
+
+    def same(whole, split, sharding):
+        assert split.sharding == sharding
+        for shard in split.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
+
+    jax.tree.map(same, params, placed, shardings)
+
+
+def test_several_files_under_an_index(tmp_path, monkeypatch):
+    config, params = hf.load(FOLDERS["qwen3moe_mixed"])
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 40_000)
+    hf.save(tmp_path / "a", config, params, extra={"eos_token_id": [2, 3]})
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    count = len(files) - 2
+    parts = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert count > 1 and files == ["config.json", *parts, tensor_file.INDEX]
+    index = json.loads((tmp_path / "a" / tensor_file.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(len(data) for *_, data in raw_tensors(tmp_path / "a").values())
+    assert set(index["weight_map"]) == set(raw_tensors(tmp_path / "a"))
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] == [2, 3]
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "a")[1], params)
+
+
+def test_dtype_converts_parameters_but_not_the_correction():
+    config, params = hf.load(FOLDERS["glm4moe_full"], dtype="bfloat16")
+    assert config.param_dtype == config.dtype == "bfloat16"
+    dtypes = {path[-1]: leaf.dtype for path, leaf in hf._leaves(params).items()}
+    assert dtypes.pop("correction") == jnp.float32 and set(dtypes.values()) == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_are_put_together_as_one_copy_would_be(dtype):
+    """Every kind of view that models/hf_names.py takes, several blocks wide, whole and as one device's part."""
+    flat = np.random.default_rng(0).standard_normal(600 * 640).astype(dtype)
+    matrix, cube = flat.reshape(600, 640), flat.reshape(4, 300, 320)
+    views = {
+        "same": matrix,
+        "transposed": matrix.T,
+        "heads_out": hf_names._heads_out(matrix, heads=6),
+        "some_heads_out": hf_names._heads_out(matrix, heads=6)[..., :70],
+        "heads_in": hf_names._heads_in(matrix, heads=5),
+        "interleaved": cube[..., 0::2],
+        "part": matrix.T[130:611, 7:593],
+        "part_of_heads": hf_names._heads_out(matrix, heads=6)[300:, 2:5],
+    }
+    for name, view in views.items():
+        out = hf._aligned(view.shape, view.dtype)
+        hf._transfer(out, view)
+        assert out.tobytes() == view.tobytes(), name
+        assert out.ctypes.data % 64 == 0
+    wide = hf._aligned((640, 600), np.dtype(np.float32))
+    hf._transfer(wide, matrix.T)
+    np.testing.assert_array_equal(wide, matrix.T.astype(np.float32))
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+def stored(name):
+    return json.loads((FOLDERS[name] / "config.json").read_text())
+
+
+def version_5(old, nested=False):
+    """The same config as transformers 5 writes it."""
+    new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    new["dtype"] = old["torch_dtype"]
+    rope = {**(old.get("rope_scaling") or {}), "rope_theta": old["rope_theta"]}
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    if "partial_rotary_factor" in new:
+        rope["partial_rotary_factor"] = new.pop("partial_rotary_factor")
+    for key in ("num_experts", "n_routed_experts"):
+        if key in new:
+            new["num_local_experts"] = new.pop(key)
+    return new | {"rope_parameters": rope}
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "torch_dtype" in stored(name)])
+def test_both_spellings_read_the_same(name):
+    assert config_lib.from_hf(version_5(stored(name))) == config_lib.from_hf(stored(name))
+
+
+def test_gemma_in_the_spelling_of_version_4():
+    old = stored("gemma3_text")
+    rope = old.pop("rope_parameters")
+    assert rope["full_attention"] == {"factor": 8.0, "rope_theta": 1000000.0, "rope_type": "linear"}
+    for key in ("layer_types", "_sliding_window_pattern", "dtype"):
+        del old[key]
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    old |= {"sliding_window_pattern": 6, "torch_dtype": "float32"}
+    config = config_lib.from_hf(old)
+    assert config == config_lib.from_hf(stored("gemma3_text")) and config.layer_pattern == "SSSSSF"
+
+
+def test_a_window_that_is_not_used_is_ignored():
+    plain = stored("qwen2_tied_bf16")
+    assert config_lib.from_hf(plain | {"sliding_window": 32768}) == config_lib.from_hf(plain)
+    used = config_lib.from_hf(plain | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
+    assert used.window == 8 and [used.is_sliding(n) for n in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, ("'mamba'", "supported", "qwen3_moe")),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("'longrope'", "yarn")),
+        ({"hidden_act": "relu"}, ("'relu'", "silu")),
+        ({"vocab_size": None}, ("'vocab_size'",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("fp8", "dequantise")),
+        ({"num_key_value_heads": 3}, ("num_heads = 4", "num_kv_heads = 3")),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_config_that_has_no_counterpart_is_refused(change, words):
+    with pytest.raises(ValueError) as error:
+        config_lib.from_hf(stored("llama_mha_bias") | change)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_config_that_its_family_cannot_express_is_not_saved(tmp_path):
+    config, params = loaded("llama_mha_bias")
+    wrong = config_lib.dataclasses.replace(config, qk_norm=True)
+    with pytest.raises(ValueError, match=r"'llama' cannot express model.qk_norm = True \(reads as False\)"):
+        hf.save(tmp_path / "a", wrong, params)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="no mixtures of experts.*'qwen3', 'glm4_moe'"):
+        hf_config.write(config_lib.dataclasses.replace(loaded("qwen3moe_mixed")[0], family="llama"))
+
+
+# Parameters as counted on the models' own pages, or (GLM, INTELLECT-1) to the digit that their names give.
+PUBLISHED = {
+    "intellect_1": (10.2e9, 0.01),
+    "intellect_2": (32_763_876_352, 0),
+    "intellect_3": (106e9, 0.01),
+    "glm_4_5": (355e9, 0.01),
+    "qwen3_0_6b": (596_049_920, 0),
+    "qwen3_8b": (8_190_735_360, 0),
+    "qwen3_30b_a3b": (30_532_122_624, 0),
+    "llama_3_1_8b": (8_030_261_248, 0),
+    "qwen2_5_0_5b": (494_032_768, 0),
+    "qwen2_5_1_5b": (1_543_714_304, 0),
+}
+
+
+def test_presets_have_the_published_sizes_and_a_config_json():
+    for name, config in presets.PRESETS.items():
+        count, tolerance = PUBLISHED.get(name, (transformer.num_params(config), 0))
+        assert math.isclose(transformer.num_params(config), count, rel_tol=tolerance), name
+        again = config_lib.from_hf(hf_config.write(config), remat="block", scan_layers=True)
+        assert hf_config._differences(config, again) == [], name
+        assert set(hf_names.tensors(config)) == set(hf_names.tensors(again))
+
+
+# ---- files that are wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(FOLDERS["llama_mha_bias"], tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def rewrite(folder, change):
+    """Passes the tensors through `change(name -> array)` and writes them back."""
+    reader = tensor_file.Reader(folder)
+    tensors = change({name: np.array(reader.tensor(name)) for name in reader.names()})
+    tensor_file.write(
+        folder / "model.safetensors", {name: (x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
+    )
+
+
+def test_missing_wrong_and_unknown_tensors_are_listed(folder):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.q_projection.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+        return tensors
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as error:
+        hf.load(folder)
+    lines = str(error.value).splitlines()
+    assert "1 missing" in lines[1] and "1 of another shape" in lines[3] and "1 unknown" in lines[5]
+    assert (
+        lines[2].split()
+        == (
+            "model.layers.0.self_attn.q_proj.weight [40, 40] (nearest in the file: "
+            "model.layers.0.self_attn.q_projection.weight [40, 40])"
+        ).split()
+    )
+    assert lines[4].strip() == "model.norm.weight [39], should be [40]"
+
+
+def test_layers_for_multi_token_prediction_are_skipped(folder):
+    def change(tensors):
+        extra = {name.replace("layers.0", "layers.2"): x for name, x in tensors.items() if ".layers.0." in name}
+        extra |= {"model.layers.2.eh_proj.weight": np.zeros((40, 80), np.float32)}
+        return tensors | extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(5, np.float32)}
+
+    rewrite(folder, change)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], hf.load(FOLDERS["llama_mha_bias"])[1])
+
+
+def test_a_mixture_stands_for_its_hundreds_of_tensors_in_an_error():
+    config = loaded("qwen3moe_mixed")[0]
+    with pytest.raises(ValueError) as error:
+        hf.check(config, {}, "nowhere")
+    assert len(str(error.value).splitlines()) == 2 + hf.LISTED + 1 and "more" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: data[:-1], ("model.safetensors", "cut short")),
+        (lambda data: data[:4], ("not a safetensors file",)),
+        (lambda data: b"\xff" * 8 + data[8:], ("not a safetensors file", "header")),
+        (lambda data: data[:8] + b"[" + data[9:], ("not a safetensors file", "JSON")),
+        (lambda data: data.replace(b'"F32"', b'"F31"', 1), ("F31",)),
+        (lambda data: data.replace(b'"shape":[', b'"shape":[-', 1), ("header is wrong",)),
+        (lambda data: data.replace(b'"F32"', b'"I32"', 1), ("int32", "quantised")),
+    ],
+    ids=["truncated", "stub", "huge_header", "not_json", "unknown_dtype", "negative_shape", "integers"],
+)
+def test_damaged_files_are_refused(folder, damage, words):
+    path = folder / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError) as error:
+        hf.load(folder)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_index_may_not_point_out_of_its_folder(folder):
+    (folder / tensor_file.INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}))
+    with pytest.raises(ValueError, match="not a file of that folder"):
+        hf.load(folder)
+    (folder / tensor_file.INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "b.safetensors"}}))
+    with pytest.raises(ValueError, match="b.safetensors, which is not there"):
+        hf.load(folder)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a folder"):
+        hf.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="config.json does not exist"):
+        hf.load(tmp_path)
+    (tmp_path / "config.json").write_text((FOLDERS["gpt_oss"] / "config.json").read_text())
+    with pytest.raises(ValueError, match="0 .safetensors files"):
+        hf.load(tmp_path)
+    config, params = loaded("gpt_oss")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        hf.save(tmp_path, config, params)
+
+
+# ---- the command, transformers itself --------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys):
+    source, out = str(FOLDERS["qwen2_tied_bf16"]), str(tmp_path / "out")
+    assert hf.main(["inspect", source]) == 0
+    assert "43,544" in capsys.readouterr().out  # parameters, from meta.json
+    assert hf.main(["convert", source, out, "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    assert hf.main(["compare", source, out]) == 0 and "26 of 26 parameters are equal" in capsys.readouterr().out
+    rewrite(tmp_path / "out", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
+    assert hf.main(["compare", source, out]) == 1 and "final_norm" in capsys.readouterr().out
+    assert hf.main(["convert", source, out]) == 1 and "not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDERS)
+def test_transformers_loads_what_we_save(name, tmp_path):
+    """In another interpreter (INTELLAX_TORCH_PYTHON, or this one): its logits on what we wrote are those of the fixture."""
+    python = os.environ.get("INTELLAX_TORCH_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True).returncode:
+        pytest.skip(f"{python} has no torch and transformers; pip install torch transformers")
+    config, params = hf.load(FOLDERS[name])
+    hf.save(tmp_path / "saved", config, params)
+    program = """
+import sys, numpy as np, torch, transformers
+numbers = np.load(sys.argv[2])
+model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+ids, mask = (torch.as_tensor(numbers[key]).long() for key in ("input_ids", "attention_mask"))
+with torch.no_grad():
+    logits = model.eval()(ids, attention_mask=mask).logits
+keep = mask.bool().numpy()
+print(np.abs(logits.numpy()[keep] - numbers["logits"][keep]).max())
+"""
+    args = [python, "-c", program, str(tmp_path / "saved"), str(FOLDERS[name] / "parity.npz")]
+    done = subprocess.run(args, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < LOGIT_ATOL
