@@ -10,6 +10,7 @@ import base64
 import collections
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 
 import httpx
@@ -34,14 +35,20 @@ class Unavailable(RuntimeError):
 class Client:
     """Use as `async with Client(urls) as client`."""
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0):
+    def __init__(
+        self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0, api_key: str | None = None
+    ):
+        """`api_key` is that of every server; $INTELLAX_API_KEY when None."""
         if not urls:
             raise ValueError("no rollout server given; pass at least one URL")
         self._urls = [url.rstrip("/") for url in urls]
         self._give_up_s = give_up_s
         self._in_flight = dict.fromkeys(self._urls, 0)
+        key = api_key or os.environ.get("INTELLAX_API_KEY")
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0), limits=httpx.Limits(max_connections=None)
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=None),
+            headers={"authorization": f"Bearer {key}"} if key else {},
         )
         self.num_retries = 0
 

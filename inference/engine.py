@@ -1,21 +1,25 @@
 """The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, with what RL needs added.
 
-1. `prefill_batch` runs prompts of one length bucket and keeps their keys. It samples nothing: the first `generate` runs
-   the last prompt token again, so that every token comes out of one program.
+1. `prefill_batch` runs prompts of one length bucket and keeps their keys; a prompt longer than `prefill_chunk` goes
+   through `prefill_chunk`, one chunk of it per call, so that nobody waits for all of it. Neither samples anything: the
+   first `generate` runs the last prompt token again, so that every token comes out of one program.
 2. `insert_batch` copies prompts into slots; several samples of one prompt share its prefill.
 3. `generate` runs up to K decode steps for all slots in one call, and returns tokens, log-probabilities and validity in
    one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast).
 4. The last hidden states of each slot stay in a ring on the device; `harvest` fetches the rows a proof covers.
 
-Programs have fixed shapes (prompt batch, buckets, slots, steps), and a row's result does not depend on its neighbours:
-a rollout is the same whatever ran beside it. Parameters are an argument of every call, so weights change between calls
-while sequences go on.
+Programs have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
+neighbours: a rollout is the same whatever ran beside it. A chunk starts at a multiple of `prefill_chunk` in every prompt,
+so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
+Parameters are an argument of every call, so weights change between calls while sequences go on.
 
-Letters: B slots, P prompts of a prefill, T bucket length, S capacity, K steps per call, D model, W ring rows.
+Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, W ring rows,
+V vocabulary.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +27,15 @@ import numpy as np
 from flax import struct
 
 from inference import kv_cache, sampler
+from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
+from models import logprobs, transformer
 from models import tokenizer as tokenizer_lib
-from models import transformer
 
 PROOF_WINDOW = 32  # rows per proof
 RING = 2 * PROOF_WINDOW  # a call adds at most one window, so the one before it is still whole
-MAX_STOP_IDS = 8
+MAX_STOP_IDS = 8  # that end a sequence on the device; the scheduler looks for the others after each call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +46,10 @@ class EngineConfig:
     max_model_len: int  # prompt + completion, in tokens
     prefill_batch: int  # prompts per prefill call
     steps_per_call: int  # decode steps between two looks by the host
+    prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time, one prompt per call
 
     def __post_init__(self):
-        for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call"):
+        for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1")
         if self.steps_per_call > PROOF_WINDOW:
@@ -53,12 +59,20 @@ class EngineConfig:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Prompt lengths that are compiled: powers of two from 16, and the capacity itself."""
+        """Prompt lengths that `prefill_batch` compiles: powers of two from 16, and the longest."""
+        longest = min(self.max_model_len, self.prefill_chunk)
         sizes, size = [], 16
-        while size < self.max_model_len:
+        while size < longest:
             sizes.append(size)
             size *= 2
-        return (*sizes, self.max_model_len)
+        return (*sizes, longest)
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a slot's cache: whole chunks, because a chunk is written whole."""
+        if self.max_model_len <= self.prefill_chunk:
+            return self.max_model_len
+        return -(-self.max_model_len // self.prefill_chunk) * self.prefill_chunk
 
 
 @struct.dataclass
@@ -68,16 +82,18 @@ class Request:
     sampling: sampler.Sampling
     max_tokens: jax.Array  # int32, new tokens at most
     stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
+    want_raw: jax.Array  # bool, also the log-probability under softmax(logits)
+    want_top: jax.Array  # bool, also the MAX_TOP likeliest tokens
 
 
 @struct.dataclass
 class Prefix:
-    """Prefilled prompts: keys up to the bucket length, lengths, last tokens, and how to sample from there."""
+    """Prefilled prompts: keys up to the bucket length, lengths, last tokens; how to sample from there if JetStream asks."""
 
     cache: kv_cache.Cache
     last_token: jax.Array  # int32 [P]
     length: jax.Array  # int32 [P]
-    request: Request
+    request: Request | None = None
 
 
 @struct.dataclass
@@ -91,6 +107,16 @@ class DecodeState:
     active: jax.Array  # bool [B]
     request: Request
     hidden: jax.Array  # bfloat16 [B, W, D]; row j % W belongs to new token j
+    limit: jax.Array  # int32, steps of the next call at most (K, or fewer when a slot is due for another sample)
+
+
+@struct.dataclass
+class Result(engine_api.ResultTokens):
+    """What JetStream reads, and beside it what only some requests ask for, left on the device until fetched."""
+
+    raw_logps: jax.Array  # float32 [B, K], under softmax(logits)
+    top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
+    top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the distribution sampled from; -inf where filtered out
 
 
 class Engine(engine_api.Engine):
@@ -108,13 +134,32 @@ class Engine(engine_api.Engine):
 
     # What our scheduler calls.
 
-    def prefill_batch(self, params, tokens_PT, length_P, request: Request) -> Prefix:
+    def prefill_batch(self, params, tokens_PT, length_P) -> Prefix:
         """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
-        return _prefill(self.model, params, tokens_PT, length_P, request)
+        return _prefill(self.model, params, tokens_PT, length_P)
 
-    def insert_batch(self, prefix: Prefix, rows, state: DecodeState, slots, seeds) -> DecodeState:
-        """Starts prompt `rows[i]` in `slots[i]` with `seeds[i]`; [B] each, unused entries have slot = num_slots."""
-        return _insert(prefix, rows, state, slots, seeds)
+    def prefill_chunk(self, params, tokens_1T, start: int, cache: kv_cache.Cache | None) -> kv_cache.Cache:
+        """Runs one chunk of one prompt behind its first `start` tokens, whose keys `cache` holds (None: start is 0).
+
+        [1, T], T = config.prefill_chunk. The cache is donated.
+        """
+        cache = self.empty_prefix() if cache is None else cache
+        return _prefill_chunk(self.model, params, tokens_1T, np.array([start], np.int32), cache)
+
+    def empty_prefix(self) -> kv_cache.Cache:
+        """The keys of no prompt at all, with room for the longest one."""
+        return _empty(self.model, 1, self.config.capacity)
+
+    def prompt_logprobs(self, params, tokens_1T) -> np.ndarray:
+        """float32 [T]: log-probability of each token of one prompt given those before it; 0 for the first. Untempered.
+
+        The length must be a bucket or a multiple of `prefill_chunk`; pad behind the prompt.
+        """
+        return np.asarray(_score(self.model, params, jnp.asarray(tokens_1T)))
+
+    def insert_batch(self, prefix: Prefix, rows, state: DecodeState, slots, request: Request) -> DecodeState:
+        """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
+        return _insert(prefix, rows, state, slots, request)
 
     def deactivate(self, state: DecodeState, slots) -> DecodeState:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
@@ -125,6 +170,10 @@ class Engine(engine_api.Engine):
         return _harvest(state, slots)
 
     def bucket(self, length: int) -> int:
+        """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
+        chunk = self.config.prefill_chunk
+        if length > chunk:
+            return -(-length // chunk) * chunk
         return next(size for size in self.config.buckets if size >= length)
 
     def read(self, result: "engine_api.ResultTokens") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,13 +195,14 @@ class Engine(engine_api.Engine):
         def create():
             zeros = jnp.zeros((B,), jnp.int32)
             return DecodeState(
-                cache=kv_cache.create(self.model, B, self.config.max_model_len),
+                cache=kv_cache.create(self.model, B, self.config.capacity),
                 token=zeros,
                 position=zeros,
                 generated=zeros,
                 active=jnp.zeros((B,), bool),
-                request=default_request(B, (self.tokenizer.eos_id,)),
+                request=request_arrays((), B),
                 hidden=jnp.zeros((B, RING, self.model.model_dim), jnp.bfloat16),
+                limit=jnp.int32(self.config.steps_per_call),
             )
 
         return create()
@@ -160,20 +210,30 @@ class Engine(engine_api.Engine):
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
         if existing_prefix is not None:
             raise NotImplementedError("prefill on an existing prefix is not supported")
-        request = default_request(1, self.tokenizer.stop_ids, max_tokens=self.config.max_model_len)
+        stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
+        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[:MAX_STOP_IDS]
+        request = request_arrays((), 1).replace(
+            max_tokens=jnp.full((1,), self.config.max_model_len), stop_ids=jnp.asarray(stop_ids)
+        )
         tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, : self.config.max_model_len]
-        return _prefill(self.model, params, tokens_1T, jnp.asarray([true_length], jnp.int32), request)
+        prefix = _prefill(self.model, params, tokens_1T, jnp.asarray([true_length], jnp.int32))
+        return prefix.replace(request=request)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        return _insert(
-            prefix, jnp.zeros((1,), jnp.int32), decode_state, jnp.asarray([slot]), prefix.request.sampling.seed
-        )
+        return _insert(prefix, jnp.zeros((1,), jnp.int32), decode_state, jnp.asarray([slot]), prefix.request)
 
     def generate(self, params, decode_state: DecodeState):
         K = self.config.steps_per_call
-        state, data = _generate(self.model, K, params, decode_state)
-        result = engine_api.ResultTokens(
-            data=data, tokens_idx=(0, K), valid_idx=(K, 2 * K), length_idx=(2 * K, 2 * K + 1), samples_per_slot=1
+        state, data, extras = _generate(self.model, K, self.config.max_model_len, params, decode_state)
+        result = Result(
+            data=data,
+            tokens_idx=(0, K),
+            valid_idx=(K, 2 * K),
+            length_idx=(2 * K, 2 * K + 1),
+            samples_per_slot=1,
+            raw_logps=extras[0],
+            top_ids=extras[1],
+            top_logps=extras[2],
         )
         return state, result
 
@@ -209,49 +269,82 @@ class Engine(engine_api.Engine):
         return None
 
 
-def default_request(size: int, stop_ids: tuple[int, ...], *, max_tokens: int = 1) -> Request:
-    """Temperature 1, no filter, seed 0."""
-    stop = np.full((size, MAX_STOP_IDS), -1, np.int32)
-    stop[:, : len(stop_ids)] = stop_ids
+def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
+    """Stacks requests into arrays of `size` rows; the rest are temperature 1, one token."""
+
+    def column(values, fill, dtype):
+        return jnp.asarray(np.array([*values, *[fill] * (size - len(values))], dtype))
+
+    stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
+    bias_ids, bias = (
+        np.full((size, request_lib.MAX_BIAS), -1, np.int32),
+        np.zeros((size, request_lib.MAX_BIAS), np.float32),
+    )
+    for row, request in enumerate(requests):
+        stops = request.stop_ids[:MAX_STOP_IDS]
+        stop_ids[row, : len(stops)] = stops
+        for at, (token, value) in enumerate(request.logit_bias):
+            bias_ids[row, at], bias[row, at] = token, value
     return Request(
         sampling=sampler.Sampling(
-            seed=jnp.zeros((size,), jnp.uint32),
-            temperature=jnp.ones((size,), jnp.float32),
-            top_k=jnp.zeros((size,), jnp.int32),
-            top_p=jnp.ones((size,), jnp.float32),
-            min_p=jnp.zeros((size,), jnp.float32),
+            seed=column([r.seed for r in requests], 0, np.uint32),
+            temperature=column([r.temperature for r in requests], 1, np.float32),
+            top_k=column([r.top_k for r in requests], 0, np.int32),
+            top_p=column([r.top_p for r in requests], 1, np.float32),
+            min_p=column([r.min_p for r in requests], 0, np.float32),
+            bias_ids=jnp.asarray(bias_ids),
+            bias=jnp.asarray(bias),
         ),
-        max_tokens=jnp.full((size,), max_tokens, jnp.int32),
-        stop_ids=jnp.asarray(stop),
+        max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
+        stop_ids=jnp.asarray(stop_ids),
+        want_raw=column([r.raw_logprobs for r in requests], False, bool),
+        want_top=column([r.top_logprobs > 0 for r in requests], False, bool),
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(model, params, tokens_PT, length_P, request):
+def _prefill(model, params, tokens_PT, length_P):
     P, T = tokens_PT.shape
     positions_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     start_P = jnp.zeros((P,), jnp.int32)
     cache = kv_cache.create(model, P, T)
     _, cache = transformer.extend(params, model, tokens_PT, positions_PT, cache, kv_cache.attend_at(start_P))
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    return Prefix(cache, last_P, length_P, request)
+    return Prefix(cache, last_P, length_P)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _prefill_chunk(model, params, tokens_1T, start_1, cache):
+    positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
+    return transformer.extend(params, model, tokens_1T, positions_1T, cache, kv_cache.attend_at(start_1))[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(model, num_sequences, capacity):
+    return kv_cache.create(model, num_sequences, capacity)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(model, params, tokens_1T):
+    hidden_1TD = transformer.apply(params, model, tokens_1T)
+    ones_1T = jnp.ones(tokens_1T.shape, jnp.float32)
+    return logprobs.token_logprobs(params, model, hidden_1TD, tokens_1T, ones_1T)[0][0]
 
 
 @functools.partial(jax.jit, donate_argnums=2)
-def _insert(prefix, rows_B, state, slots_B, seeds_B):
-    def put(target, source):
-        return target.at[slots_B].set(source[rows_B], mode="drop")
+def _insert(prefix, rows_N, state, slots_N, request):
+    def put(target, values):
+        return target.at[slots_N].set(values, mode="drop")
 
-    request = jax.tree.map(put, state.request, prefix.request)
-    seed = state.request.sampling.seed.at[slots_B].set(seeds_B, mode="drop")
     return DecodeState(
-        cache=kv_cache.copy_rows(prefix.cache, rows_B, state.cache, slots_B),
-        token=put(state.token, prefix.last_token),
-        position=put(state.position, prefix.length - 1),
-        generated=state.generated.at[slots_B].set(0, mode="drop"),
-        active=state.active.at[slots_B].set(True, mode="drop"),
-        request=request.replace(sampling=request.sampling.replace(seed=seed)),
+        cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
+        token=put(state.token, prefix.last_token[rows_N]),
+        position=put(state.position, prefix.length[rows_N] - 1),
+        generated=put(state.generated, 0),
+        active=put(state.active, True),
+        request=jax.tree.map(put, state.request, request),
         hidden=state.hidden,
+        limit=state.limit,
     )
 
 
@@ -265,17 +358,21 @@ def _harvest(state, slots_N):
     return state.hidden[slots_N]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _generate(model, num_steps, params, state):
-    """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp."""
-    B, S = state.token.shape[0], state.cache[0][0].shape[2]
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _generate(model, num_steps, max_len, params, state):
+    """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp.
+
+    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for.
+    """
+    B = state.token.shape[0]
+    num_top = min(request_lib.MAX_TOP, model.vocab_size)
 
     def more(carry):
         step, state, *_ = carry
-        return (step < num_steps) & jnp.any(state.active)
+        return (step < jnp.minimum(num_steps, state.limit)) & jnp.any(state.active)
 
     def one(carry):
-        step, state, tokens, valid, logps = carry
+        step, state, tokens, valid, logps, extras = carry
         hidden_B1D, cache = transformer.extend(
             params,
             model,
@@ -285,10 +382,11 @@ def _generate(model, num_steps, params, state):
             kv_cache.attend_at(state.position),
         )
         logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
-        token_B, logp_B = sampler.sample(logits_BV, state.position + 1, state.request.sampling)
+        logp_BV = sampler.scores(logits_BV, state.request.sampling)
+        token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
         active, generated = state.active, state.generated + state.active
         stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
-        full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= S)
+        full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
         ring_B = jnp.where(active, state.generated % RING, RING)
         new_state = state.replace(
             cache=cache,
@@ -304,13 +402,38 @@ def _generate(model, num_steps, params, state):
             tokens.at[:, step].set(jnp.where(active, token_B, 0)),
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
+            _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)
-    carry = (jnp.int32(0), state, blank, blank, jnp.zeros((B, num_steps), jnp.float32))
-    _, state, tokens, valid, logps = jax.lax.while_loop(more, one, carry)
+    zeros = jnp.zeros((B, num_steps), jnp.float32)
+    wide = (B, num_steps, num_top)
+    extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+    carry = (jnp.int32(0), state, blank, blank, zeros, extras)
+    _, state, tokens, valid, logps, extras = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    return state, jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
+    return state, jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1), extras
+
+
+def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
+    """What few requests ask for; a batch in which none does must not pay for it."""
+
+    def raw(values, logits_BV, logp_BV):
+        raw_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+        return values.at[:, step].set(jnp.take_along_axis(raw_BV, token_B[:, None], axis=-1)[:, 0])
+
+    def top(values, logits_BV, logp_BV):
+        logps, ids = jax.lax.top_k(logp_BV, num_top)
+        return values[0].at[:, step].set(ids), values[1].at[:, step].set(logps)
+
+    def skip(values, logits_BV, logp_BV):
+        return values
+
+    raw_logps, *tops = extras
+    want_raw, want_top = (jnp.any(state.active & asked) for asked in (state.request.want_raw, state.request.want_top))
+    raw_logps = jax.lax.cond(want_raw, raw, skip, raw_logps, logits_BV, logp_BV)
+    top_ids, top_logps = jax.lax.cond(want_top, top, skip, tuple(tops), logits_BV, logp_BV)
+    return raw_logps, top_ids, top_logps
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):

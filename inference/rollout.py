@@ -4,7 +4,7 @@ In time:
 1. An environment worker drives an episode against an inference server. Each branch of it is one token stream: the
    prompt, what the policy sampled, and between two turns what the environment said (so `sampled_mask` has gaps).
 2. The worker fills a `Rollout`, `sign`s it, and `write`s a group as one Parquet file: temporary name, then rename.
-3. Validator and orchestrator `read` it: sizes, schema, every field. A broken file is a ValueError that names the
+3. Validator and orchestrator `read` it: sizes (inference/rollout_file.py), schema, every field. A broken file is a ValueError that names the
    column and the rule, whatever the bytes were; then `signature_ok` says whether the key in `worker` vouches for it.
 
 The columns include those of INTELLECT-2's files, so its readers find what they know. Four of them are written for
@@ -37,19 +37,13 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from inference import rollout_file
+
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
-MAX_ROWS = 2**16
-MAX_FILE_BYTES = 2**28
-MAX_DECODED_BYTES = 2**30
-MAX_FOOTER_BYTES = 2**20  # ours take 5 KiB per row group
-MAX_PAGE_HEADER_BYTES = 2**14
-CODECS = (0, 1, 6)  # none, snappy, zstd
-ENCODINGS = (0, 3)  # plain, run length
-PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in there
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 
 
@@ -141,7 +135,7 @@ def write(path: str | os.PathLike, rollouts: list[Rollout]) -> None:
 def read(path: str | os.PathLike) -> list[Rollout]:
     """`from_parquet` of a file; the size is looked at before the bytes."""
     path = pathlib.Path(path)
-    _check_size(path.stat().st_size)
+    rollout_file.check_size(path.stat().st_size)
     return from_parquet(path.read_bytes())
 
 
@@ -197,8 +191,7 @@ def from_parquet(data: bytes) -> list[Rollout]:
     """The rollouts of a file from anyone, or ValueError with the column and the rule, for any bytes at all."""
     if not isinstance(data, bytes):
         raise ValueError(f"rollout file: expected bytes, got {type(data).__name__}")
-    _check_size(len(data))
-    _check_pages(data)
+    rollout_file.check(data)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         _check_schema(file.schema_arrow)
@@ -316,11 +309,6 @@ def _framed(payload: bytes) -> bytes:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"rollout file: {num_bytes} bytes, at most {MAX_FILE_BYTES} are read; write fewer per file")
-
-
 def _check_schema(schema: pa.Schema) -> None:
     for position, field in enumerate(SCHEMA):
         found = schema.field(position) if position < len(schema) else None
@@ -331,110 +319,6 @@ def _check_schema(schema: pa.Schema) -> None:
             )
     if len(schema) != len(SCHEMA):
         raise ValueError(f"rollout file: column {schema.names[len(SCHEMA)]!r} is not in the schema")
-
-
-def _check_pages(data: bytes) -> None:
-    """How much the pages claim to decode to, from footer and page headers: before anything is decompressed.
-
-    Read here and not through `pq.FileMetaData`, whose column accessors end the process (C++ terminate, pyarrow 26)
-    on an unknown codec or a malformed size statistic. parquet.thrift has the field numbers.
-    """
-    footer_bytes = int.from_bytes(data[-8:-4], "little")
-    if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise ValueError("rollout file: not readable as Parquet: no PAR1 at both ends around a footer")
-    try:
-        footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
-        groups = _listed(footer, 4)
-        num_rows = max(_counted(footer, 3), sum(_counted(group, 3) for group in groups))
-        if num_rows > MAX_ROWS:
-            raise ValueError(f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read")
-        decoded_bytes = 0
-        for page_bytes in (page for group in groups for chunk in _listed(group, 1) for page in _pages(data, chunk)):
-            decoded_bytes += page_bytes
-            if decoded_bytes > MAX_DECODED_BYTES:  # now, not at the end: chunks may share pages, a million times
-                raise ValueError(f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer per file")
-    except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
-        raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
-
-
-def _pages(data: bytes, chunk: dict):
-    """What each page of a column chunk takes to decode: its bytes, 4 of levels per value, 4096 for being there."""
-    meta = chunk[3]
-    if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
-        raise ValueError("rollout file: only plain encoding under zstd, snappy or nothing is read, in one file")
-    at, end = _counted(meta, 9), _counted(meta, 9) + _counted(meta, 7)
-    yield 4 * _counted(meta, 5)
-    while at < end:
-        header, size = _thrift_struct(data[at : at + MAX_PAGE_HEADER_BYTES], 0)
-        where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
-        body = header[where]
-        if _counted(body, encoding) not in ENCODINGS:
-            raise ValueError(f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read")
-        yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
-        at += size + _counted(header, 3)
-
-
-def _listed(fields: dict, number: int) -> list[dict]:
-    if not isinstance(fields[number], list) or not all(isinstance(item, dict) for item in fields[number]):
-        raise ValueError("rollout file: not readable as Parquet: broken footer")
-    return fields[number]
-
-
-def _counted(fields: dict, number: int) -> int:
-    if not isinstance(fields, dict) or type(fields[number]) is not int or fields[number] < 0:
-        raise ValueError("rollout file: not readable as Parquet: broken footer or page header")
-    return fields[number]
-
-
-def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
-    """({field number: value}, end) of a struct in Thrift's compact protocol; IndexError where the bytes end early."""
-    fields: dict[int, object] = {}
-    number = 0
-    while head := data[at]:
-        at += 1
-        if head >> 4:
-            number += head >> 4
-        else:
-            number, at = _thrift_value(data, at, 4, depth)
-        if number in fields:
-            raise ValueError("rollout file: not readable as Parquet: a field is there twice")
-        kind = head & 15
-        fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
-    return fields, at + 1
-
-
-def _thrift_value(data: bytes, at: int, kind: int, depth: int):
-    if kind in (1, 2, 3):  # a bool in a list, i8
-        return data[at], at + 1
-    if kind in (4, 5, 6):  # i16, i32, i64: zigzag varint
-        value, at = _varint(data, at)
-        return (value >> 1) ^ -(value & 1), at
-    if kind in (7, 8):  # double, binary
-        length, at = (8, at) if kind == 7 else _varint(data, at)
-        if length > len(data) - at:
-            raise IndexError
-        return data[at : at + length], at + length
-    if kind in (9, 10):  # list, set
-        length, item_kind = data[at] >> 4, data[at] & 15
-        length, at = _varint(data, at + 1) if length == 15 else (length, at + 1)
-        items = []
-        for _ in range(length):  # each item takes at least a byte, so the data bound the loop
-            item, at = _thrift_value(data, at, item_kind, depth)
-            items.append(item)
-        return items, at
-    if kind == 12 and depth < 16:  # struct; Parquet nests four deep
-        return _thrift_struct(data, at, depth + 1)
-    raise ValueError(f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        value |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80:
-            return value, at
-    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits")
 
 
 def _column(name: str, chunked: pa.ChunkedArray) -> list:

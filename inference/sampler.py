@@ -2,12 +2,12 @@
 
 1. noise = Gumbel(threefry(seed, position)), one draw per vocabulary entry.
 2. token = argmax(filtered logits / temperature + noise), which is a sample from the softmax (Gumbel-max).
-3. logp = log-probability of that token under the distribution sampled from: after temperature, top-k, top-p, min-p.
+3. logp = log-probability of that token under the distribution sampled from: after bias, temperature, top-k, top-p, min-p.
 
 So a token depends on weights, prefix, seed and position only: not on its slot, its neighbours or the server. A validator
 that knows the seed draws the same noise and checks the argmax (arXiv 2511.20621 uses the same property).
 
-Letters: B sequences, V vocabulary.
+Letters: B sequences, V vocabulary, M biased entries.
 """
 
 import jax
@@ -24,6 +24,8 @@ class Sampling:
     top_k: jax.Array  # int32
     top_p: jax.Array  # float32
     min_p: jax.Array  # float32
+    bias_ids: jax.Array | None = None  # int32 [B, M], -1 where unused; None: no sequence has a bias
+    bias: jax.Array | None = None  # float32 [B, M], added to the logits of those entries
 
 
 def noise(seed_B: jax.Array, position_B: jax.Array, vocab_size: int) -> jax.Array:
@@ -48,6 +50,9 @@ def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     Greedy rows (temperature 0) report the untempered distribution.
     """
     temperature_B = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    if sampling.bias_ids is not None:
+        biased = jnp.any(sampling.bias_ids >= 0)
+        logits_BV = jax.lax.cond(biased, _add_bias, lambda x, _: x, logits_BV, sampling)
     logits_BV = logits_BV / temperature_B[:, None]
     filters = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
     # The filters sort the vocabulary; a batch that uses none must not pay for it.
@@ -57,11 +62,21 @@ def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """Returns (token_B int32, logp_B float32): the token to put at `position_B`, and its log-probability."""
-    logp_BV = scores(logits_BV, sampling)
-    gumbel_BV = noise(sampling.seed, position_B, logits_BV.shape[-1])
+    return draw(scores(logits_BV, sampling), position_B, sampling)
+
+
+def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """The second half of `sample`, from its `scores`."""
+    gumbel_BV = noise(sampling.seed, position_B, logp_BV.shape[-1])
     noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
     token_B = jnp.argmax(noised_BV, axis=-1).astype(jnp.int32)
     return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _add_bias(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    rows_B1 = jnp.arange(logits_BV.shape[0])[:, None]
+    columns_BM = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits_BV.shape[1])  # past the end: dropped
+    return logits_BV.at[rows_B1, columns_BM].add(sampling.bias, mode="drop")
 
 
 def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

@@ -1,60 +1,46 @@
 """Continuous batching: one thread that owns the engine's slots. Replaces JetStream's Driver.
 
 Each turn of the loop:
-1. takes what other threads asked for: new requests, aborts, new weights;
+1. takes what other threads asked for: new requests, aborts, new weights, a pause;
 2. swaps weights if there are new ones (between calls: running sequences go on with their keys, and every token is
    stamped with the version that produced it);
-3. while slots are free, prefills up to `prefill_batch` waiting prompts and starts their samples;
-4. runs one `generate` call and hands out its tokens; a finished request's future is set, its slots are free.
+3. runs one chunk of a long prompt, if one is under way;
+4. while slots are free, prefills up to `prefill_batch` waiting prompts and starts their samples; a prompt whose keys are
+   kept (prefix_cache.py) is not prefilled again;
+5. runs one `generate` call and hands out its tokens; a finished request's future is set, its slots are free. While others
+   wait the call ends with the step that is known to free a slot, so that none stands empty for the rest of it.
+
+Requests start in the order they came, but none holds more than half of the slots while others wait. A request that the
+engine cannot finish (NaN, no memory) fails alone or with those beside it; the thread goes on. A bug ends it, loudly, with
+every request failed: no future is left hanging.
 
 JetStream's Driver is not used because it takes no sampling parameters, returns no log-probabilities, cannot swap
 weights or abort, prefills one prompt at a time, and kills the process on any error.
 
-Left out: prefix reuse across requests, chunked prefill, run-ahead of the device while the host works.
+Left out: run-ahead of the device while the host works (a call of 8 steps takes the host a hundredth of its time).
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from inference import engine as engine_lib
-from inference import sampler, toploc
+from inference import prefix_cache, toploc
+from inference import request as request_lib
+from models import tokenizer as tokenizer_lib
 from models import transformer
 
+GenerateRequest, Completion = request_lib.GenerateRequest, request_lib.Completion  # what `submit` takes and gives
 
-@dataclasses.dataclass(frozen=True)
-class GenerateRequest:
-    """One prompt, `num_samples` completions; sample i uses seed + i (mod 2^32)."""
-
-    tokens: Sequence[int]
-    num_samples: int = 1
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-    proofs: bool = False
-
-
-@dataclasses.dataclass
-class Completion:
-    """One sample. `logprobs` and `versions` have one entry per token; the stop token is included."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    prompt_version: int  # the policy version that prefilled the prompt
-    finish_reason: str  # "stop" | "length"
-    proofs: bytes
+Listener = Callable[[int, Completion], None]  # (sample index, the completion so far), on the scheduler's thread
 
 
 class Overloaded(RuntimeError):
@@ -65,78 +51,160 @@ class Closed(RuntimeError):
     """The server is shutting down."""
 
 
-@dataclasses.dataclass
+class Fault(RuntimeError):
+    """The engine could not finish this request: its numbers are not finite, or the device failed."""
+
+
+@dataclasses.dataclass(eq=False)
 class _Job:
+    """A request on its way: waiting, then ready with its prefilled prompt, then with samples in slots."""
+
     request: GenerateRequest
     future: concurrent.futures.Future
+    listener: Listener | None
     completions: list[Completion | None]
+    submitted_s: float
+    prefix: engine_lib.Prefix | None = None
+    row: int = 0
+    prompt_version: int = 0
+    prompt_logprobs: list[float] | None = None
+    num_started: int = 0
+    num_running: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Sample:
-    """A sample on its way: waiting with its prefilled prompt, or in a slot."""
+    """A sample in a slot."""
 
     job: _Job
     index: int
-    prefix: engine_lib.Prefix
-    row: int
     completion: Completion
+    text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
+    tail: str = ""  # of that text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class _LongPrompt:
+    """A prompt that is prefilled chunk by chunk; `cache` holds its first `num_done` tokens."""
+
+    job: _Job
+    cache: object
+    num_done: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    params: transformer.Params
+    version: int
+    done: concurrent.futures.Future
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pause:
+    paused: bool
+    clear: bool
+    done: concurrent.futures.Future
+
+
+_STOP, _WAKE = object(), object()
+_STATS = (
+    "weight_updates",
+    "aborted",
+    "faults",
+    "prefill_calls",
+    "prefill_chunks",
+    "prompt_tokens",
+    "tokens",
+    "samples",
+)
+_STATS += (
+    "generate_calls",
+    "decode_steps",
+    "decode_s",
+    "prefix_queries",
+    "prefix_hits",
+    "first_tokens",
+    "first_token_s",
+)
 
 
 class Scheduler:
     """Runs an engine in a thread of its own; every method may be called from any thread."""
 
-    def __init__(self, engine: engine_lib.Engine, params: transformer.Params, version: int, *, max_queue: int = 4096):
+    def __init__(
+        self,
+        engine: engine_lib.Engine,
+        params: transformer.Params,
+        version: int,
+        *,
+        max_queue: int = 4096,
+        prefix_cache_bytes: int = 2**28,
+        state: engine_lib.DecodeState | None = None,
+    ):
+        """`state` is a fresh one of the engine, which makes its own when None."""
         self._engine, self._params, self.version = engine, params, version
         self._max_queue = max_queue
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._waiting: collections.deque[_Job] = collections.deque()
-        self._ready: collections.deque[_Sample] = collections.deque()
+        self._ready: collections.deque[_Job] = collections.deque()
+        self._long: _LongPrompt | None = None
         self._slots: list[_Sample | None] = [None] * engine.config.num_slots
+        self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
-        self.stats = collections.Counter()
-        self._state = engine.init_decode_state()
+        self.is_paused = False
+        self.stats = collections.Counter(dict.fromkeys(_STATS, 0))  # all keys at once: other threads copy it
+        self._state = engine.init_decode_state() if state is None else state
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerateRequest) -> "concurrent.futures.Future[list[Completion]]":
+    def submit(
+        self, request: GenerateRequest, listener: Listener | None = None
+    ) -> "concurrent.futures.Future[list[Completion]]":
         """Queues a request. The future may be cancelled at any time, which frees its slots.
+
+        `listener` is told of new tokens; it must return at once, and a RuntimeError from it (its event loop is gone)
+        cancels the request.
 
         Raises:
           ValueError: the request cannot be served, with the value and the rule.
           Overloaded: too many requests wait already.
           Closed: `close` was called.
         """
-        self._check(request)
-        job = _Job(request, concurrent.futures.Future(), [None] * request.num_samples)
+        request.check(self._engine.model.vocab_size, self._engine.config.max_model_len)
+        job = _Job(request, concurrent.futures.Future(), listener, [None] * request.num_samples, time.monotonic())
         with self._lock:
             if self._closing:
                 raise Closed("the server is shutting down")
             if self._num_pending >= self._max_queue:
                 raise Overloaded(f"{self._num_pending} requests are pending, the most this server takes")
             self._num_pending += 1
-            job.future.add_done_callback(self._forget)
             # Under the lock: once _closing is set the thread empties the inbox a last time.
             self._inbox.put(job)
+        job.future.add_done_callback(self._forget)
         return job.future
 
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
         """Swaps the weights between two engine calls; the future gives the version once it is in force. Closed as `submit`."""
-        done = concurrent.futures.Future()
-        with self._lock:
-            if self._closing:
-                raise Closed("the server is shutting down")
-            self._inbox.put((params, version, done))
-        return done
+        return self._send(lambda done: _Update(params, version, done))
 
-    def close(self) -> None:
-        """Fails what is pending and ends the thread."""
+    def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
+        """Stops stepping, with every sequence and its keys kept; the future is set once no call runs."""
+        return self._send(lambda done: _Pause(True, clear_prefixes, done))
+
+    def resume(self) -> concurrent.futures.Future:
+        return self._send(lambda done: _Pause(False, False, done))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Refuses new requests, waits up to `drain_s` for those it has, fails what is left and ends the thread."""
         with self._lock:
             self._closing = True
-        self._inbox.put(None)
+        deadline = time.monotonic() + drain_s
+        while self._num_pending and self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._inbox.put(_STOP)
         self._thread.join()
 
     @property
@@ -151,38 +219,32 @@ class Scheduler:
     def num_running(self) -> int:
         return sum(sample is not None for sample in self._slots)
 
-    def _check(self, request: GenerateRequest) -> None:
-        vocab, capacity = self._engine.model.vocab_size, self._engine.config.max_model_len
-        if not request.tokens:
-            raise ValueError("token_ids is empty; a prompt has at least one token")
-        if bad := [t for t in request.tokens if not 0 <= t < vocab]:
-            raise ValueError(f"token id {bad[0]} is outside the vocabulary of {vocab} entries")
-        if len(request.tokens) >= capacity:
-            raise ValueError(
-                f"this model's maximum context length is {capacity} tokens, but the prompt has {len(request.tokens)}"
-            )
-        if len(request.stop_ids) > engine_lib.MAX_STOP_IDS:
-            raise ValueError(
-                f"{len(request.stop_ids)} stop token ids given; at most {engine_lib.MAX_STOP_IDS} are held"
-            )
-        if bad := [t for t in request.stop_ids if not 0 <= t < vocab]:
-            raise ValueError(f"stop token id {bad[0]} is outside the vocabulary of {vocab} entries")
-        for name, ok, rule in (
-            ("n", 1 <= request.num_samples <= 1024, "in 1..1024"),
-            ("max_tokens", request.max_tokens >= 1, "at least 1"),
-            # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is no log-probability
-            ("temperature", request.temperature == 0 or 1e-6 <= request.temperature <= 1e6, "0, or in 1e-6..1e6"),
-            ("top_k", 0 <= request.top_k < 2**31, "in 0..2^31 - 1, or -1 for off"),
-            ("top_p", 0 < request.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= request.min_p <= 1, "in [0, 1]"),
-            ("seed", 0 <= request.seed < 2**32, "in 0..2^32 - 1"),
-        ):
-            if not ok:
-                raise ValueError(f"{name} must be {rule}; got {getattr(request, _FIELDS.get(name, name))}")
+    @property
+    def num_running_requests(self) -> int:
+        return len({id(sample.job) for sample in list(self._slots) if sample is not None})
+
+    @property
+    def prefix_bytes(self) -> int:
+        return self._prefixes.num_bytes
+
+    def cache_usage(self) -> float:
+        """Part of the slots' positions that hold a token, 0..1."""
+        lengths = [len(s.job.request.tokens) + len(s.completion.tokens) for s in list(self._slots) if s is not None]
+        return sum(lengths) / (len(self._slots) * self._engine.config.max_model_len)
+
+    def _send(self, message: Callable) -> concurrent.futures.Future:
+        done: concurrent.futures.Future = concurrent.futures.Future()
+        with self._lock:
+            if self._closing:
+                raise Closed("the server is shutting down")
+            self._inbox.put(message(done))
+        return done
 
     def _forget(self, future):
         with self._lock:
             self._num_pending -= 1
+        if future.cancelled():
+            self._inbox.put(_WAKE)  # also of a paused thread, which would keep the request otherwise
 
     # Below here: the scheduler's thread only.
 
@@ -193,16 +255,28 @@ class Scheduler:
         finally:  # an error in the engine fails every request rather than leave one hanging; the thread then dies loudly
             with self._lock:
                 self._closing = True
-            self._fail_all()
+            self._fail_all(Closed("the server stopped before the request was finished"))
+            self._empty_inbox()
 
     def _turn(self) -> bool:
-        idle = not (self._waiting or self._ready or self.num_running)
+        idle = self.is_paused or not (self._waiting or self._ready or self._long or self.num_running)
         if not self._take_messages(block=idle):
             return False
-        self._drop_cancelled()
-        self._start_samples()
-        if self.num_running:
-            self._generate()
+        self._drop_done()
+        if self.is_paused:
+            return True
+        try:
+            self._extend_long()
+            self._start_samples()
+            if self.num_running:
+                self._generate()
+        except (
+            jax.errors.JaxRuntimeError
+        ) as error:  # out of memory, a device that failed: the state was donated, and is lost
+            self.stats["faults"] += 1
+            self._fail_all(Fault(f"the device failed: {error}"))
+            self._prefixes.clear()
+            self._state = self._engine.init_decode_state()
         return True
 
     def _take_messages(self, *, block: bool) -> bool:
@@ -212,109 +286,274 @@ class Scheduler:
             except queue.Empty:
                 return True
             block = False
-            if message is None:
+            if message is _STOP:
                 return False
             if isinstance(message, _Job):
                 self._waiting.append(message)
-            else:
-                self._params, self.version, done = message
-                self.stats["weight_updates"] += 1
-                done.set_result(self.version)
+            elif message is not _WAKE and message.done.set_running_or_notify_cancel():  # not given up meanwhile
+                if isinstance(message, _Update):
+                    self._swap(message.params, message.version)
+                else:
+                    self.is_paused = message.paused
+                    if message.clear:
+                        self._prefixes.clear()
+                message.done.set_result(self.version)
 
-    def _drop_cancelled(self) -> None:
-        self._ready = collections.deque(s for s in self._ready if not s.job.future.cancelled())
-        self._waiting = collections.deque(j for j in self._waiting if not j.future.cancelled())
-        dropped = [i for i, s in enumerate(self._slots) if s is not None and s.job.future.cancelled()]
+    def _swap(self, params: transformer.Params, version: int) -> None:
+        self._params, self.version = params, version
+        self._prefixes.clear()
+        if self._long is not None:  # half of its keys are of the old weights: from the start
+            self._waiting.appendleft(self._long.job)
+            self._long = None
+        self.stats["weight_updates"] += 1
+
+    def _drop_done(self) -> None:
+        """Forgets requests that were cancelled, or failed, wherever they are."""
+        self._ready = collections.deque(job for job in self._ready if not job.future.done())
+        self._waiting = collections.deque(job for job in self._waiting if not job.future.done())
+        if self._long is not None and self._long.job.future.done():
+            self._long = None
+        dropped = [i for i, sample in enumerate(self._slots) if sample is not None and sample.job.future.done()]
         if dropped:
             self.stats["aborted"] += len(dropped)
-            self._state = self._engine.deactivate(self._state, self._pad(dropped, self._engine.config.num_slots))
-            for slot in dropped:
-                self._slots[slot] = None
+            self._deactivate(dropped)
+
+    def _deactivate(self, slots: list[int]) -> None:
+        self._state = self._engine.deactivate(self._state, self._pad(slots, len(self._slots)))
+        for slot in slots:
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self._slots[slot].job.num_running -= 1
+        self._slots[slot] = None
 
     def _start_samples(self) -> None:
-        free = [i for i, sample in enumerate(self._slots) if sample is None]
-        while free and (self._ready or self._waiting):
-            if not self._ready:
-                self._prefill()
-            # one insert call takes samples of one prefill
-            prefix, slots = self._ready[0].prefix, []
-            rows, seeds = [], []
-            while free and self._ready and self._ready[0].prefix is prefix:
-                sample, slot = self._ready.popleft(), free.pop(0)
-                self._slots[slot] = sample
-                slots.append(slot)
-                rows.append(sample.row)
-                seeds.append((sample.job.request.seed + sample.index) % 2**32)
+        free = collections.deque(i for i, sample in enumerate(self._slots) if sample is None)
+        started: dict[int, list[tuple[int, _Sample]]] = collections.defaultdict(list)
+        while free and (job := self._next_job()):
+            streams = self._engine.tokenizer.text_stream() if job.request.stop_texts else None
+            completion = Completion([], [], [], job.prompt_version, prompt_logprobs=job.prompt_logprobs)
+            sample = _Sample(job, job.num_started, completion, streams)
+            job.num_started += 1
+            job.num_running += 1
+            if job.num_started == job.request.num_samples:
+                self._ready.remove(job)
+            slot = free.popleft()
+            self._slots[slot] = sample
+            started[id(job.prefix)].append((slot, sample))
+        for group in started.values():  # one insert call takes samples of one prefill
+            slots, samples = zip(*group, strict=True)
+            # Few sizes instead of one per count, and not always all slots: an insert costs as much as its size.
+            size = next(size for size in sorted({1, min(8, len(self._slots)), len(self._slots)}) if size >= len(slots))
+            requests = [
+                dataclasses.replace(s.job.request, seed=(s.job.request.seed + s.index) % 2**32) for s in samples
+            ]
             self._state = self._engine.insert_batch(
-                prefix,
-                self._pad(rows, 0),
+                samples[0].job.prefix,
+                self._pad([s.job.row for s in samples], 0, size),
                 self._state,
-                self._pad(slots, len(self._slots)),
-                self._pad(seeds, 0, np.uint32),
+                self._pad(slots, len(self._slots), size),
+                engine_lib.request_arrays(requests, size),
             )
 
-    def _prefill(self) -> None:
-        """Prefills the next waiting prompts of one length bucket, oldest first."""
-        P = self._engine.config.prefill_batch
-        bucket = self._engine.bucket(len(self._waiting[0].request.tokens))
-        jobs, rest = [], collections.deque()
-        for job in self._waiting:
-            same = len(jobs) < P and self._engine.bucket(len(job.request.tokens)) == bucket
-            (jobs if same else rest).append(job)
+    def _next_job(self) -> _Job | None:
+        """The request whose sample gets the next free slot: first come, but none holds half of them while others wait."""
+        most = max(1, len(self._slots) // 2)
+        while True:
+            for job in self._ready:
+                if job.num_running < most:
+                    return job
+            if not self._prefill():
+                return self._ready[0] if self._ready else None
 
-        tokens_PT, length_P = np.zeros((P, bucket), np.int32), np.ones((P,), np.int32)
-        for row, job in enumerate(jobs):
-            length_P[row] = len(job.request.tokens)
-            tokens_PT[row, : length_P[row]] = job.request.tokens
-        prefix = self._engine.prefill_batch(
-            self._params, tokens_PT, length_P, _request_arrays([job.request for job in jobs], P)
-        )
+    def _prefill(self) -> bool:
+        """Prefills the next waiting prompts of one length bucket, oldest first; False if there is none to prefill."""
+        P, chunk = self._engine.config.prefill_batch, self._engine.config.prefill_chunk
+        bucket, rows, rest = None, {}, collections.deque()  # rows: prompt -> the jobs that share its row
+        num_ready = len(self._ready)
+        for at, job in enumerate(self._waiting):
+            tokens = tuple(job.request.tokens)
+            if len(rows) == P or at >= 4 * P:  # the queue may be thousands long
+                rest.append(job)
+            elif len(tokens) > chunk:
+                if self._long is not None:
+                    rest.append(job)
+                else:
+                    self._open_long(job)
+            elif self._reuse(job):
+                pass
+            elif tokens in rows:
+                rows[tokens].append(job)
+            elif self._engine.bucket(len(tokens)) == (bucket or self._engine.bucket(len(tokens))):
+                bucket = self._engine.bucket(len(tokens))
+                rows[tokens] = [job]
+            else:
+                rest.append(job)
+        if rows:
+            tokens_PT, length_P = np.zeros((P, bucket), np.int32), np.ones((P,), np.int32)
+            for row, tokens in enumerate(rows):
+                length_P[row] = len(tokens)
+                tokens_PT[row, : len(tokens)] = tokens
+            prefix = self._engine.prefill_batch(self._params, tokens_PT, length_P)
+            self.stats["prefill_calls"] += 1
+            for row, (tokens, jobs) in enumerate(rows.items()):
+                self._prefixes.keep(tokens, self.version, prefix, row)
+                for job in jobs:
+                    self._count_prompt(job, 0 if job is jobs[0] else len(tokens))
+                    self._make_ready(job, prefix, row)
         self._waiting = rest  # not before: should the engine raise, `_fail_all` finds them there
-        self.stats["prefill_calls"] += 1
-        self.stats["prompt_tokens"] += int(length_P[: len(jobs)].sum())
-        for row, job in enumerate(jobs):
-            for index in range(job.request.num_samples):
-                completion = Completion([], [], [], self.version, "", b"")
-                self._ready.append(_Sample(job, index, prefix, row, completion))
+        return len(self._ready) > num_ready
+
+    def _open_long(self, job: _Job) -> None:
+        """Begins a prompt of several chunks, behind what is kept of it."""
+        found = self._prefixes.find(job.request.tokens, self.version)
+        num_done = found.num_tokens if found else 0
+        self._count_prompt(job, num_done)
+        if num_done == len(job.request.tokens):
+            self._make_ready(job, _whole(job.request.tokens, found.prefix.cache), 0)  # maybe kept of a longer prompt
+        else:
+            # A copy: the chunks that follow are written into it, and others may find what is kept.
+            cache = jax.tree.map(jax.numpy.copy, found.prefix.cache) if found else None
+            self._long = _LongPrompt(job, cache, num_done)
+
+    def _extend_long(self) -> None:
+        """Runs the next chunk of the long prompt under way."""
+        if self._long is None:
+            return
+        long, chunk = self._long, self._engine.config.prefill_chunk
+        tokens = long.job.request.tokens
+        tokens_1T = np.zeros((1, chunk), np.int32)
+        piece = tokens[long.num_done : long.num_done + chunk]
+        tokens_1T[0, : len(piece)] = piece
+        long.cache = self._engine.prefill_chunk(self._params, tokens_1T, long.num_done, long.cache)
+        long.num_done += len(piece)
+        self.stats["prefill_chunks"] += 1
+        if long.num_done == len(tokens):
+            prefix = _whole(tokens, long.cache)
+            self._prefixes.keep(tokens, self.version, prefix, 0)
+            self._make_ready(long.job, prefix, 0)
+            self._long = None
+
+    def _reuse(self, job: _Job) -> bool:
+        """Whether the whole prompt is kept; the request is then ready."""
+        found = self._prefixes.find(job.request.tokens, self.version)
+        if found:
+            self._count_prompt(job, found.num_tokens)
+            self._make_ready(job, found.prefix, found.row)
+        return found is not None
+
+    def _count_prompt(self, job: _Job, num_reused: int) -> None:
+        num_tokens = len(job.request.tokens)
+        self.stats["prefix_queries"] += num_tokens
+        self.stats["prefix_hits"] += num_reused
+        self.stats["prompt_tokens"] += num_tokens - num_reused
+
+    def _make_ready(self, job: _Job, prefix: engine_lib.Prefix, row: int) -> None:
+        job.prefix, job.row, job.prompt_version = prefix, row, self.version
+        if job.request.prompt_logprobs:
+            tokens = job.request.tokens
+            tokens_1T = np.zeros((1, self._engine.bucket(len(tokens))), np.int32)
+            tokens_1T[0, : len(tokens)] = tokens
+            job.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
+        self._ready.append(job)
 
     def _generate(self) -> None:
         begun = time.perf_counter()
+        steps = self._engine.config.steps_per_call
+        if self._waiting or self._ready or self._long:
+            steps = min(steps, *(self._num_left(s) for s in self._slots if s is not None))
+        self._state = self._state.replace(limit=np.int32(steps))
         self._state, result = self._engine.generate(self._params, self._state)
         tokens, logprobs, counts = self._engine.read(result)
         self.stats["generate_calls"] += 1
         self.stats["decode_steps"] += int(counts.max())
         self.stats["decode_s"] += time.perf_counter() - begun
 
-        finished, windows = [], []
-        for slot, sample in enumerate(self._slots):
-            if sample is None:
+        running = [(slot, s) for slot, s in enumerate(self._slots) if s is not None]
+        finite = np.isfinite(logprobs).all(axis=1)
+        raw = np.asarray(result.raw_logps) if any(s.job.request.raw_logprobs for _, s in running) else None
+        tops = None
+        if any(s.job.request.top_logprobs for _, s in running):
+            tops = np.asarray(result.top_ids), np.asarray(result.top_logps)
+        finished, cut, windows = [], [], []
+        for slot, sample in running:
+            count = int(counts[slot])
+            if not finite[slot]:
+                self._fail(sample.job, "a log-probability is not finite: the weights, or an overflow in the model")
                 continue
-            completion, count = sample.completion, int(counts[slot])
-            self.stats["tokens"] += count
-            before = len(completion.tokens)
-            completion.tokens += tokens[slot, :count].tolist()
-            completion.logprobs += logprobs[slot, :count].tolist()
-            completion.versions += [self.version] * count
-            reason = self._finish_reason(sample)
+            if count == 0:  # each call adds a token to each slot; without this the request would never end
+                self._fail(sample.job, "the engine gave no token for a slot that is in use")
+                continue
+            before = len(sample.completion.tokens)
+            active = self._take(sample, tokens[slot, :count].tolist(), logprobs[slot, :count].tolist())
+            after = len(sample.completion.tokens)
+            self.stats["tokens"] += after - before
+            if sample.job.request.raw_logprobs:
+                sample.completion.raw_logprobs += raw[slot, : after - before].tolist()
+            if sample.job.request.top_logprobs:
+                self._take_top(sample, tops[0][slot, : after - before], tops[1][slot, : after - before])
+            reason = sample.completion.finish_reason
             if sample.job.request.proofs:
-                after = len(completion.tokens)
                 for start in range(before - before % engine_lib.PROOF_WINDOW, after, engine_lib.PROOF_WINDOW):
                     if after >= start + engine_lib.PROOF_WINDOW or reason:
                         windows.append((slot, sample, start, min(after, start + engine_lib.PROOF_WINDOW)))
             if reason:
-                completion.finish_reason = reason
-                finished.append(slot)
+                finished.append((slot, sample))
+                if active:
+                    cut.append(slot)
         self._prove(windows)
-        for slot in finished:
-            sample, self._slots[slot] = self._slots[slot], None
+        if cut:  # what ended them the device does not know of
+            self._state = self._engine.deactivate(self._state, self._pad(cut, len(self._slots)))
+        self._tell(running)  # before a future is set: who streams must not see the end before the last piece
+        for slot, sample in finished:
+            self._release(slot)
             self._finish(sample)
 
-    def _finish_reason(self, sample: _Sample) -> str:
-        request, tokens = sample.job.request, sample.completion.tokens
-        if tokens and tokens[-1] in request.stop_ids:
-            return "stop"
-        full = len(request.tokens) + len(tokens) >= self._engine.config.max_model_len
-        return "length" if full or len(tokens) >= request.max_tokens else ""
+    def _num_left(self, sample: _Sample) -> int:
+        """New tokens after which this sample ends in any case."""
+        request, num_new = sample.job.request, len(sample.completion.tokens)
+        return min(request.max_tokens, self._engine.config.max_model_len - len(request.tokens)) - num_new
+
+    def _take(self, sample: _Sample, tokens: list[int], logprobs: list[float]) -> bool:
+        """Adds the new tokens up to where the sample ends; True if the device would go on behind that."""
+        request, completion = sample.job.request, sample.completion
+        if not completion.tokens and tokens:
+            self.stats["first_tokens"] += 1
+            self.stats["first_token_s"] += time.monotonic() - sample.job.submitted_s
+        end, stopped = len(tokens), False
+        if request.stop_texts or len(request.stop_ids) > engine_lib.MAX_STOP_IDS:
+            end, stopped = self._first_stop(sample, tokens)
+        elif tokens:
+            stopped = tokens[-1] in request.stop_ids
+        completion.tokens += tokens[:end]
+        completion.logprobs += logprobs[:end]
+        completion.versions += [self.version] * end
+        if stopped:
+            completion.finish_reason = "stop"
+        elif self._num_left(sample) <= 0:
+            completion.finish_reason = "length"
+        by_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: engine_lib.MAX_STOP_IDS]
+        return bool(completion.finish_reason) and not by_device and self._num_left(sample) > 0
+
+    def _first_stop(self, sample: _Sample, tokens: list[int]) -> tuple[int, bool]:
+        """How many of the tokens belong to the sample, and whether the last of them stops it."""
+        request = sample.job.request
+        longest = max(map(len, request.stop_texts), default=0)
+        for at, token in enumerate(tokens):
+            if token in request.stop_ids:
+                return at + 1, True
+            if sample.text is not None:
+                sample.tail += sample.text.push([token])
+                if any(stop in sample.tail for stop in request.stop_texts):
+                    return at + 1, True
+                sample.tail = sample.tail[-longest:]
+        return len(tokens), False
+
+    def _take_top(self, sample: _Sample, ids: np.ndarray, logps: np.ndarray) -> None:
+        num = sample.job.request.top_logprobs
+        for row_ids, row_logps in zip(ids[:, :num].tolist(), logps[:, :num].tolist(), strict=True):
+            pairs = zip(row_ids, row_logps, strict=True)
+            sample.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
     def _prove(self, windows: list) -> None:
         """Builds the proofs of finished windows, before the ring overwrites their rows; all of a call at once, because
@@ -323,60 +562,71 @@ class Scheduler:
             return
         slots = sorted({slot for slot, *_ in windows})
         size = 1 << (len(slots) - 1).bit_length()  # a handful of shapes instead of one per count
-        rings = np.asarray(self._engine.harvest(self._state, self._pad(slots, slots[-1], size=size)))
+        rings = np.asarray(self._engine.harvest(self._state, self._pad(slots, slots[-1], size)))
         ring_of = dict(zip(slots, rings, strict=False))
-        hiddens = [ring_of[slot][np.arange(start, end) % engine_lib.RING] for slot, _, start, end in windows]
-        for (_, sample, _, _), proofs in zip(windows, toploc.build_proofs_batch(hiddens), strict=True):
-            sample.proofs += proofs
+        proved, hiddens = [], []
+        for slot, sample, start, end in windows:
+            rows = ring_of[slot][np.arange(start, end) % engine_lib.RING]
+            if np.isfinite(rows.astype(np.float32)).all():
+                proved.append(sample)
+                hiddens.append(rows)
+            else:
+                self._fail(sample.job, "a hidden state is not finite, so there is no proof of it")
+        if hiddens:
+            for sample, proofs in zip(proved, toploc.build_proofs_batch(hiddens), strict=True):
+                sample.proofs += proofs
 
     def _finish(self, sample: _Sample) -> None:
         job = sample.job
         sample.completion.proofs = toploc.join(sample.proofs)
         job.completions[sample.index] = sample.completion
         self.stats["samples"] += 1
-        if all(c is not None for c in job.completions) and job.future.set_running_or_notify_cancel():
+        all_there = all(c is not None for c in job.completions)
+        if all_there and not job.future.done() and job.future.set_running_or_notify_cancel():
             job.future.set_result(job.completions)
 
-    def _fail_all(self) -> None:
-        jobs = {id(s.job): s.job for s in [*self._ready, *self._slots] if s is not None}
-        jobs |= {id(j): j for j in self._waiting}
-        while not self._inbox.empty():
-            message = self._inbox.get()
-            if isinstance(message, _Job):
-                jobs[id(message)] = message
-            elif message is not None:
-                message[2].set_exception(Closed("the server is shutting down"))
+    def _tell(self, running: list[tuple[int, _Sample]]) -> None:
+        for _, sample in running:
+            if sample.job.listener is not None:
+                try:
+                    sample.job.listener(sample.index, sample.completion)
+                except RuntimeError:  # the event loop it spoke to was closed
+                    sample.job.future.cancel()
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        """Ends one request with a Fault; its slots are freed by `_drop_done`."""
+        self.stats["faults"] += 1
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
+            job.future.set_exception(Fault(reason))
+
+    def _fail_all(self, error: Exception) -> None:
+        jobs = {id(s.job): s.job for s in self._slots if s is not None}
+        jobs |= {id(j): j for j in [*self._ready, *self._waiting]}
+        if self._long is not None:
+            jobs[id(self._long.job)] = self._long.job
         for job in jobs.values():
             if not job.future.done() and job.future.set_running_or_notify_cancel():
-                job.future.set_exception(Closed("the server stopped before the request was finished"))
+                job.future.set_exception(error)
+        self._slots = [None] * len(self._slots)
+        self._ready.clear()
+        self._waiting.clear()
+        self._long = None
 
-    def _pad(self, values: list[int], fill: int, dtype=np.int32, size: int | None = None) -> np.ndarray:
+    def _empty_inbox(self) -> None:
+        closed = Closed("the server is shutting down")
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            future = message.future if isinstance(message, _Job) else getattr(message, "done", None)
+            if future is not None and not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(closed)
+
+    def _pad(self, values: Sequence[int], fill: int, size: int | None = None) -> np.ndarray:
         """A list as an array of fixed size (the number of slots), so that no program is compiled twice."""
-        padded = np.full((size or len(self._slots),), fill, dtype)
+        padded = np.full((size or len(self._slots),), fill, np.int32)
         padded[: len(values)] = values
         return padded
 
 
-_FIELDS = {"n": "num_samples"}
-
-
-def _request_arrays(requests: list[GenerateRequest], size: int) -> engine_lib.Request:
-    """Stacks requests into arrays of `size` rows."""
-
-    def column(values, fill, dtype):
-        return jnp.asarray(np.array([*values, *[fill] * (size - len(values))], dtype))
-
-    stop_ids = np.full((size, engine_lib.MAX_STOP_IDS), -1, np.int32)
-    for row, request in enumerate(requests):
-        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-    return engine_lib.Request(
-        sampling=sampler.Sampling(
-            seed=column([r.seed for r in requests], 0, np.uint32),
-            temperature=column([r.temperature for r in requests], 1, np.float32),
-            top_k=column([r.top_k for r in requests], 0, np.int32),
-            top_p=column([r.top_p for r in requests], 1, np.float32),
-            min_p=column([r.min_p for r in requests], 0, np.float32),
-        ),
-        max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
-        stop_ids=jnp.asarray(stop_ids),
-    )
+def _whole(tokens: Sequence[int], cache) -> engine_lib.Prefix:
+    """The prefix of one prompt whose keys `cache` holds."""
+    return engine_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32))

@@ -1,16 +1,37 @@
-"""The few things every HTTP service here shares: a bound socket, a body read with limits, errors in OpenAI's shape."""
+"""The few things every HTTP service here shares: a bound socket, a body read with limits, errors in OpenAI's shape.
 
+What a client may do, and what it may not cost:
+1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut.
+2. A body is read up to a limit of bytes, and a pause of 30 s in it ends the request (408).
+3. A client that hangs up while it waits ends what it waited for (`until_gone`).
+"""
+
+import asyncio
+import contextlib
+import hmac
 import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Awaitable
 
 import fastapi
 import uvicorn
 from fastapi import responses
+from starlette import types as asgi
+from uvicorn.protocols.http import h11_impl
 
 MAX_BODY_BYTES = 64 * 2**20
+HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
+
+
+class Gone(Exception):
+    """The client hung up; nobody reads the answer."""
+
+
+class TooSlow(Exception):
+    """The client stopped sending in the middle of its body."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -34,22 +55,47 @@ def address(sock: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def server(app: fastapi.FastAPI) -> uvicorn.Server:
-    """A quiet uvicorn server; call `.run(sockets=[sock])`, stop it by `should_exit = True`."""
+def announce(path: str, sock: socket.socket) -> None:
+    """Writes the address into a file that appears whole: who waits for it may read it at once."""
+    with open(f"{path}.tmp", "w") as file:
+        file.write(address(sock))
+    os.replace(f"{path}.tmp", path)
+
+
+def server(app: asgi.ASGIApp, *, drain_s: int = 5) -> uvicorn.Server:
+    """A quiet uvicorn server; call `.run(sockets=[sock])`, stop it by `should_exit = True` or SIGTERM.
+
+    It then takes no more connections, and gives the requests it has `drain_s` to end.
+    """
     # log_config: uvicorn's default resets all of logging, and with it absl's handler, which then closes standard error
-    config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=drain_s,
+    )
     return uvicorn.Server(config)
 
 
 async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """The whole body; ValueError as soon as it exceeds `max_bytes`, before the rest is read."""
     chunks, size = [], 0
-    async for chunk in request.stream():
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(BODY_PAUSE_S):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return b"".join(chunks)
+        except TimeoutError as error:
+            raise TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s") from error
         size += len(chunk)
         if size > max_bytes:
             raise ValueError(f"the request body exceeds {max_bytes} bytes, the most that is taken")
         chunks.append(chunk)
-    return b"".join(chunks)
 
 
 async def read_json(request: fastapi.Request) -> dict:
@@ -63,14 +109,53 @@ async def read_json(request: fastapi.Request) -> dict:
     return body
 
 
+async def until_gone(request: fastapi.Request, work: Awaitable):
+    """The result of `work`; cancels it and raises Gone when the client hangs up first."""
+    work = asyncio.ensure_future(work)
+    gone = asyncio.create_task(disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Gone
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()  # no effect on a finished one
+
+
+async def disconnected(request: fastapi.Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def hung_up(request: fastapi.Request, error: Exception) -> responses.Response:
     """Exception handler: the client went away while it was sending; nobody reads the answer, and it is no error of ours."""
     return responses.Response(status_code=499)
 
 
-def error(status: int, message: str, kind: str) -> responses.JSONResponse:
-    body = {"message": message, "type": kind, "code": status, "param": None}
-    return responses.JSONResponse({"error": body}, status_code=status)
+def error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> responses.JSONResponse:
+    return responses.JSONResponse({"error": error_body(status, message, kind)}, status_code=status, headers=headers)
+
+
+def error_body(status: int, message: str, kind: str) -> dict:
+    return {"message": message, "type": kind, "code": status, "param": None}
+
+
+class RequireKey:
+    """ASGI middleware: 401 without `Authorization: Bearer <key>`, but on the routes that say whether we live."""
+
+    OPEN = ("/health", "/liveness")
+
+    def __init__(self, app: asgi.ASGIApp, key: str):
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self.OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                refusal = error(401, "no valid API key; send Authorization: Bearer <key>", "authentication_error")
+                return await refusal(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 def stop_at_eof(stop) -> None:
@@ -84,3 +169,42 @@ def stop_at_eof(stop) -> None:
         os._exit(0)  # a request that does not end must not keep an orphan alive
 
     threading.Thread(target=wait, name="stop-at-eof", daemon=True).start()
+
+
+class _Protocol(h11_impl.H11Protocol):
+    """uvicorn's HTTP/1.1, with a limit on how long a connection may be of no use."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_head()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop("_head_timer")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop("_head_timer")
+        self._stop("_write_timer")
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._write_timer = self._write_timer or self.loop.call_later(WRITE_PAUSE_S, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stop("_write_timer")
+        super().resume_writing()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self._head_timer or self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _stop(self, name: str) -> None:
+        with contextlib.suppress(AttributeError):
+            getattr(self, name).cancel()
+        setattr(self, name, None)

@@ -199,6 +199,17 @@ def test_no_server_is_refused():
         client_lib.Client([])
 
 
+@pytest.mark.parametrize(
+    ("given", "environment", "sent"), [("k", None, "Bearer k"), (None, "e", "Bearer e"), (None, None, None)]
+)
+def test_the_api_key_is_sent(monkeypatch, given, environment, sent):
+    if environment is None:
+        monkeypatch.delenv("INTELLAX_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("INTELLAX_API_KEY", environment)
+    assert client_lib.Client([A], api_key=given)._http.headers.get("authorization") == sent
+
+
 def test_it_imports_no_jax():
     code = "import inference.client, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[1], check=True, timeout=60)

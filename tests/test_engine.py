@@ -45,6 +45,9 @@ class Ask:
     min_p: float = 0.0
     max_tokens: int = 12
     stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
 
 
 @functools.cache
@@ -65,24 +68,6 @@ def engine(steps_per_call=CONFIG.steps_per_call):
     return engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, steps_per_call=steps_per_call), TOKENIZER, params())
 
 
-def request_of(asks):
-    """Two rows, as `prefill_batch` wants them."""
-    asks = [*asks, asks[-1]][:2]
-    base = engine_lib.default_request(2, ())
-    stop = np.full((2, engine_lib.MAX_STOP_IDS), -1, np.int32)
-    for row, ask in enumerate(asks):
-        stop[row, : len(ask.stop_ids)] = ask.stop_ids
-    return base.replace(
-        sampling=jax.tree.map(
-            lambda name, like: np.array([getattr(ask, name) for ask in asks], like.dtype),
-            type(base.sampling)(**{f.name: f.name for f in dataclasses.fields(base.sampling)}),
-            base.sampling,
-        ),
-        max_tokens=np.array([ask.max_tokens for ask in asks], np.int32),
-        stop_ids=stop,
-    )
-
-
 class Bench:
     """Drives the engine by hand: prefill one or two prompts, put rows into slots, generate, collect."""
 
@@ -98,16 +83,18 @@ class Bench:
         for row, ask in enumerate(asks):
             length_P[row] = len(ask.prompt)
             tokens_PT[row, : length_P[row]] = ask.prompt
-        return self.engine.prefill_batch(params(), tokens_PT, length_P, request_of(asks))
+        return self.engine.prefill_batch(params(), tokens_PT, length_P), asks
 
     def insert(self, prefix, *starts):
-        """Each start is (row of the prefix, slot, seed)."""
+        """`prefix` is what `prefill` gave; each start is (row of the prefix, slot, seed)."""
+        prefix, asks = prefix
         rows, slots = np.zeros((4,), np.int32), np.full((4,), NO_SLOT, np.int32)
-        seeds = np.zeros((4,), np.uint32)
-        for i, (row, slot, seed) in enumerate(starts):
-            rows[i], slots[i], seeds[i] = row, slot, seed
+        for i, (row, slot, _) in enumerate(starts):
+            rows[i], slots[i] = row, slot
             self.tokens[slot], self.logprobs[slot] = [], []
-        self.state = self.engine.insert_batch(prefix, rows, self.state, slots, seeds)
+        requests = [dataclasses.replace(asks[row], seed=seed) for row, _, seed in starts]
+        arrays = engine_lib.request_arrays(requests, 4)
+        self.state = self.engine.insert_batch(prefix, rows, self.state, slots, arrays)
 
     def generate(self, calls=1):
         for _ in range(calls):
@@ -399,10 +386,14 @@ def drive(orchestrator, engine, prompts, max_tokens):
 
         return await asyncio.wait_for(asyncio.gather(*map(drain, channels)), timeout=60)
 
+    loop = (
+        asyncio.new_event_loop()
+    )  # closed after the Driver has stopped: its threads still speak to it when all is said
     try:
-        return asyncio.run(collect())
+        return loop.run_until_complete(collect())
     finally:
         driver.stop()
+        loop.close()
 
 
 def test_a_stock_jetstream_driver_runs_the_engine(orchestrator):

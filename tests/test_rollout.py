@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 from hypothesis import strategies as st
 
 from inference import rollout as rollout_lib
+from inference import rollout_file
 
 KEY = rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
@@ -316,7 +317,7 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
         ("MAX_PROOF_BYTES", 100, "proofs: must be at most 100 bytes"),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr(rollout_lib, limit, value)
+            patch.setattr(rollout_file if hasattr(rollout_file, limit) else rollout_lib, limit, value)
             with pytest.raises(ValueError, match=message):
                 rollout_lib.read(tmp_path / "a.parquet")
     assert_equal(rollout_lib.read(tmp_path / "a.parquet")[0], bomb)
@@ -334,10 +335,10 @@ def test_headers_that_end_the_process_elsewhere():
         with pytest.raises(ValueError, match="rollout file: "):
             rollout_lib.from_parquet(bad)
     chunk = {3: {4: 0, 5: 0, 7: 0, 9: 4}}
-    assert list(rollout_lib._pages(b"", chunk)) == [0]
+    assert list(rollout_file.pages(b"", chunk)) == [0]
     for extra in ({1: b"another.file"}, {3: chunk[3] | {11: 4}}):  # a dictionary page moves where pyarrow starts
         with pytest.raises(ValueError, match="only plain encoding"):
-            list(rollout_lib._pages(b"", chunk | extra))
+            list(rollout_file.pages(b"", chunk | extra))
     for footer, message in [
         (b"\x1c" * 5000 + b"\x00" * 5000, "a field of kind 12, 16 deep"),  # structs in structs
         (b"\x19\xfc" + b"\xff" * 9 + b"\x01", "broken footer"),  # 2**63 structs that are not there

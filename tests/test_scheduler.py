@@ -192,7 +192,13 @@ def test_where_a_completion_ends(alone):
         ({"min_p": 1.1}, "min_p must be in \\[0, 1\\]; got 1.1"),
         ({"seed": -1}, "seed must be in 0..2\\^32 - 1; got -1"),
         ({"seed": 2**32}, "got 4294967296"),
-        ({"stop_ids": tuple(range(9))}, "9 stop token ids given; at most 8"),
+        ({"stop_ids": tuple(range(65))}, "65 stop token ids given; at most 64"),
+        ({"stop_texts": ("a",) * 65}, "65 stop strings given; at most 64"),
+        ({"stop_texts": ("a", "")}, "a stop string is empty"),
+        ({"logit_bias": ((272, 1.0),)}, "logit_bias token id 272 is outside"),
+        ({"logit_bias": ((1, float("nan")),)}, "in -100..100; got nan"),
+        ({"logit_bias": ((1, 1.0),) * 301}, "301 logit_bias entries given; at most 300"),
+        ({"top_logprobs": 21}, "top_logprobs must be in 0..20; got 21"),
         ({"stop_ids": (1, 2**40)}, f"stop token id {2**40} is outside the vocabulary of 272"),
     ],
 )
@@ -326,7 +332,7 @@ def test_close_fails_what_is_pending(start):
 
 
 def test_no_future_hangs_when_submitters_race_with_close(start):
-    scheduler, futures = start(), []
+    scheduler, futures = start(max_queue=10**9), []
 
     def submit():
         with pytest.raises(scheduler_lib.Closed):
@@ -356,7 +362,8 @@ def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, mo
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
     scheduler, stepped = start(Stepped)
-    futures = [scheduler.submit(Ask(num_samples=2, max_tokens=2 * K, seed=seed, proofs=True)) for seed in range(4)]
+    ask = functools.partial(Ask, num_samples=2, max_tokens=2 * K, proofs=True)
+    futures = [scheduler.submit(dataclasses.replace(ask(), tokens=(seed, 65, 66))) for seed in range(4)]
     futures.append(scheduler.submit(scheduler_lib.GenerateRequest(tuple(range(20)), num_samples=3)))
 
     def broken(*args):
@@ -373,3 +380,318 @@ def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, mo
     assert raised == [Broken] and not scheduler.is_alive
     with pytest.raises(scheduler_lib.Closed):
         scheduler.submit(Ask())
+
+
+# ---- prompts that begin alike ----------------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(CONFIG, prefill_chunk=16)
+TURN = tuple(np.random.default_rng(1).integers(0, 256, 70).tolist())
+
+
+@pytest.fixture
+def chunked():
+    """Schedulers whose prompts beyond 16 tokens are prefilled in chunks of 16."""
+    started = []
+
+    def chunked(**options):
+        started.append(
+            scheduler_lib.Scheduler(
+                engine_lib.Engine(MODEL, LONG, tokenizer_lib.byte_chatml(), params()), params(), 0, **options
+            )
+        )
+        return started[-1]
+
+    yield chunked
+    for scheduler in started:
+        scheduler.close()
+
+
+def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(chunked, alone):
+    """Other programs, so log-probabilities agree to float32 (measured 2e-6); the noise draws the same tokens."""
+    scheduler = chunked()
+    assert LONG.capacity == 96 and LONG.buckets == (16,)
+    for length in (15, 16, 17, 32, 33, 64, 70):
+        request = scheduler_lib.GenerateRequest(TURN[:length], max_tokens=1000, seed=length, proofs=True)
+        (got,), (expected,) = scheduler.submit(request).result(WAIT_S), alone(request)
+        assert got.tokens == expected.tokens and len(got.tokens) == 96 - length
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    assert scheduler.stats["prefill_calls"] == 2  # 15 and 16
+    assert scheduler.stats["prefill_chunks"] == 2 + 1 + 1 + 2 + 1  # of 17, then what 32, 33, 64, 70 have beyond those
+
+
+def test_reuse_changes_no_bit(chunked):
+    """The turns of a conversation, on one that keeps prefixes and on one that keeps none; tokens, logp and proofs."""
+    reusing, plain = chunked(), chunked(prefix_cache_bytes=0)
+    requests = [
+        scheduler_lib.GenerateRequest(TURN[:length], max_tokens=9, seed=seed, proofs=True)
+        for seed, length in enumerate((20, 40, 40, 41, 70, 48, 5, 5, 16))
+    ]
+    got = [reusing.submit(request).result(WAIT_S) for request in requests]
+    assert got == [plain.submit(request).result(WAIT_S) for request in requests]
+    other = scheduler_lib.GenerateRequest((1, *TURN[1:40]), max_tokens=9)  # one token differs, at the start
+    assert reusing.submit(other).result(WAIT_S) == plain.submit(other).result(WAIT_S)
+    assert plain.stats["prefix_hits"] == 0 and plain.prefix_bytes == 0
+    # 16 of 40, all of 40 again, 32 of 41, 32 of 70, all 48 (three chunks of the 70), 5 again; nothing of the 16 and the other
+    assert reusing.stats["prefix_hits"] == 16 + 40 + 32 + 32 + 48 + 5
+    assert reusing.stats["prefix_queries"] == sum(len(r.tokens) for r in requests) + 40
+    assert reusing.stats["prompt_tokens"] == reusing.stats["prefix_queries"] - reusing.stats["prefix_hits"]
+
+
+def test_new_weights_forget_old_prefixes(chunked):
+    scheduler = chunked()
+    request = scheduler_lib.GenerateRequest(TURN[:40], max_tokens=5)
+    (old,) = scheduler.submit(request).result(WAIT_S)
+    assert scheduler.prefix_bytes > 0
+    scheduler.update(params(1), 0).result(WAIT_S)  # the same number, other weights
+    (new,) = scheduler.submit(request).result(WAIT_S)
+    assert new.tokens != old.tokens and scheduler.stats["prefix_hits"] == 0
+    fresh = chunked()
+    fresh.update(params(1), 0).result(WAIT_S)
+    assert fresh.submit(request).result(WAIT_S) == [new]
+
+
+def test_prefixes_obey_their_limit(chunked):
+    one = 2 * 2 * 2 * 96 * 8 * 4  # layers, k and v, heads, positions, dims, bytes
+    scheduler = chunked(prefix_cache_bytes=3 * one)
+    for first in (1, 2, 3, 4, 2):
+        scheduler.submit(scheduler_lib.GenerateRequest((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
+        assert scheduler.prefix_bytes <= 3 * one
+    assert (
+        scheduler.stats["prefix_hits"] == 20 and scheduler.prefix_bytes == 3 * one
+    )  # the 2 was still there, the 1 not
+    scheduler.submit(scheduler_lib.GenerateRequest((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
+    assert scheduler.stats["prefix_hits"] == 20
+
+
+def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
+    """Its keys must not be of two versions."""
+    scheduler = chunked()
+    extend, seen = scheduler._engine.prefill_chunk, []
+
+    def slow(*args):
+        seen.append(args[2])
+        if len(seen) == 2:
+            scheduler.update(params(1), 1)  # read before the next chunk
+        return extend(*args)
+
+    scheduler._engine.prefill_chunk = slow
+    (got,) = scheduler.submit(scheduler_lib.GenerateRequest(TURN[:60], max_tokens=5)).result(WAIT_S)
+    assert seen == [0, 16, 0, 16, 32, 48] and got.prompt_version == 1 and set(got.versions) == {1}
+    fresh = chunked()
+    fresh.update(params(1), 1).result(WAIT_S)
+    assert fresh.submit(scheduler_lib.GenerateRequest(TURN[:60], max_tokens=5)).result(WAIT_S) == [got]
+
+
+def test_duplicates_in_the_queue_share_a_row(start, alone):
+    scheduler, stepped = start(Stepped)
+    blocker = scheduler.submit(dataclasses.replace(Ask(num_samples=4, max_tokens=K), tokens=(9, 9)))
+    asks = [scheduler_lib.GenerateRequest((5, 6, 7), max_tokens=6, seed=seed) for seed in range(4)]
+    futures = stepped.step(lambda: [scheduler.submit(ask) for ask in asks])
+    stepped.run()
+    assert [f.result(WAIT_S) for f in futures] == [alone(ask) for ask in asks] and blocker.result(WAIT_S)
+    assert scheduler.stats["prefill_calls"] == 2 and scheduler.stats["prompt_tokens"] == 2 + 3
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_request_leaves_half_of_the_slots_to_others(start):
+    scheduler, stepped = start(Stepped)
+    large = scheduler.submit(Ask(num_samples=40, max_tokens=K))
+    small = stepped.step(
+        lambda: scheduler.submit(dataclasses.replace(Ask(seed=5, max_tokens=2 * K, num_samples=2), tokens=(3, 4)))
+    )
+    for _ in range(3):
+        assert not small.done() and not large.done()
+        stepped.step()
+    assert len(small.result(WAIT_S)) == 2 and not large.done()  # its turn came with the second call, and took two
+    stepped.run()
+    assert len(large.result(WAIT_S)) == 40
+
+
+def test_calls_end_where_a_slot_is_due(start):
+    """Skewed lengths: while requests wait, no slot stands empty; the steps are those of a perfect packing."""
+    scheduler, stepped = start(Stepped)
+    lengths = [3, 17, 8, 30, 5, 11, 2, 26, 9, 14]
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=n)) for seed, n in enumerate(lengths)]
+    stepped.run()
+    for n, future in zip(lengths, futures, strict=True):
+        assert len(future.result(WAIT_S)[0].tokens) == n
+    ends = [0] * 4  # greedy list scheduling of the lengths over four slots, in order of arrival
+    for n in lengths:
+        slot = ends.index(min(ends))
+        ends[slot] += n
+    assert scheduler.stats["decode_steps"] == max(ends)
+
+
+# ---- ends that the device does not know of ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [2, K - 1, K, 19])
+def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
+    """Before, at and after the border of a call. The slot is free for another."""
+    ask = Ask(max_tokens=40, stop_texts=("never said",), proofs=True)
+    (full,) = alone(ask)
+    assert full.finish_reason == "length"
+    byte = next(token for token in full.tokens[at:] if token < 128)  # a character of its own, whatever is around it
+    text, end = chr(byte), full.tokens.index(byte) + 1
+    scheduler, stepped = start(Stepped)
+    future = scheduler.submit(dataclasses.replace(ask, stop_texts=("never said", text)))
+    others = [scheduler.submit(Ask(seed=seed, max_tokens=12)) for seed in range(5)]
+    stepped.run()
+    (cut,) = future.result(WAIT_S)
+    assert (cut.tokens, cut.logprobs, cut.finish_reason) == (full.tokens[:end], full.logprobs[:end], "stop")
+    assert len(cut.versions) == end
+    rows = [min(32, end - start) for start in range(0, end, 32)]
+    assert len(cut.proofs) == sum(2 + 2 * min(128, n * MODEL.model_dim) for n in rows)
+    assert [f.result(WAIT_S) for f in others] == [alone(Ask(seed=seed, max_tokens=12)) for seed in range(5)]
+
+
+def test_more_stop_ids_than_the_device_holds(alone):
+    (full,) = alone(Ask(max_tokens=30))
+    unused = [t for t in range(200, 272) if t not in full.tokens][:20]
+    stop = full.tokens[20]
+    end = full.tokens.index(stop) + 1
+    (cut,) = alone(Ask(max_tokens=30, stop_ids=(*unused, stop)))
+    assert (cut.tokens, cut.finish_reason) == (full.tokens[:end], "stop")
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(Stepped):
+    """Reads a NaN for slot 0, or harvests one, while told to."""
+
+    logprob = hidden = False
+
+    def read(self, result):
+        tokens, logprobs, counts = super().read(result)
+        if self.logprob:
+            logprobs = logprobs.copy()
+            logprobs[0, 0] = np.nan
+        return tokens, logprobs, counts
+
+    def harvest(self, state, slots):
+        rings = np.array(super().harvest(state, slots))
+        if self.hidden:
+            rings[0] = np.nan
+        return rings
+
+
+@pytest.mark.parametrize("what", ["logprob", "hidden"])
+def test_what_is_not_finite_fails_its_request_only(start, alone, what):
+    scheduler, engine = start(Poisoned)
+    bad = scheduler.submit(Ask(num_samples=2, max_tokens=2 * K, proofs=True))
+    good = scheduler.submit(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
+    setattr(engine, what, True)
+    engine.run()
+    with pytest.raises(scheduler_lib.Fault, match="not finite"):
+        bad.result(WAIT_S)
+    setattr(engine, what, False)
+    assert good.result(WAIT_S) == alone(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
+    assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
+    assert scheduler.num_running == scheduler.num_pending == 0 and scheduler.stats["faults"] >= 1
+
+
+def test_a_device_that_fails_once_fails_what_it_held(start, alone, monkeypatch):
+    """Its state was donated and is gone; the next request finds a new one."""
+    scheduler, stepped = start(Stepped)
+    running = [scheduler.submit(Ask(seed=seed, max_tokens=3 * K)) for seed in range(6)]
+
+    def fails(*args):
+        monkeypatch.undo()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    stepped.step(lambda: monkeypatch.setattr(stepped, "generate", fails))
+    stepped.run()
+    for future in running:
+        with pytest.raises(scheduler_lib.Fault, match="RESOURCE_EXHAUSTED"):
+            future.result(WAIT_S)
+    assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
+
+
+def test_messages_that_were_given_up_are_not_answered(start, alone):
+    """A cancelled update is not made; it must not break the thread either."""
+    scheduler, stepped = start(Stepped)
+    running = scheduler.submit(Ask())
+
+    def act():
+        update, pause = scheduler.update(params(1), 1), scheduler.pause()
+        assert update.cancel() and pause.cancel()
+        return scheduler.resume()
+
+    resumed = stepped.step(act)
+    stepped.run()
+    assert running.result(WAIT_S) == alone(Ask()) and resumed.result(WAIT_S) == 0
+    assert scheduler.version == 0 and scheduler.stats["weight_updates"] == 0 and not scheduler.is_paused
+
+
+def test_close_waits_for_what_is_running(start, alone):
+    scheduler = start()
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
+    scheduler.close(drain_s=WAIT_S)
+    assert [f.result(0) for f in futures] == [alone(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
+
+
+# ---- many, in any order ----------------------------------------------------------------------------------------------
+
+
+def random_requests(rng, count):
+    """Requests of every kind: filters, biases, stops, several samples, prompts that share beginnings."""
+    made = []
+    for _ in range(count):
+        base = TURN[: int(rng.integers(1, 60))] if rng.random() < 0.5 else rng.integers(0, 256, rng.integers(1, 40))
+        made.append(
+            scheduler_lib.GenerateRequest(
+                tuple(int(t) for t in base),
+                num_samples=int(rng.integers(1, 4)),
+                max_tokens=int(rng.integers(1, 30)),
+                temperature=float(rng.choice([0.0, 0.5, 1.0, 1.3])),
+                top_k=int(rng.choice([0, 0, 5])),
+                top_p=float(rng.choice([1.0, 1.0, 0.8])),
+                min_p=float(rng.choice([0.0, 0.0, 0.05])),
+                seed=int(rng.integers(2**32)),
+                stop_ids=tuple(rng.integers(0, 272, 2).tolist()),
+                stop_texts=("e",) if rng.random() < 0.2 else (),
+                logit_bias=((65, 3.0),) if rng.random() < 0.2 else (),
+                proofs=bool(rng.random() < 0.3),
+                raw_logprobs=bool(rng.random() < 0.2),
+                top_logprobs=int(rng.choice([0, 0, 4])),
+            )
+        )
+    return made
+
+
+def orders_agree(count, num_orders, config=LONG):
+    """The same requests in several random orders and paces, with aborted ones between, and with other steps per call."""
+    rng = np.random.default_rng(7)
+    requests = random_requests(rng, count)
+    first = None
+    for order in range(num_orders):
+        varied = dataclasses.replace(config, steps_per_call=(8, 3, 1, 5)[order % 4])
+        scheduler = scheduler_lib.Scheduler(
+            engine_lib.Engine(MODEL, varied, tokenizer_lib.byte_chatml(), params()), params(), 0
+        )
+        futures, aborted = {}, []
+        for index in rng.permutation(count):
+            futures[index] = scheduler.submit(requests[index])
+            if rng.random() < 0.2:
+                aborted.append(scheduler.submit(dataclasses.replace(requests[index], seed=1, max_tokens=25)))
+            if rng.random() < 0.1:
+                futures[index].result(300)
+            if aborted and rng.random() < 0.5:
+                aborted.pop().cancel()
+        results = [futures[index].result(300) for index in range(count)]
+        scheduler.close()
+        first = first or results
+        for request, a, b in zip(requests, first, results, strict=True):
+            assert a == b, request
+
+
+def test_any_order_and_any_number_of_steps_gives_the_same_bits():
+    orders_agree(24, 3)
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_in_any_order():
+    orders_agree(1000, 4)

@@ -1,0 +1,284 @@
+"""Tokens per second of the sampler beside its peers, in one run: python -m bench.inference [--peer-python PYTHON]
+
+The model is the 4 M one of every comparison here (4 layers, 256 dims, 4 heads, 2 key heads, 64 head dims, ffn 1024,
+vocabulary 512, tied, float32), the work 64 requests of 32 prompt tokens and 64 new ones (`equal`), or 8 to 256 new ones
+(`skewed`), sampled at temperature 1. `--model 100m` is 12 layers of 768 dims, 8 requests of 64 + 64.
+
+1. `in process`: the scheduler, called from this process.
+2. `http`: the server in a process of its own, asked by this one over loopback, one request per prompt.
+3. `transformers`, `tunix`: their samplers on a model of the same shape in --peer-python, whichever it has. A batch of
+   theirs runs until its longest row ends; only the tokens that were asked for are counted.
+4. `first token`: at half of the measured load, requests arriving at random: time from sending to the first token.
+
+Every way is warmed up first, the rounds alternate, and the median is printed with the spread, the CPU seconds, and for ours
+the steps used / useful and the part of the machine's matmul limit (measured in the same run).
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inference import engine as engine_lib
+from inference import scheduler as scheduler_lib
+from models import config as config_lib
+from models import tokenizer as tokenizer_lib
+from models import transformer
+from sharding import broadcast
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PEER = pathlib.Path(__file__).with_name("inference_peer.py")
+SHAPES = {
+    "4m": dict(vocab_size=512, model_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=1024),
+    "100m": dict(
+        vocab_size=32000, model_dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, ffn_dim=2304
+    ),
+}
+TARGETS = {"in process": 15_000, "http": 8_000}  # tok/s, equal lengths, 4 M model, two idle cores
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Prompts and how many tokens each is to get."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def num_new(self) -> int:
+        return sum(self.lengths)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="4m")
+    parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
+    parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num_slots", type=int, default=64)
+    parser.add_argument("--steps_per_call", type=int, default=16)
+    parser.add_argument("--peer-python", help="an interpreter with torch and transformers, or tunix")
+    parser.add_argument("--no-http", action="store_true")
+    parser.add_argument("--json", help="also write the results there")
+    args = parser.parse_args(argv)
+    work = make_work(args.model, args.lengths, args.requests)
+    model = make_model(args.model)
+    longest = max(len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True))
+    slots = min(args.num_slots, len(work.prompts))
+    sizes = engine_lib.EngineConfig(slots, longest, min(16, slots), args.steps_per_call)
+    params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
+
+    ways = {"in process": InProcess(model, sizes, params)}
+    if not args.no_http:
+        ways["http"] = OverHttp(model, sizes, params)
+    if args.peer_python:
+        ways |= {name: Peer(args.peer_python, name, args.model) for name in ("transformers", "tunix")}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for name in list(ways):
+            if not ways[name].run(work):  # compiles
+                print(f"{name}: not installed there, left out")
+                ways.pop(name).close()
+        for _ in range(args.rounds):
+            for name, way in ways.items():
+                wall_s, cpu_s = way.run(work)
+                seconds[name].append(wall_s)
+                cpu[name].append(cpu_s)
+        results = {name: report(name, work, seconds[name], cpu[name]) for name in ways}
+        results["steps used / useful"] = ways["in process"].step_ratio(work)
+        print(f"steps used / useful: {results['steps used / useful']:.3f}")
+        results["matmul"] = matmul_fraction(model, work, statistics.median(seconds["in process"]))
+        if "http" in ways:
+            rate = len(work.prompts) / statistics.median(seconds["http"]) / 2
+            results["first token"] = ways["http"].first_token(work, rate)
+    finally:
+        for way in ways.values():
+            way.close()
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def make_work(model: str, lengths: str, num_requests: int | None) -> Work:
+    rng = np.random.default_rng(0)
+    num = num_requests or (64 if model == "4m" else 8)
+    prompt, new = (32, 64) if model == "4m" else (64, 64)
+    prompts = rng.integers(0, 256, (num, prompt)).tolist()
+    return Work(prompts, [new] * num if lengths == "equal" else np.geomspace(8, 256, num).astype(int).tolist())
+
+
+def make_model(name: str) -> config_lib.ModelConfig:
+    rest = dict(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, num_experts=0)
+    rest |= dict(experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
+    return config_lib.ModelConfig(**SHAPES[name], **rest, param_dtype="float32", dtype="float32", remat="none")
+
+
+def report(name: str, work: Work, seconds: list[float], cpu: list[float]) -> dict:
+    rates = sorted(work.num_new / s for s in seconds)
+    middle = statistics.median(rates)
+    print(
+        f"{name:14} {middle:9.0f} tok/s ({rates[0]:.0f} to {rates[-1]:.0f}), {statistics.median(cpu):.2f} CPU s a round"
+        + (f", target {TARGETS[name]}" if name in TARGETS else "")
+    )
+    return {"tok_per_s": middle, "lowest": rates[0], "highest": rates[-1], "cpu_s": statistics.median(cpu)}
+
+
+class InProcess:
+    def __init__(self, model, sizes, params):
+        self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
+        self._scheduler = scheduler_lib.Scheduler(self._engine, params, 0, prefix_cache_bytes=0)
+
+    def run(self, work: Work) -> tuple[float, float]:
+        begun, cpu = time.perf_counter(), _cpu_s()
+        futures = [
+            self._scheduler.submit(scheduler_lib.GenerateRequest(tuple(p), max_tokens=n, seed=i))
+            for i, (p, n) in enumerate(zip(work.prompts, work.lengths, strict=True))
+        ]
+        results = [future.result() for future in futures]
+        assert [len(r[0].tokens) for r in results] == work.lengths
+        return time.perf_counter() - begun, _cpu_s() - cpu
+
+    def step_ratio(self, work: Work) -> float:
+        """Decode steps of one round over those of a perfect packing of its lengths, in order, into the slots."""
+        before = self._scheduler.stats["decode_steps"]
+        self.run(work)
+        ends = [0] * self._engine.config.num_slots
+        for length in work.lengths:
+            slot = ends.index(min(ends))
+            ends[slot] += length
+        return (self._scheduler.stats["decode_steps"] - before) / max(ends)
+
+    def close(self) -> None:
+        self._scheduler.close()
+
+
+class OverHttp:
+    def __init__(self, model, sizes, params):
+        self._folder = tempfile.TemporaryDirectory()
+        root = pathlib.Path(self._folder.name)
+        metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
+        broadcast.publish(params, 0, str(root / "weights"), metadata=metadata)
+        command = [sys.executable, "-m", "inference.serve", "--weights", str(root / "weights"), "--port", "0"]
+        command += ["--address_file", str(root / "address"), "--prefix_cache_mib", "0", "--exit_with_parent"]
+        for name in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call"):
+            command += [f"--{name}", str(getattr(sizes, name))]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        while not (root / "address").exists():
+            if self._process.poll() is not None:
+                raise ValueError("the server did not start; its own words are above")
+            time.sleep(0.05)
+        self._url = (root / "address").read_text()
+
+    def run(self, work: Work) -> tuple[float, float]:
+        return asyncio.run(self._run(work))
+
+    async def _run(self, work: Work) -> tuple[float, float]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=600, limits=limits) as http:
+
+            async def one(i, prompt, length):
+                sampling = {"max_tokens": length, "ignore_eos": True, "seed": i}
+                reply = await http.post(
+                    "/inference/v1/generate", json={"token_ids": prompt, "sampling_params": sampling}
+                )
+                assert len(reply.json()["choices"][0]["token_ids"]) == length, reply.text
+
+            begun, cpu = time.perf_counter(), _cpu_s() + _cpu_of(self._process.pid)
+            tasks = enumerate(zip(work.prompts, work.lengths, strict=True))
+            await asyncio.gather(*(one(i, p, n) for i, (p, n) in tasks))
+            return time.perf_counter() - begun, _cpu_s() + _cpu_of(self._process.pid) - cpu
+
+    def first_token(self, work: Work, requests_per_s: float) -> dict:
+        """Seconds to the first token, requests arriving at random at that rate."""
+        waits = sorted(asyncio.run(self._first_tokens(work, requests_per_s)))
+        middle, late = waits[len(waits) // 2], waits[int(len(waits) * 0.95)]
+        print(f"first token at {requests_per_s:.1f} requests/s: median {middle * 1e3:.0f} ms, 95 % {late * 1e3:.0f} ms")
+        return {"median_s": middle, "p95_s": late, "requests_per_s": requests_per_s}
+
+    async def _first_tokens(self, work: Work, requests_per_s: float) -> list[float]:
+        rng = np.random.default_rng(1)
+        async with httpx.AsyncClient(base_url=self._url, timeout=600) as http:
+
+            async def one(prompt, length):
+                body = {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
+                begun, first = time.perf_counter(), None
+                async with http.stream("POST", "/v1/completions", json=body) as response:
+                    async for line in response.aiter_lines():
+                        first = first or (time.perf_counter() - begun if line.startswith("data: {") else None)
+                return first
+
+            tasks = []
+            for prompt, length in zip(work.prompts, work.lengths, strict=True):
+                tasks.append(asyncio.create_task(one(prompt, length)))
+                await asyncio.sleep(rng.exponential(1 / requests_per_s))
+            return await asyncio.gather(*tasks)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Peer:
+    """bench/inference_peer.py in another interpreter: one line of JSON in, one out, per round."""
+
+    def __init__(self, python: str, name: str, model: str):
+        command = [python, str(PEER), name, json.dumps(SHAPES[model])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, work: Work) -> tuple[float, float] | None:
+        try:
+            self._process.stdin.write(json.dumps({"prompts": work.prompts, "lengths": work.lengths}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = self._process.stdout.readline()
+        return tuple(json.loads(line)) if line else None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def matmul_fraction(model: config_lib.ModelConfig, work: Work, wall_s: float) -> dict:
+    """Our multiply-adds a second over those of a plain matmul of as many rows, which is the machine's limit."""
+    B, D, F = min(64, len(work.prompts)), model.model_dim, model.ffn_dim
+    x, w = jnp.ones((B, D)), jnp.ones((D, F))
+    chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, 200, lambda _, y: (y @ w) @ w.T * 1e-6, x))
+    chain(x, w).block_until_ready()
+    begun = time.perf_counter()
+    chain(x, w).block_until_ready()
+    limit = 200 * 2 * 2 * B * D * F / (time.perf_counter() - begun)
+    num_tokens = work.num_new + sum(map(len, work.prompts))
+    ours = 2 * transformer.num_params(model) * num_tokens / wall_s
+    print(
+        f"{ours / 1e9:.0f} GFLOP/s, {ours / limit:.0%} of the {limit / 1e9:.0f} that a matmul of {B} rows reaches here"
+    )
+    return {"flop_per_s": ours, "limit_flop_per_s": limit}
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu_of(pid: int) -> float:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100  # clock ticks
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Proofs per second: build and verify of 4096 tokens, beside the published package where it can be imported.
+
+    python -m bench.toploc
+    python -m bench.toploc --reference /path/to/venv/bin/python      # a venv with toploc 0.1.6 and the torch it links
+
+1. Gaussian activations [T, D] in bfloat16 from a fixed seed, one row of proofs per 32 tokens, k = 128.
+2. Ours and the reference's are timed in turns, each in its own process, so that a busy machine is busy for both; the
+   best and the median of the repetitions are printed, and the ratio of the bests.
+3. The proofs are exchanged: each side verifies the other's, and the worst statistics are printed. Ties at the k-th
+   magnitude may cost up to 5 of 128 exponents between implementations (facts of the wire format, not of either side).
+
+Nothing is asserted here; tests/test_toploc.py does that.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from inference import toploc
+
+# Runs under the reference's interpreter: activations and our proofs in, times, its proofs and its view of ours out.
+REFERENCE = r"""
+import json, sys, time
+import numpy as np, torch
+from toploc import build_proofs_bytes, verify_proofs_bytes
+torch.set_num_threads(2)
+folder, repeat = sys.argv[1], int(sys.argv[2])
+bits = np.load(folder + "/bits.npy")
+rows = list(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
+ours = [bytes.fromhex(p) for p in json.load(open(folder + "/ours.json"))]
+chunk, topk = 32, 128
+def timed(f):
+    out, times = None, []
+    for _ in range(repeat):
+        begun = time.perf_counter(); out = f(); times.append(time.perf_counter() - begun)
+    return out, times
+stacked = torch.stack(rows)
+proofs, build = timed(lambda: build_proofs_bytes(stacked, decode_batching_size=chunk, topk=topk, skip_prefill=True))
+_, verify = timed(lambda: verify_proofs_bytes(stacked, proofs, decode_batching_size=chunk, topk=topk, skip_prefill=True))
+theirs = verify_proofs_bytes(stacked, ours, decode_batching_size=chunk, topk=topk, skip_prefill=True)
+view = [[r.exp_mismatches, float(r.mant_err_mean)] for r in theirs]
+json.dump({"build": build, "verify": verify, "proofs": [p.hex() for p in proofs], "view": view}, sys.stdout)
+"""
+
+
+def activations(num_tokens: int, dim: int, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal((num_tokens, dim), np.float32)
+    return values.astype(toploc.jnp.bfloat16)
+
+
+def ours(hidden_TD: np.ndarray, repeat: int) -> dict:
+    build, verify = [], []
+    for _ in range(repeat + 1):  # the first one fills the table of inverses
+        begun = time.perf_counter()
+        proofs = toploc.build_proofs(hidden_TD)
+        build.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        results = toploc.verify_proofs(hidden_TD, proofs)
+        verify.append(time.perf_counter() - begun)
+        assert all(result.accepted for result in results)
+    return {"build": build[1:], "verify": verify[1:], "proofs": proofs}
+
+
+def reference(python: str, hidden_TD: np.ndarray, proofs: list[bytes], repeat: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(pathlib.Path(folder) / "bits.npy", hidden_TD.view(np.uint16))
+        (pathlib.Path(folder) / "ours.json").write_text(json.dumps([proof.hex() for proof in proofs]))
+        done = subprocess.run([python, "-c", REFERENCE, folder, str(repeat)], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{python} could not run the reference: {done.stderr.strip()[-400:]}; install toploc==0.1.6")
+    return json.loads(done.stdout)
+
+
+def line(name: str, times: list[float]) -> str:
+    return f"  {name:<10} best {min(times) * 1e3:7.2f} ms   median {statistics.median(times) * 1e3:7.2f} ms"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dims", type=int, nargs="+", default=[1024, 5120])
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3, help="turns between ours and the reference")
+    parser.add_argument("--reference", help="Python of an environment with toploc 0.1.6; without it only ours is timed")
+    args = parser.parse_args(argv)
+    for dim in args.dims:
+        hidden_TD = activations(args.tokens, dim)
+        mine: dict[str, list] = {"build": [], "verify": []}
+        theirs: dict[str, list] = {"build": [], "verify": []}
+        for _ in range(args.rounds):
+            run = ours(hidden_TD, args.repeat)
+            for key in mine:
+                mine[key] += run[key]
+            if args.reference:
+                other = reference(args.reference, hidden_TD, run["proofs"], args.repeat)
+                for key in theirs:
+                    theirs[key] += other[key]
+        print(f"T = {args.tokens}, D = {dim}, k = 128, {len(run['proofs'])} proofs")
+        for key in mine:
+            print(line(key, mine[key]))
+            if args.reference:
+                print(line("reference", theirs[key]) + f"   ratio {min(mine[key]) / min(theirs[key]):.2f}")
+        if args.reference:
+            results = toploc.verify_proofs(hidden_TD, [bytes.fromhex(proof) for proof in other["proofs"]])
+            same = sum(a.hex() == b for a, b in zip(run["proofs"], other["proofs"], strict=True))
+            print(f"  {same} of {len(results)} proofs are the same bytes")
+            worst = max(results, key=lambda r: r.exp_mismatches)
+            print(f"  theirs here: {sum(r.accepted for r in results)} accepted, worst {worst.exp_mismatches} exponents")
+            print(f"  ours there: worst {max(view[0] for view in other['view'])} exponents")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

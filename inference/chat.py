@@ -1,0 +1,142 @@
+"""A chat with a policy in the terminal.
+
+    python -m inference.chat --weights runs/quickstart/weights      (the newest version of a run)
+    python -m inference.chat --model path/to/a/hugging_face_folder
+    python -m inference.chat --url http://host:8100                 (a server that runs already)
+
+1. With --weights or --model a server starts as a child process on a free port, and ends with us.
+2. Each line is sent with the conversation so far; the answer streams back. An empty line starts over, Ctrl-D ends.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import httpx
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+START_S = 600.0
+
+
+def answer(http: httpx.Client, messages: list[dict], options: dict) -> Iterator[dict]:
+    """The deltas of one streamed answer; ValueError in the server's own words."""
+    body = {"messages": messages, "stream": True} | options
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            raise ValueError(_refusal(response))
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if not line.startswith("data: ") or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                yield choice["delta"]
+
+
+def talk(http: httpx.Client, options: dict, system: str | None) -> None:
+    """Reads lines until the end of the input."""
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if not line:
+            messages = list(opening)
+            print("(a new conversation)")
+            continue
+        messages.append({"role": "user", "content": line})
+        said = {"role": "assistant", "content": ""}
+        try:
+            for delta in answer(http, messages, options):
+                for name in ("reasoning_content", "content"):
+                    if text := delta.get(name):
+                        said[name] = said.get(name, "") + text
+                        print(text, end="", flush=True)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            messages.pop()
+            continue
+        except KeyboardInterrupt:  # enough of this answer; what was said stays
+            pass
+        print()
+        messages.append(said)
+
+
+@contextlib.contextmanager
+def served(arguments: list[str]) -> Iterator[str]:
+    """The URL of a server of our own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "address"
+        command = [sys.executable, "-m", "inference.serve", *arguments, "--port", "0", "--address_file", str(file)]
+        command += ["--num_slots", "2", "--prefill_batch", "1", "--steps_per_call", "4", "--exit_with_parent"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+            try:
+                deadline = time.monotonic() + START_S
+                while not file.exists():
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise ValueError("the server did not start; its own words are above")
+                    time.sleep(0.05)
+                yield file.read_text()
+            finally:
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=2)
+                process.kill()
+
+
+def _refusal(response: httpx.Response) -> str:
+    try:
+        return response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}: {response.text[:500]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--weights", help="root of a weight broadcast")
+    source.add_argument("--model", help="a Hugging Face folder")
+    source.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max_tokens", type=int, default=512)
+    parser.add_argument(
+        "--max_model_len", type=int, default=1024, help="of the server that --weights or --model starts"
+    )
+    parser.add_argument("--api_key", help="of the server at --url")
+    args = parser.parse_args(argv)
+    options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    try:
+        with contextlib.ExitStack() as stack:
+            url = args.url
+            if url is None:
+                kind = "weights" if args.weights else "model"
+                folder = str(pathlib.Path(getattr(args, kind)).resolve())
+                url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
+            http = stack.enter_context(
+                httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=10))
+            )
+            talk(http, options, args.system)
+    except (ValueError, OSError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

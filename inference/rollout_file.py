@@ -1,0 +1,129 @@
+"""What a Parquet file from a stranger claims about itself, looked at before any of it is decoded.
+
+1. `check_size`: no file larger than we read.
+2. `check`: the footer and every page header are parsed here, in Python, and what all pages together claim to decode to
+   is added up. Only then does pyarrow see the bytes.
+
+The parser is ours because pyarrow's is not made for malice: the column accessors of `pq.FileMetaData` end the process
+(C++ terminate, pyarrow 26) on an unknown codec or a malformed size statistic, and a few bytes of dictionary or delta
+encoding expand to any amount of memory. Field numbers are those of parquet.thrift; the wire format is Thrift's compact
+protocol.
+
+A ValueError names the rule; no other exception leaves, whatever the bytes. No jax here.
+"""
+
+MAX_ROWS = 2**16
+MAX_FILE_BYTES = 2**28
+MAX_DECODED_BYTES = 2**30
+MAX_FOOTER_BYTES = 2**20  # ours take 5 KiB per row group
+MAX_PAGE_HEADER_BYTES = 2**14
+CODECS = (0, 1, 6)  # none, snappy, zstd
+ENCODINGS = (0, 3)  # plain, run length
+PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in there
+
+
+def check_size(num_bytes: int) -> None:
+    """Before the file is read. ValueError where it is larger than any that is."""
+    if num_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"rollout file: {num_bytes} bytes, at most {MAX_FILE_BYTES} are read; write fewer per file")
+
+
+def check(data: bytes) -> None:
+    """ValueError where the file is too large, would decode to too much, or is not Parquet as we read it."""
+    check_size(len(data))
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
+        raise ValueError("rollout file: not readable as Parquet: no PAR1 at both ends around a footer")
+    try:
+        footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
+        groups = _listed(footer, 4)
+        num_rows = max(_counted(footer, 3), sum(_counted(group, 3) for group in groups))
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read")
+        decoded_bytes = 0
+        for page_bytes in (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk)):
+            decoded_bytes += page_bytes
+            if decoded_bytes > MAX_DECODED_BYTES:  # now, not at the end: chunks may share pages, a million times
+                raise ValueError(f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer per file")
+    except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
+        raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
+
+
+def pages(data: bytes, chunk: dict):
+    """What each page of a column chunk takes to decode: its bytes, 4 of levels per value, 4096 for being there."""
+    meta = chunk[3]
+    if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
+        raise ValueError("rollout file: only plain encoding under zstd, snappy or nothing is read, in one file")
+    at, end = _counted(meta, 9), _counted(meta, 9) + _counted(meta, 7)
+    yield 4 * _counted(meta, 5)
+    while at < end:
+        header, size = _thrift_struct(data[at : at + MAX_PAGE_HEADER_BYTES], 0)
+        where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
+        body = header[where]
+        if _counted(body, encoding) not in ENCODINGS:
+            raise ValueError(f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read")
+        yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
+        at += size + _counted(header, 3)
+
+
+def _listed(fields: dict, number: int) -> list[dict]:
+    if not isinstance(fields[number], list) or not all(isinstance(item, dict) for item in fields[number]):
+        raise ValueError("rollout file: not readable as Parquet: broken footer")
+    return fields[number]
+
+
+def _counted(fields: dict, number: int) -> int:
+    if not isinstance(fields, dict) or type(fields[number]) is not int or fields[number] < 0:
+        raise ValueError("rollout file: not readable as Parquet: broken footer or page header")
+    return fields[number]
+
+
+def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
+    """({field number: value}, end) of a struct in Thrift's compact protocol; IndexError where the bytes end early."""
+    fields: dict[int, object] = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _thrift_value(data, at, 4, depth)
+        if number in fields:
+            raise ValueError("rollout file: not readable as Parquet: a field is there twice")
+        kind = head & 15
+        fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
+    return fields, at + 1
+
+
+def _thrift_value(data: bytes, at: int, kind: int, depth: int):
+    if kind in (1, 2, 3):  # a bool in a list, i8
+        return data[at], at + 1
+    if kind in (4, 5, 6):  # i16, i32, i64: zigzag varint
+        value, at = _varint(data, at)
+        return (value >> 1) ^ -(value & 1), at
+    if kind in (7, 8):  # double, binary
+        length, at = (8, at) if kind == 7 else _varint(data, at)
+        if length > len(data) - at:
+            raise IndexError
+        return data[at : at + length], at + length
+    if kind in (9, 10):  # list, set
+        length, item_kind = data[at] >> 4, data[at] & 15
+        length, at = _varint(data, at + 1) if length == 15 else (length, at + 1)
+        items = []
+        for _ in range(length):  # each item takes at least a byte, so the data bound the loop
+            item, at = _thrift_value(data, at, item_kind, depth)
+            items.append(item)
+        return items, at
+    if kind == 12 and depth < 16:  # struct; Parquet nests four deep
+        return _thrift_struct(data, at, depth + 1)
+    raise ValueError(f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits")

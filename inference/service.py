@@ -1,0 +1,213 @@
+"""A running engine behind the routes: where its weights come from, and what a client's request means to it.
+
+1. `start` waits for the first version of a broadcast (its manifest names model and tokenizer); `start_model` loads a
+   Hugging Face folder. Either compiles its large programs side by side, then runs one request.
+2. `Server.request` turns the wire's sampling fields into a `GenerateRequest`; what is not given gets its default here.
+3. `Server.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in between
+   two steps. Whatever fails before that leaves the old weights serving.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from inference import engine as engine_lib
+from inference import scheduler as scheduler_lib
+from inference import schemas
+from models import config as config_lib
+from models import tokenizer as tokenizer_lib
+from models import transformer
+from sharding import broadcast, mesh, rules
+from sharding import source as source_lib
+
+RELAY_LAG_S = 60.0  # how long a version that was announced may take to reach our relays
+
+
+@dataclasses.dataclass
+class Server:
+    """A running engine and where its weights come from."""
+
+    weights: source_lib.Source | None  # the broadcast, opened; None: updates name their folder
+    scheduler: scheduler_lib.Scheduler
+    engine: engine_lib.Engine
+    shardings: transformer.Params
+    model_name: str = "policy"
+    key: str | None = None  # hex of the publisher's public key; None: any
+    have: broadcast.Pulled | None = None  # what serves now, from which deltas lead on
+    update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def tokenizer(self) -> tokenizer_lib.Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.config.max_model_len
+
+    def update(self, version: int | None, source: str | None = None) -> int:
+        """Swaps other weights in and returns the version in force. Blocks.
+
+        `version` of the broadcast `source` (ours when None), or its newest when None. `source` may also be one version's
+        own folder, or a Hugging Face folder, which is then served as `version` (the next number when None).
+        """
+        with self.update_lock:
+            if source is None and self.weights is None:
+                raise ValueError("this server was started without a broadcast; name a weight_dir")
+            root = self.weights if source is None else source
+            if source is not None and "://" not in source:
+                folder = pathlib.Path(source)
+                if (folder / "config.json").is_file():
+                    return self._update_from_model(folder, version)
+                if (own := re.fullmatch(r"v(\d{8,})", folder.name)) and (folder / "manifest.json").is_file():
+                    root, version = str(folder.parent), int(own[1])
+            if version is None:
+                version = broadcast.latest(root)
+                if version is None and source is not None:
+                    raise FileNotFoundError(f"no published version under {root}; name the root of a broadcast")
+            if version is None or (version == self.scheduler.version and source is None):
+                return self.scheduler.version
+            if source is None and not isinstance(root, source_lib.Directory):
+                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
+            pulled = broadcast.pull(root, version, shardings=self.shardings, have=self.have, key=self.key)
+            version = self._swap(pulled.params, pulled.version)
+            self.have = pulled if source is None else None
+            return version
+
+    def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> scheduler_lib.GenerateRequest:
+        """What the scheduler is asked for; `extra` are fields of `GenerateRequest` that a route decides."""
+        for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+            if getattr(sampling, name) not in (None, neutral):
+                raise ValueError(
+                    f"{name} = {getattr(sampling, name)} is not supported; leave it out, or send {neutral}"
+                )
+        stop_ids = dict.fromkeys(sampling.stop_token_ids or ())
+        if not sampling.ignore_eos:
+            stop_ids |= dict.fromkeys(self.tokenizer.stop_ids)
+        stop = sampling.stop
+        fields = {
+            "num_samples": _given(sampling.n, 1),
+            "max_tokens": _given(sampling.max_tokens, max(self.max_model_len - len(tokens), 1)),
+            "temperature": _given(sampling.temperature, 1.0),
+            "top_k": 0 if sampling.top_k in (None, -1) else sampling.top_k,
+            "top_p": _given(sampling.top_p, 1.0),
+            "min_p": _given(sampling.min_p, 0.0),
+            "seed": int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed % 2**32,
+            "stop_ids": tuple(stop_ids),
+            "stop_texts": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+            "logit_bias": _bias(sampling.logit_bias or {}),
+            "raw_logprobs": bool(sampling.untempered_logprobs),
+            "prompt_logprobs": sampling.prompt_logprobs is not None,
+        }
+        return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
+
+    def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
+        from models import hf
+
+        config, params = hf.load(folder, shardings=self.shardings)
+        if config != self.engine.model:
+            raise ValueError(f"{folder} is another model than the one that serves; start a server of its own on it")
+        return self._swap(params, self.scheduler.version + 1 if version is None else version)
+
+    def _swap(self, params: transformer.Params, version: int) -> int:
+        check_params(params, self.engine.model)
+        return self.scheduler.update(params, version).result()
+
+
+def start(
+    weights: str | Sequence[str],
+    config: engine_lib.EngineConfig,
+    *,
+    key: str | None = None,
+    timeout_s: float = 600.0,
+    **options,
+) -> Server:
+    """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
+
+    `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
+    `options`: those of `Scheduler`.
+    """
+    source = source_lib.open(weights, trusted_key=key)
+    version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
+    metadata = broadcast.read_manifest(source, version, key=key).metadata
+    model = config_lib.ModelConfig(**metadata["model"])
+    shardings = _shardings(model)
+    pulled = broadcast.pull(source, version, shardings=shardings, key=key)
+    engine = engine_lib.Engine(model, config, tokenizer_lib.load(metadata["tokenizer"]), pulled.params)
+    server = _serve(source, engine, pulled.params, pulled.version, shardings, options)
+    server.key, server.have = key, pulled
+    return server
+
+
+def start_model(folder: str, config: engine_lib.EngineConfig, **options) -> Server:
+    """Loads a Hugging Face folder as version 0; see `start`."""
+    from models import hf
+
+    tokenizer = tokenizer_lib.load(folder)
+    model, params = hf.load(folder)
+    engine = engine_lib.Engine(model, config, tokenizer, params)
+    return _serve(None, engine, params, 0, jax.tree.map(lambda leaf: leaf.sharding, params), options)
+
+
+def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
+    """ValueError naming the first tensor that is not of this model."""
+    expected = _by_path(transformer.abstract(model))
+    given = _by_path(params)
+    for path in sorted(expected.keys() | given.keys()):
+        if path not in given or path not in expected:
+            where = "lack" if path not in given else "have"
+            raise ValueError(
+                f"the new weights {where} {path}, which the model that serves {_HAS[where]}; they are refused"
+            )
+        new, old = given[path], expected[path]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"the new weights have {path} as {new.dtype}{list(new.shape)}; the model that serves needs "
+                f"{old.dtype}{list(old.shape)}, so they are refused"
+            )
+
+
+_HAS = {"lack": "needs", "have": "has not"}
+
+
+def _serve(weights, engine: engine_lib.Engine, params, version: int, shardings, options: dict) -> Server:
+    check_params(params, engine.model)
+    scheduler = scheduler_lib.Scheduler(engine, params, version, state=_compile(engine, params), **options)
+    length = min(8, engine.config.max_model_len - 1)
+    scheduler.submit(scheduler_lib.GenerateRequest(tokens=(0,) * length, max_tokens=1, proofs=True)).result()
+    return Server(weights, scheduler, engine, shardings)
+
+
+def _compile(engine: engine_lib.Engine, params) -> engine_lib.DecodeState:
+    """Compiles the two large programs, prefill and generate, side by side; returns the decode state, with no slot in use."""
+    tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
+    length_P = np.ones((engine.config.prefill_batch,), np.int32)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        prefilled = other.submit(engine.prefill_batch, params, tokens_PT, length_P)
+        state, _ = engine.generate(params, engine.init_decode_state())  # no slot is active: not a step is run
+        prefilled.result()
+    return state
+
+
+def _shardings(model: config_lib.ModelConfig) -> transformer.Params:
+    return rules.shardings(transformer.specs(model), mesh.create({}, devices=jax.local_devices()[:1]))
+
+
+def _by_path(tree) -> dict[str, jax.ShapeDtypeStruct]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _given(value, default):
+    return default if value is None else value
+
+
+def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    if bad := [token for token in bias if not re.fullmatch(r"\d{1,9}", token)]:
+        raise ValueError(f"logit_bias has the key {bad[0]!r}; keys are token ids in decimal")
+    return tuple((int(token), float(value)) for token, value in bias.items())
