@@ -17,7 +17,7 @@ from absl import flags
 
 from inference import rollout as rollout_lib
 from models import transformer
-from rl import experiment, launch, metrics, orchestrator
+from rl import experiment, launch, learner, metrics, orchestrator
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
@@ -96,15 +96,23 @@ def _entries(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
+def _restore(exp: experiment.Experiment, mesh, directory: pathlib.Path, step: int | None):
+    """(step, parameters of the whole model): a run with adapters merges them, and needs all of its state for that."""
+    if not exp.lora:
+        return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
+    optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
+    with checkpoint.Checkpointer(directory, keep=exp.raw.checkpoint.keep) as checkpointer:
+        step, state, _ = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora), step)
+    return step, learner.make_policy(exp.model, mesh, exp.lora)(state)
+
+
 def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
     step, mesh = flags.FLAGS.step, mesh_lib.create(exp.raw.mesh.to_dict())
     if not (pathlib.Path(flags.FLAGS.workdir) / "checkpoints").is_dir():
         raise FileNotFoundError(f"no checkpoints in {flags.FLAGS.workdir}; give the --workdir of a run of rl.train")
     with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
-        step, params = checkpoint.restore_params(
-            str(workdir / "checkpoints"), transformer.abstract(exp.model, mesh), None if step < 0 else step
-        )
+        step, params = _restore(exp, mesh, workdir / "checkpoints", None if step < 0 else step)
         weights = pathlib.Path(scratch) / "weights"
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)

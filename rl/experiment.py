@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
+import inspect
 import json
 import logging
 import os
@@ -23,9 +25,10 @@ from absl import app, flags
 from ml_collections import config_dict, config_flags
 
 from inference import engine
+from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
-from rl import advantages, learner, losses, metrics
+from rl import advantages, learner, lora, losses, metrics
 from sharding import rules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -39,6 +42,10 @@ class Experiment:
     model: config_lib.ModelConfig
     engine: engine.EngineConfig
     optimizer: learner.OptimizerConfig
+    loss: str | Callable  # a name of losses.LOSSES, or the config file's own function
+    loss_options: dict
+    objective: learner.Objective
+    lora: lora.LoraConfig
     tokenizer: tokenizer_lib.Tokenizer
 
     @property
@@ -90,6 +97,7 @@ def run(main: Callable[[], None]) -> None:
 
 def resolve(config: config_dict.ConfigDict) -> Experiment:
     """Returns the experiment of a config; ValueError names the field, the rule and the remedy."""
+    loss, config = _own_loss(config)
     tokenizer = tokenizer_lib.load(config.tokenizer)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
@@ -98,8 +106,10 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
             f"set config.model.vocab_size to a multiple of 16 that holds them"
         )
     for name, value, table in (
-        ("rl.loss", config.rl.loss, losses.LOSSES),
+        ("rl.loss", config.rl.loss, losses.LOSSES if loss == config.rl.loss else config.loss_options),
         ("rl.advantage", config.rl.advantage, advantages.ADVANTAGES),
+        ("rl.normalize", config.rl.normalize, advantages.NORMALIZERS),
+        ("rl.average", config.rl.average, advantages.AVERAGES),
         ("topology.mode", config.topology.mode, ("local", "remote")),
     ):
         if value not in table:
@@ -143,8 +153,26 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         model=model,
         engine=engine.EngineConfig(**config.inference),
         optimizer=learner.OptimizerConfig(**config.optimizer),
+        loss=loss,
+        loss_options=config.loss_options[config.rl.loss].to_dict(),
+        objective=learner.Objective(**config.objective),
+        lora=lora.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )
+
+
+def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
+    """The loss, and the config with a function of its own replaced by its name and a hash of its text, which can be saved."""
+    function = config.rl.loss_function
+    if function is None:
+        return config.rl.loss, config
+    if not callable(function):
+        raise ValueError(f"rl.loss_function = {function!r} is no function; set it in a config file, see rl/losses.py")
+    config = config.copy_and_resolve_references()
+    digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    with config.ignore_type():
+        config.rl.loss_function = f"{function.__name__} {digest}"
+    return function, config
 
 
 @contextlib.contextmanager
@@ -202,6 +230,14 @@ def secret(workdir: pathlib.Path, seed: int) -> bytes:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
             stream.write(os.urandom(32))
     return file.read_bytes() + str(seed).encode()
+
+
+def signing_key(workdir: pathlib.Path) -> rollout_lib.WorkerKey:
+    """The key that signs this run's weights; servers and relays elsewhere are told its public half (`--weights_key`)."""
+    file = workdir / "weights.key"
+    if not file.exists():
+        rollout_lib.WorkerKey.generate().save(file)
+    return rollout_lib.WorkerKey.load(file)
 
 
 def describe(experiment: Experiment) -> str:

@@ -32,12 +32,18 @@ def rollout_side(
 ) -> Iterator[orchestrator.Orchestrator]:
     """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`."""
     config = experiment.raw
+    tolerance = validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance)
+    bands = None
+    if config.trust.bands:
+        tolerance, bands = validator.load_bands(config.trust.bands)
     judge = validator.Validator(
         experiment.model,
         validator.published(weights),
         {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p},
-        validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance),
+        tolerance,
         max_model_len=config.inference.max_model_len,
+        rules=validator.rules_of(config, experiment.tokenizer),
+        bands=bands,
     )
     rollouts = orchestrator.Orchestrator(
         config, workdir, check=judge.check, secret=experiment_lib.secret(workdir, config.seed), on_wait=on_wait
@@ -64,7 +70,9 @@ def _server(
     address_file.unlink(missing_ok=True)
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0", "--address_file", str(address_file)]
-    for name in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call"):
+    if (workdir / "weights.key").exists():
+        command += ["--weights_key", experiment_lib.signing_key(workdir).worker]
+    for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
     with _child("server", command, workdir, on_death) as process:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -138,6 +138,8 @@ class Orchestrator:
             groups,
             advantages.ADVANTAGES[self._config.rl.advantage],
             share_prompts=self._config.train.share_prompts,
+            normalize=advantages.NORMALIZERS[self._config.rl.normalize],
+            average=advantages.AVERAGES[self._config.rl.average],
         )
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
         metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
@@ -370,14 +372,16 @@ def assign_credit(
     advantage: Callable[[np.ndarray], np.ndarray],
     *,
     share_prompts: bool,
+    normalize: Callable[[list[np.ndarray]], list[np.ndarray]] = advantages.unchanged,
+    average: Callable[[list[np.ndarray]], list[np.ndarray]] = advantages.over_tokens,
 ) -> tuple[list[packing.Tree], dict[str, float]]:
     """Rewards -> advantages -> trees to pack. A group whose advantages are all zero has no gradient and is left out."""
-    trees, num_flat = [], 0
-    for group in groups:
-        credit_G = advantage(np.array([r.reward for r in group], np.float64))
-        if not np.any(np.abs(credit_G) > 1e-9):
-            num_flat += 1
-            continue
+    credits = normalize([advantage(np.array([r.reward for r in group], np.float64)) for group in groups])
+    kept = [i for i, credit_G in enumerate(credits) if np.any(np.abs(credit_G) > 1e-9)]
+    factors = average([np.array([int(r.sampled_mask.sum()) for r in groups[i]]) for i in kept])
+    trees, num_flat = [], len(groups) - len(kept)
+    for i, factor_G in zip(kept, factors, strict=True):
+        group, credit_G = groups[i], credits[i] * factor_G
         P = _prompt_length(group[0]) if share_prompts else 0
         branches = []
         for rollout, credit in zip(group, credit_G, strict=True):

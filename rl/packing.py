@@ -5,16 +5,20 @@
 2. Trees are sorted by falling length (ties by their order, so that the result is a function of the input), and each goes
    into the first row with room. A tree longer than a row is split into trees of fewer branches; a branch that does not fit
    even alone is refused.
-3. Rows are laid out as micro-batches of a fixed shape in an array of fixed capacity, with the number in use beside it:
+3. Rows are sorted by estimated work, so that the rows which are computed side by side on different devices cost alike, and
+   dealt to the shards of a micro-batch back and forth.
+4. Rows are laid out as micro-batches of a fixed shape in an array of fixed capacity, with the number in use beside it:
    however long the streams are, the learner compiles once, and runs no more micro-batches than there is work.
 
 Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -27,7 +31,9 @@ class TrainBatch:
 
     tokens: int32. positions: int32, from 0 at the start of each prompt. segment_ids: int32, 1.. per tree in a row, 0 padding.
     branch_ids: int32, 0 in a prompt, 1.. per branch of a tree. predictors: int32, the column whose hidden state predicts the
-    token. loss_mask: float32, 1.0 where the token trains. behavior_logp, advantage, temperature: float32 per token.
+    token. loss_mask: float32, 1.0 where the token trains. behavior_logp, advantage, temperature: float32 per token. The last
+    three are there if the run's layout names them: ref_logp, log-probability under a reference policy; ce_weight and
+    ref_kl_weight, weights of those components of the loss (rl/divergences.py), 0 where a token has no part in them.
     """
 
     tokens: jax.Array
@@ -40,6 +46,9 @@ class TrainBatch:
     advantage: jax.Array
     temperature: jax.Array
     num_micro_batches: jax.Array  # int32 scalar: how many of the M hold anything
+    ref_logp: jax.Array | None = None
+    ce_weight: jax.Array | None = None
+    ref_kl_weight: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +58,24 @@ class Layout:
     row_length: int  # T
     rows: int  # B of a micro-batch, a multiple of the batch shards
     num_micro_batches: int  # M, the most there can be
+    shards: int = 1  # devices that a micro-batch's rows are split over; divides `rows`
+    key_cost: float = 0.0  # work of reading one key, in units of the rest of a token's work: about 1 / (6 model_dim)
+    streams: tuple[str, ...] = ()  # of OPTIONAL: which a run's batches carry
+
+    def __post_init__(self):
+        if self.rows % self.shards:
+            raise ValueError(
+                f"{self.rows} rows of a micro-batch do not divide over {self.shards} shards; set config.train.rows to a "
+                f"multiple of {self.shards}"
+            )
+        if unknown := set(self.streams) - set(OPTIONAL):
+            raise ValueError(f"stream {sorted(unknown)[0]!r} is unknown; a batch may carry {', '.join(OPTIONAL)}")
 
     @classmethod
-    def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int) -> "Layout":
+    def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int, **fields) -> "Layout":
         """Room for any `num_streams` streams of at most `max_length` tokens: first-fit leaves no two rows half empty."""
         needed = min(num_streams, 2 * num_streams * max_length // row_length + 1)
-        return cls(row_length, rows, -(-needed // rows))
+        return cls(row_length, rows, -(-needed // rows), **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +87,14 @@ class Branch:
     behavior_logp: np.ndarray
     advantage: np.ndarray
     temperature: float
+    ref_logp: np.ndarray | None = None
+    ce_weight: np.ndarray | None = None
+    ref_kl_weight: np.ndarray | None = None
+
+    def __post_init__(self):
+        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL):
+            array = getattr(self, name)
+            assert array is None or array.shape == self.tokens.shape, (name, array.shape, self.tokens.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +115,11 @@ def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
 
 
 def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
-    """Packs trees into a batch of `layout`; ValueError if a branch does not fit a row, or the rows the layout."""
+    """Packs trees into a batch of `layout`.
+
+    Raises:
+      ValueError: a branch does not fit a row, the rows do not fit the layout, or a token is to train that nothing predicts.
+    """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]
     rows: list[list[Tree]] = []
@@ -108,11 +141,11 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
         )
     shape = (layout.num_micro_batches * layout.rows, row_length)
     batch = {name: np.zeros(shape, np.int32) for name in _INTEGERS} | {
-        name: np.zeros(shape, np.float32) for name in _FLOATS
+        name: np.zeros(shape, np.float32) for name in (*_FLOATS, *layout.streams)
     }
     batch["temperature"][:] = 1.0
     batch["predictors"][:] = np.arange(row_length)
-    for i, row in enumerate(rows):
+    for i, row in _deal(rows, layout):
         start = 0
         for segment, tree in enumerate(row, start=1):
             _lay_out({name: array[i] for name, array in batch.items()}, tree, start, segment)
@@ -124,19 +157,66 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
 
 
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
-    """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes."""
-    return jax.device_put(batch, jax.tree.map(lambda x: rules.batch_sharding(mesh, x.ndim), batch))
+    """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes.
+
+    With several processes every one holds the same host batch and places its own part; nothing is sent.
+    """
+    shards = rules.num_batch_shards(mesh)
+    if batch.tokens.shape[1] % shards:
+        raise ValueError(
+            f"a micro-batch of {batch.tokens.shape[1]} rows does not divide over the {shards} batch shards of the mesh; "
+            f"set config.train.rows to a multiple of {shards}"
+        )
+    layout = jax.tree.map(lambda x: rules.batch_sharding(mesh, x.ndim), batch)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, layout)
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch, layout
+    )
 
 
+def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
+    """Numbers the runs of equal (segment, branch) of each row from 0: int32 in [0, T), one per prompt, branch and padding."""
+    changed = (segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]) | (branch_ids_BT[:, 1:] != branch_ids_BT[:, :-1])
+    return jnp.pad(jnp.cumsum(changed, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def save(batch: TrainBatch, path: pathlib.Path) -> None:
+    """Writes a batch for a replay: `train_step(state, place(load(path), mesh))` with the state that met it."""
+    host = jax.device_get(batch)
+    arrays = {f.name: getattr(host, f.name) for f in dataclasses.fields(host) if getattr(host, f.name) is not None}
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays)
+    temporary.rename(path)
+
+
+def load(path: pathlib.Path) -> TrainBatch:
+    """Reads what `save` wrote; ValueError where it is not such a file."""
+    with np.load(path, allow_pickle=False) as arrays:
+        names = {field.name for field in dataclasses.fields(TrainBatch)}
+        if not set(arrays) <= names or not names - set(OPTIONAL) <= set(arrays):
+            raise ValueError(f"{path} is no batch: it holds {', '.join(sorted(arrays))}; give a file of packing.save")
+        return TrainBatch(**{name: arrays[name] for name in arrays})
+
+
+OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight")
 _INTEGERS = ("tokens", "positions", "segment_ids", "branch_ids", "predictors")
 _FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
 
 
 def _split(tree: Tree, row_length: int) -> list[Tree]:
-    """The tree itself, or trees of fewer branches that each fit a row."""
+    """The tree without branches of no token, as itself or as trees of fewer branches that each fit a row."""
     pieces, branches, size = [], [], len(tree.prompt)
     for branch in tree.branches:
         length = len(branch.tokens)
+        if length == 0:
+            continue
+        if len(tree.prompt) == 0 and branch.loss_mask[0] != 0:
+            raise ValueError(
+                "the first token of a stream without a prompt is to train, but nothing predicts it; set its loss_mask to 0, "
+                "or begin the stream with a token that was not sampled"
+            )
         if len(tree.prompt) + length > row_length:
             raise ValueError(
                 f"a stream of {len(tree.prompt) + length} tokens does not fit a row of {row_length}; "
@@ -147,7 +227,28 @@ def _split(tree: Tree, row_length: int) -> list[Tree]:
             branches, size = [], len(tree.prompt)
         branches.append(branch)
         size += length
-    return [*pieces, Tree(tree.prompt, tuple(branches))]
+    return [*pieces, Tree(tree.prompt, tuple(branches))] if branches else pieces
+
+
+def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]]:
+    """(place, row): costly rows together in early micro-batches; inside one, over the shards back and forth."""
+    per_shard = layout.rows // layout.shards
+    order = sorted(rows, key=lambda row: -sum(_work(tree, layout.key_cost) for tree in row))
+    places = []
+    for rank, row in enumerate(order):
+        micro_batch, rank = divmod(rank, layout.rows)
+        turn, shard = divmod(rank, layout.shards)
+        if turn % 2:
+            shard = layout.shards - 1 - shard
+        places.append((micro_batch * layout.rows + shard * per_shard + turn, row))
+    return places
+
+
+def _work(tree: Tree, key_cost: float) -> float:
+    """Work of a tree in tokens: one each, and `key_cost` for every key that a token reads."""
+    P, lengths = len(tree.prompt), [len(branch.tokens) for branch in tree.branches]
+    keys = P * (P + 1) / 2 + sum(n * P + n * (n + 1) / 2 for n in lengths)
+    return tree.num_tokens + key_cost * keys
 
 
 def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> None:
@@ -170,4 +271,7 @@ def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -
         row["behavior_logp"][span] = branch.behavior_logp
         row["advantage"][span] = branch.advantage
         row["temperature"][span] = branch.temperature
+        for name in OPTIONAL:
+            if name in row and getattr(branch, name) is not None:
+                row[name][span] = getattr(branch, name)
         begin = span.stop

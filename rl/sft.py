@@ -1,27 +1,32 @@
-"""Supervised warm-up: the policy imitates solved tasks until it can begin to learn from reward.
+"""Supervised fine-tuning: the policy imitates conversations; before RL, until it can begin to learn from reward.
 
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. Batch n holds the tasks `data.warmup_indices` names; each is rendered with its solution, and the assistant's tokens
-   (its closing token included) carry the loss. With `warmup.decoy_fraction`, that part of them is answered wrongly
-   instead, by the environment's decoy: a policy for RL to put right.
-2. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
-3. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
+1. Batch n is a pure function of the config: tasks of the environment that `data.warmup_indices` names, each with its solution
+   (with `warmup.decoy_fraction`, that part of them with a wrong one, for RL to put right); or lines of the file `warmup.data`.
+2. A conversation is rendered once, tools and all turns included. The loss lies on the messages of `warmup.roles`: of an assistant
+   on what it says, its closing token included; of the others on their whole message.
+3. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
+4. Every `warmup.eval_every` steps the loss on held-out examples is measured; `warmup.patience` of them without a new best end it.
+5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
 """
 
 import dataclasses
+import json
 import pathlib
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from models import transformer
 from rl import data, envs, experiment, learner, metrics, packing
 from rl.envs import environment
-from sharding import checkpoint
+from sharding import checkpoint, rules
 from sharding import mesh as mesh_lib
 
 
@@ -34,44 +39,226 @@ def train(
 ) -> transformer.Params:
     """Runs (or resumes) the warm-up and returns its parameters; with 0 steps, the initial ones."""
     config = exp.raw
+    rate = config.warmup.learning_rate
     optimizer = learner.make_optimizer(
-        dataclasses.replace(exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20)
+        dataclasses.replace(exp.optimizer, learning_rate=rate, warmup_steps=20, schedule="constant"), exp.model
     )
     num_steps = config.warmup.num_steps
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=config.checkpoint.every) as checkpointer:
         restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh))
         if restored:
-            start, state, _ = restored
+            start, state, host = restored
+            patience = Patience(**host)
         else:
-            start, state = 0, learner.init_state(jax.random.key(config.seed), exp.model, optimizer, mesh)
-        if start == num_steps:
+            params = initial_params(exp, mesh) if config.init_from else None
+            start, state = 0, learner.init_state(jax.random.key(config.seed), exp.model, optimizer, mesh, params)
+            patience = Patience(limit=config.warmup.patience)
+        if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
         step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh)
-        env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+        source = _from_file(exp) if config.warmup.data else _from_tasks(exp)
         layout = packing.Layout.for_streams(
             config.warmup.tasks_per_step,
             config.inference.max_model_len,
             row_length=config.train.row_length,
             rows=exp.rows(mesh),
         )
+        evaluate = _evaluator(exp, mesh, source) if config.warmup.eval_every else None
         progress.note("compiling the warm-up step")
         with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
-                tasks = [env.make_task(index, "train") for index in data.warmup_indices(config, step)]
-                trees = [
-                    _stream(exp.tokenizer, task, _demonstration(task, config), config.inference.max_model_len)
-                    for task in tasks
-                ]
-                batch = packing.pack(trees, layout)
+                batch = packing.pack(source.batch(step), layout)
                 state, step_metrics = step_fn(state, packing.place(batch, mesh))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
+                    values["loss/held_out"] = evaluate(state.params)
+                    patience = patience.after(values["loss/held_out"])
                 values["time/step_s"] = time.perf_counter() - begun
                 writer.write(step, "warm-up", values)
-                bar.update(step, {"loss": values["loss/total"], "grad": values["loss/grad_norm"]})
-                checkpointer.save(step, state, {}, force=step == num_steps)
+                shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}
+                bar.update(step, {short: values[name] for short, name in shown.items() if name in values})
+                is_last = step == num_steps or patience.is_over
+                checkpointer.save(step, state, dataclasses.asdict(patience), force=is_last)
+                if is_last:
+                    break
+        if patience.is_over:
+            progress.say(f"the held-out loss has not fallen below {patience.best:.4g} since; stopped after step {step}")
     return state.params
+
+
+def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
+    """The checkpoint that `init_from` names, straight into the learner's sharding; ValueError if it is another model."""
+    path, model = exp.raw.init_from, exp.model
+    found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
+    free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
+    found = dataclasses.replace(found, **{field: getattr(model, field) for field in free})
+    wanted, given = dataclasses.asdict(model), dataclasses.asdict(found)
+    if differs := [field for field in wanted if wanted[field] != given[field]]:
+        raise ValueError(
+            "; ".join(f"model.{field} = {wanted[field]!r} but {path} has {given[field]!r}" for field in differs)
+            + ": set the config's model to that of the checkpoint (`python -m models.hf inspect` prints it)"
+        )
+    shardings = rules.shardings(transformer.specs(model), mesh)
+    return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Early stopping: over once `limit` losses in a row were no new best. A limit of 0 never is."""
+
+    limit: int = 0
+    best: float = 1e30  # a number that JSON knows
+    num_worse: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return 0 < self.limit <= self.num_worse
+
+    def after(self, loss: float) -> "Patience":
+        if loss < self.best:
+            return dataclasses.replace(self, best=loss, num_worse=0)
+        return dataclasses.replace(self, num_worse=self.num_worse + 1)
+
+
+def stream(
+    tokenizer: tokenizer_lib.Tokenizer,
+    messages: Sequence[Mapping],
+    *,
+    tools: Sequence[Mapping] | None = None,
+    roles: Sequence[str] = ("assistant",),
+    max_length: int,
+) -> packing.Tree:
+    """A conversation as a stream, cut after the last token that trains; loss on the messages of `roles`.
+
+    Raises:
+      ValueError: it is longer than `max_length`, nothing of it trains, or its template spells a message differently once
+        others follow, so that a role's tokens cannot be told.
+    """
+    rendered = tokenizer.render(messages, tools=tools)
+    mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
+    for index, message in enumerate(messages):
+        if message["role"] in roles and message["role"] != "assistant":
+            mask[_span(tokenizer, messages, index, tools, rendered.token_ids)] = True
+    mask[0] = False  # nothing predicts the first token
+    if not mask.any():
+        raise ValueError(f"no message has a role of {tuple(roles)}, so that nothing trains; it has {_roles(messages)}")
+    end = int(np.flatnonzero(mask)[-1]) + 1  # what follows is template
+    if end > max_length:
+        raise ValueError(
+            f"a conversation has {end} tokens, more than inference.max_model_len = {max_length}; raise it (and "
+            f"train.row_length), or shorten the examples"
+        )
+    tokens, weights = np.array(rendered.token_ids[:end], np.int32), mask[:end].astype(np.float32)
+    return packing.stream(tokens, weights, np.zeros_like(weights), weights, 1.0)
+
+
+def read_conversations(path: str) -> list[dict]:
+    """The lines of a JSONL file, each {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
+
+    Raises:
+      ValueError: a line is no such object; it is named by its number.
+    """
+    found = []
+    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        messages = record.get("messages") if isinstance(record, dict) else None
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(
+                f"{path}, line {number} has no messages; write {{'messages': [{{'role': ..., 'content': ...}}]}}"
+            )
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+            raise ValueError(f"{path}, line {number}: every message needs a role, such as 'user' or 'assistant'")
+        if not isinstance(record.get("tools"), list | None):
+            raise ValueError(f"{path}, line {number}: tools must be a list of function descriptions, or absent")
+        found.append({"messages": messages, "tools": record.get("tools")})
+    return found
+
+
+# ---- where examples come from ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    batch: Callable[[int], list[packing.Tree]]  # of step n
+    held_out: Callable[[], list[packing.Tree]]
+
+
+def _from_tasks(exp: experiment.Experiment) -> _Source:
+    """Tasks of the run's environment with their answers."""
+    config = exp.raw
+    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+
+    def tree(task, answer):
+        messages = [*task.messages, {"role": "assistant", "content": answer}]
+        try:
+            return stream(exp.tokenizer, messages, roles=config.warmup.roles, max_length=config.inference.max_model_len)
+        except ValueError as error:
+            raise ValueError(f"task {task.index} of {task.env}: {error}") from None
+
+    def batch(step):
+        tasks = [env.make_task(index, "train") for index in data.warmup_indices(config, step)]
+        return [tree(task, _demonstration(task, config)) for task in tasks]
+
+    def held_out():
+        tasks = [env.make_task(index, "held_out") for index in range(config.warmup.eval_tasks)]
+        return [tree(task, task.answer) for task in tasks]
+
+    return _Source(batch, held_out)
+
+
+def _from_file(exp: experiment.Experiment) -> _Source:
+    """Conversations of `warmup.data`, in a new order every epoch; the last `eval_tasks` are held out if they are asked for."""
+    config = exp.raw
+    path, count = config.warmup.data, config.warmup.tasks_per_step
+    records = read_conversations(path)
+    cut = len(records) - (config.warmup.eval_tasks if config.warmup.eval_every else 0)
+    if cut < 1:
+        raise ValueError(
+            f"warmup.data = {path} has {len(records)} conversations, none beside the warmup.eval_tasks = "
+            f"{config.warmup.eval_tasks} that are held out; give more, or set warmup.eval_tasks lower"
+        )
+
+    def tree(index):
+        record = records[index]
+        try:
+            return stream(
+                exp.tokenizer,
+                record["messages"],
+                tools=record["tools"],
+                roles=config.warmup.roles,
+                max_length=config.inference.max_model_len,
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}, conversation {index + 1}: {error}") from None
+
+    def batch(step):
+        wanted = range((step - 1) * count, step * count)
+        orders = {i // cut: np.random.default_rng([config.seed, i // cut]).permutation(cut) for i in wanted}
+        return [tree(int(orders[i // cut][i % cut])) for i in wanted]
+
+    return _Source(batch, lambda: [tree(index) for index in range(cut, len(records))])
+
+
+def _evaluator(exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Source) -> Callable:
+    """Returns `evaluate(params)`: mean negative log-likelihood of the held-out examples' trained tokens, in nats."""
+    trees = source.held_out()
+    layout = packing.Layout.for_streams(
+        len(trees), exp.raw.inference.max_model_len, row_length=exp.raw.train.row_length, rows=exp.rows(mesh)
+    )
+    batch = packing.place(packing.pack(trees, layout), mesh)
+    score = learner.make_score(exp.model, mesh)
+
+    def evaluate(params) -> float:
+        return float(-jnp.sum(score(params, batch) * batch.loss_mask) / jnp.sum(batch.loss_mask))
+
+    return evaluate
 
 
 def _demonstration(task: environment.Task, config) -> str:
@@ -84,17 +271,20 @@ def _demonstration(task: environment.Task, config) -> str:
     return task.decoy
 
 
-def _stream(tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, answer: str, max_length: int) -> packing.Tree:
-    """A task and its answer as a stream: loss on what the assistant says."""
-    rendered = tokenizer.render([*task.messages, {"role": "assistant", "content": answer}])
-    end = max(i for i, mine in enumerate(rendered.assistant_mask) if mine) + 1  # what follows its end is template
-    if end > max_length:
+def _span(tokenizer, messages, index, tools, ids) -> slice:
+    """Columns of one message: what rendering it adds to those before it."""
+    before = tokenizer.render(messages[:index], tools=tools).token_ids if index else []
+    through = tokenizer.render(messages[: index + 1], tools=tools).token_ids
+    if ids[: len(through)] != through or through[: len(before)] != before:
         raise ValueError(
-            f"task {task.index} of {task.env} has {end} tokens with its solution, more than inference.max_model_len = "
-            f"{max_length}; raise it (and train.row_length), or narrow env.options"
+            f"the chat template spells message {index + 1} differently once others follow; train the assistant alone, or "
+            f"use a template that only appends"
         )
-    mask = np.array(rendered.assistant_mask[:end], np.float32)
-    return packing.stream(np.array(rendered.token_ids[:end], np.int32), mask, np.zeros_like(mask), mask, 1.0)
+    return slice(len(before), len(through))
+
+
+def _roles(messages) -> str:
+    return ", ".join(dict.fromkeys(message["role"] for message in messages))
 
 
 def main() -> None:

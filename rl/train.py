@@ -20,8 +20,8 @@ import time
 import jax
 from absl import flags
 
-from rl import evaluate, experiment, launch, learner, metrics, packing, report, sft
-from sharding import broadcast, checkpoint
+from rl import diagnostics, evaluate, experiment, launch, learner, metrics, packing, report, sft
+from sharding import broadcast, checkpoint, rules
 from sharding import mesh as mesh_lib
 
 
@@ -29,19 +29,32 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
     """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report."""
     config, weights = exp.raw, workdir / "weights"
     progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-    optimizer = learner.make_optimizer(exp.optimizer)
+    optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
     train_step = learner.make_train_step(
         exp.model,
         optimizer,
-        config.rl.loss,
-        config.loss_options[config.rl.loss].to_dict(),
+        exp.loss,
+        exp.loss_options,
         mesh,
+        exp.objective,
+        exp.lora,
     )
+    publisher = broadcast.Publisher(
+        str(weights),
+        key=experiment.signing_key(workdir).private,
+        snapshot_every=config.broadcast.snapshot_every,
+        keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
+        dtype=config.broadcast.dtype or None,
+    )
+    policy, score = learner.make_policy(exp.model, mesh, exp.lora), learner.make_score(exp.model, mesh)
     layout = packing.Layout.for_streams(
         config.rl.prompts_per_step * config.rl.samples_per_prompt,
         config.inference.max_model_len,
         row_length=config.train.row_length,
         rows=exp.rows(mesh),
+        shards=rules.num_batch_shards(mesh),
+        # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
+        key_cost=1 / (6 * exp.model.model_dim),
     )
 
     with contextlib.ExitStack() as stack:
@@ -50,24 +63,33 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
         )
         state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress)
         writer.truncate("rl", start)
-        _publish_again(state, start, exp, weights)
+        reference = sft.train(exp, workdir, mesh, writer, progress) if _has_reference(exp) else None  # done: its end
+        for newer in broadcast.versions(str(weights)) if weights.exists() else ():
+            if newer >= start:  # from beyond the checkpoint, or not synced to disk when the power failed
+                broadcast.remove(str(weights), newer)
+        publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
         progress.note("starting the rollout server and its workers")
         rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say))
         if start == 0:
             evaluate.held_out(exp, rollouts, 0, workdir, writer, progress)
 
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
+            history = []
             for step in range(start + 1, config.rl.num_steps + 1):
                 clock = _Clock()
                 with clock("wait"):
                     batch = rollouts.next_batch(step)
                 with clock("train_step"):
-                    packed = packing.pack(batch.trees, layout)
-                    state, step_metrics = train_step(state, packing.place(packed, mesh))
+                    packed = packing.place(packing.pack(batch.trees, layout), mesh)
+                    if reference is not None:
+                        packed = packed.replace(ref_logp=score(reference, packed))
+                    state, step_metrics = train_step(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                    if values["loss/skipped"]:  # the state is as it was before the batch: the two can be replayed
+                        packing.save(packed, workdir / "failed_batch.npz")
                     _check_finite(step, values, checkpointer, workdir)
                 with clock("publish"):
-                    _publish(state, step, exp, weights)
+                    publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
                     rollouts.publish(step)
                 with clock("checkpoint"):
                     checkpointer.save(step, state, {"step": step}, force=step == config.rl.num_steps)
@@ -75,8 +97,13 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                     if config.evaluation.every and step % config.evaluation.every == 0 and step < config.rl.num_steps:
                         evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
+                values |= diagnostics.derived(values)
+                values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
                 writer.write(step, "rl", values)
                 bar.update(step, _line(values))
+                history.append(values)
+                if step % 5 == 0 and (line := diagnostics.advice(history)):
+                    progress.say(f"advice: {line}")
         evaluate.held_out(exp, rollouts, config.rl.num_steps, workdir, writer, progress)
     path = report.write(workdir)
     progress.say(*evaluate.summary(workdir), f"report: {path}")
@@ -85,29 +112,19 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
 
 def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress):
     """The train state to start from and the last step it has seen: a checkpoint, or the end of the warm-up as step 0."""
-    restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh))
+    restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
     if restored:
         step, state, _ = restored
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step
     params = sft.train(exp, workdir, mesh, writer, progress)
-    state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params)
+    state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params, exp.lora)
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0
 
 
-def _publish(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:
-    keep = exp.raw.rl.max_lag + exp.raw.rl.max_off_policy + 2  # every version that a rollout in flight may name
-    broadcast.publish(state.params, version, str(weights), metadata=exp.broadcast_metadata, keep=keep)
-
-
-def _publish_again(state: learner.TrainState, version: int, exp: experiment.Experiment, weights: pathlib.Path) -> None:
-    """After a resume: takes back versions from beyond the checkpoint, and makes sure that its own is out."""
-    published = broadcast.versions(str(weights)) if weights.exists() else []
-    for newer in (v for v in published if v > version):
-        broadcast.remove(str(weights), newer)
-    if version not in published:
-        _publish(state, version, exp, weights)
+def _has_reference(exp: experiment.Experiment) -> bool:
+    return bool(exp.objective.kl_coef) and exp.objective.kl_reference == "reference"
 
 
 def _check_finite(

@@ -1,43 +1,43 @@
 """Verdicts on rollouts: was this text sampled by the weights, the seed and the temperature that it claims?
 
-For a group of rollouts, with the published weights of every version they name:
-1. Replay: one pass per version runs the tokens through the model; each position's keys are written by the version that
-   wrote them in the engine, so that a rollout that spans several versions is replayed exactly as it was made.
-2. Sampling: the noise of (seed, position) is drawn again, and each claimed token must be the argmax of noised logits,
-   up to a small margin; the claimed log-probability must agree with the replayed one.
-3. Computation: TOPLOC proofs are compared with the replayed hidden states (inference/toploc.py).
+    python -m rl.validator serve --workdir=runs/quickstart --rollouts=DIR --port=8300 [--ledger=DB --key=FILE]
+    python -m rl.validator calibrate --workdir=runs/quickstart --out=bands.json
 
-A verdict is a reason to refuse, or None. It is the reason of the first rollout that fails; the group falls with it, since
-advantages compare its members. Malformed content is a reason, never an exception.
+For rollouts of one or more groups, cheap before dear (each check is a function of rl/verdicts.py):
+1. Form, signature, prescribed task and seed, version, bounds, ending; then prompt and reward, made again.
+2. One replay on the published weights of every version they name (rl/replay.py).
+3. Sampling: each claimed token must be the argmax of the noised logits, up to a margin. Log-probabilities must agree.
+4. The end was not absurdly unlikely, the tokens fit the claimed temperature, the TOPLOC proofs fit the hidden states.
+5. What passed goes to its node's record, where small deviations add up (rl/sequential.py).
 
-Left out: termination and distribution checks, reputation, thresholds calibrated per backend pair, the service.
+`Validator.check` is what an orchestrator calls: the first reason to refuse a group, or None. The group falls with its
+worst member, since advantages compare its members. `judge` gives a verdict per rollout. Malformed content is a verdict,
+never an exception.
 
-Letters: G rollouts of a group, T padded length, V vocabulary.
+Letters: G rollouts, N sampled tokens of one.
 """
 
+import argparse
 import dataclasses
-import functools
+import json
 import pathlib
+import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from inference import kv_cache, sampler, toploc
 from inference import rollout as rollout_lib
+from inference import toploc
 from models import config as config_lib
 from models import transformer
+from rl import data, envs, sequential, verdicts
+from rl import replay as replay_lib
 from sharding import broadcast
 
-
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """How far an honest replay may lie from the claim: 0 in exact arithmetic, more across backends and dtypes."""
-
-    margin: float  # nats of noised logit by which a claimed token may miss the argmax
-    max_wrong_tokens: int  # tokens of a rollout that may miss it by more
-    logprob: float  # nats between claimed and replayed log-probability
+Tolerance = verdicts.Tolerance
+MAX_REPLAY_ROWS = 64  # rollouts replayed together
 
 
 class Validator:
@@ -47,6 +47,9 @@ class Validator:
       model: config of the policy.
       weights: version -> params, raising ValueError or OSError for a version that cannot be had.
       filters: top_k, top_p, min_p that the run prescribes (a worker's word is not taken for them).
+      tolerance: limits on one rollout.
+      rules: what else the run prescribes; without them only the replay is judged.
+      bands: of honest means; without them nothing is summed up over a node's rollouts.
     """
 
     def __init__(
@@ -57,63 +60,75 @@ class Validator:
         tolerance: Tolerance,
         *,
         max_model_len: int,
+        rules: verdicts.Rules | None = None,
+        bands: sequential.Bands | None = None,
     ):
         self._model, self._weights, self._filters, self._tolerance = model, weights, filters, tolerance
-        self._length = max_model_len
+        self._length, self._rules, self._bands = max_model_len, rules, bands
+        self._lock = threading.Lock()
+        self.records: dict[str, sequential.Record] = {}
 
     def check(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
         """Returns the reason to refuse this group, or None."""
-        if too_long := [len(r.tokens) for r in rollouts if len(r.tokens) > self._length]:
-            return f"length: {too_long[0]} tokens exceed the model's {self._length}"
+        return next((str(verdict) for verdict in self.judge(rollouts) if not verdict.accepted), None)
+
+    def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
+        """A verdict per rollout. `newest`: the last version published; None does not ask.
+
+        Whether groups are whole is not asked here (`verdicts.complete`).
+        """
+        out = [self.judge_cheaply(rollout, newest) for rollout in rollouts]
+        passed = [i for i, verdict in enumerate(out) if verdict.accepted]
+        for i, verdict in zip(passed, self.judge_replayed([rollouts[i] for i in passed]), strict=True):
+            out[i] = verdict
+        return out
+
+    def judge_cheaply(self, rollout: rollout_lib.Rollout, newest: int | None = None) -> verdicts.Verdict:
+        """Everything that needs no weights."""
+        verdict = verdicts.form(rollout)
+        if verdict.accepted and len(rollout.tokens) > self._length:
+            return verdicts.Verdict("length", f"{len(rollout.tokens)} tokens exceed the model's {self._length}")
+        rules = self._rules
+        if rules is None or not verdict.accepted:
+            return verdict
+        checks = [
+            lambda: verdicts.signature(rollout),
+            lambda: verdicts.prescribed(rollout, rules),
+            lambda: verdicts.policy_version(rollout, rules, rollout.step - 1 if newest is None else newest),
+            lambda: verdicts.bounds(rollout, rules),
+            lambda: verdicts.ending(rollout, rules),
+            lambda: verdicts.prompt(rollout, rules),
+            lambda: verdicts.reward(rollout, rules),
+        ]
+        return next((verdict for check in checks if not (verdict := check()).accepted), verdicts.OK)
+
+    def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> replay_lib.Replay:
+        """Runs the tokens again; see rl/replay.py for the arrays, which have at least one row per rollout."""
+        return replay_lib.replay(self._model, self._weights, self._filters, rollouts, self._length)
+
+    def judge_replayed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
+        """What the replay says of rollouts that passed `judge_cheaply`."""
+        starts = range(0, len(rollouts), MAX_REPLAY_ROWS)
+        return [v for start in starts for v in self._judge_batch(rollouts[start : start + MAX_REPLAY_ROWS])]
+
+    def _judge_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
         try:
             replay = self.replay(rollouts)
         except (ValueError, OSError) as error:
-            return f"weights: a version that it names cannot be had ({error})"
-        for i, rollout in enumerate(rollouts):
-            if reason := self._judge(rollout, replay, i):
-                return reason
-        return None
+            if len(rollouts) == 1:
+                return [verdicts.Verdict("weights", f"a version that it names cannot be had ({error})")]
+            return [self._judge_batch([rollout])[0] for rollout in rollouts]  # one bad claim is not its neighbours'
+        return [self._judge_one(rollout, replay, i) for i, rollout in enumerate(rollouts)]
 
-    def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> "Replay":
-        """Runs the group's tokens again; arrays [G, T], row t about token t (hidden: the state that predicts it)."""
-        G, T = len(rollouts), self._length
-        tokens, writer = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
-        for i, r in enumerate(rollouts):
-            n = len(r.tokens)
-            tokens[i, :n] = r.tokens
-            # Position t was run to predict token t + 1: by the version that sampled it, or by the prefill.
-            writer[i, : n - 1] = np.where(r.sampled_mask[1:], r.versions[1:], r.versions[:-1])
-        sampling = sampler.Sampling(
-            seed=jnp.asarray([r.seed for r in rollouts], jnp.uint32),
-            temperature=jnp.asarray([r.temperature for r in rollouts], jnp.float32),
-            **{
-                name: jnp.full((G,), self._filters[name], dtype)
-                for name, dtype in (("top_k", jnp.int32), ("top_p", jnp.float32), ("min_p", jnp.float32))
-            },
-        )
-        cache = kv_cache.create(self._model, G, T)
-        merged = None
-        for version in sorted(set(writer[writer >= 0].tolist())):
-            mask_GT = jnp.asarray(writer == version)
-            out, cache = _replay(self._model, self._weights(version), jnp.asarray(tokens), mask_GT, cache, sampling)
-            merged = out if merged is None else jax.tree.map(functools.partial(_merge, mask_GT), out, merged)
-        return jax.tree.map(np.asarray, merged)
-
-    def _judge(self, rollout: rollout_lib.Rollout, replay: "Replay", i: int) -> str | None:
-        sampled = np.flatnonzero(rollout.sampled_mask)
-        margin, logp = replay.margin[i, sampled], replay.logp[i, sampled]
-        wrong = int((margin > self._tolerance.margin).sum())
-        if wrong > self._tolerance.max_wrong_tokens:
-            worst = int(sampled[margin.argmax()])
-            return f"sampling: {wrong} of {len(sampled)} tokens are not what the seed draws; token {worst} misses by {margin.max():.3g}"
-        error = float(np.abs(logp - rollout.logprobs[sampled]).max())
-        if not error <= self._tolerance.logprob:
-            return f"logprob: claimed and replayed differ by {error:.3g}, more than {self._tolerance.logprob}"
-        hidden_ND = replay.hidden[i, sampled]
-        results = toploc.verify_proofs(hidden_ND, toploc.split(rollout.proofs, *hidden_ND.shape))
-        if failed := [result for result in results if not result.accepted]:
-            return f"toploc: {failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)"
-        return None
+    def _judge_one(self, rollout: rollout_lib.Rollout, replay: replay_lib.Replay, i: int) -> verdicts.Verdict:
+        scored = verdicts.scores(rollout, replay, i)
+        verdict, results = verdicts.replayed(rollout, scored, self._tolerance, self._rules)
+        if not verdict.accepted or self._bands is None:
+            return verdict
+        with self._lock:
+            record = self.records.setdefault(rollout.worker, sequential.Record(self._bands))
+            accusation = record.add(verdicts.evidence(rollout, scored, results))
+        return verdicts.Verdict("statistics", accusation) if accusation else verdicts.OK
 
 
 def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:
@@ -131,47 +146,84 @@ def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transform
     return weights
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Row t is about token t: arrays [G, T] (hidden [G, T, D], bfloat16)."""
+def rules_of(config, tokenizer) -> verdicts.Rules:
+    """The rules of a run, from its resolved config: tasks, prompts and rewards are made by its environment."""
+    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
-    margin: jax.Array  # max of the noised logits minus that of the token
-    logp: jax.Array  # of the token, under the distribution sampled from
-    hidden: jax.Array  # the state that predicted the token
+    task = _remembered(lambda group: env.make_task(group.index, group.split), keep=1024)
 
+    def prompt(group: data.Group) -> list[int]:
+        return list(tokenizer.render(task(group).messages, add_generation_prompt=True).token_ids)
 
-@functools.partial(jax.jit, static_argnums=0)
-def _replay(model, params, tokens_GT, mask_GT, cache, sampling) -> tuple[Replay, kv_cache.Cache]:
-    """One version's pass: its keys go where `mask` says it wrote; other positions keep theirs."""
-    G, T = tokens_GT.shape
-    attend_all = kv_cache.attend_at(jnp.zeros((G,), jnp.int32))
+    def score(group: data.Group, completion: Sequence[int]) -> dict[str, float]:
+        return env.score(task(group), tokenizer.parse(completion)["content"])
 
-    def attend(entry, q_GTHC, k_GTKC, v_GTKC):
-        keep_GTKC = mask_GT[:, :, None, None]
-        k_GTKC = jnp.where(keep_GTKC, k_GTKC, entry[0].swapaxes(1, 2))
-        v_GTKC = jnp.where(keep_GTKC, v_GTKC, entry[1].swapaxes(1, 2))
-        return attend_all(entry, q_GTHC, k_GTKC, v_GTKC)
-
-    positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
-    hidden_GTD, cache = transformer.extend(params, model, tokens_GT, positions_GT, cache, attend)
-
-    def score(row):  # one rollout at a time: logits are [T, V]
-        hidden_TD, tokens_T, sampling = row
-        repeated = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (T,)), sampling)
-        logp_TV = sampler.scores(transformer.logits(params, model, hidden_TD[None])[0], repeated)
-        target_T = jnp.roll(tokens_T, -1)[:, None]
-        noise_TV = sampler.noise(repeated.seed, jnp.arange(T, dtype=jnp.int32) + 1, logp_TV.shape[-1])
-        noised_TV = logp_TV + jnp.where(repeated.temperature > 0, 1.0, 0.0)[:, None] * noise_TV
-        margin_T = noised_TV.max(axis=-1) - jnp.take_along_axis(noised_TV, target_T, axis=-1)[:, 0]
-        return margin_T, jnp.take_along_axis(logp_TV, target_T, axis=-1)[:, 0]
-
-    margin_GT, logp_GT = jax.lax.map(score, (hidden_GTD, tokens_GT, sampling))
-    out = Replay(margin_GT, logp_GT, hidden_GTD.astype(jnp.bfloat16))
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), out), cache
+    return verdicts.Rules(
+        env=env.name,
+        env_seed=config.seed,
+        vocab_size=config.model.vocab_size,
+        max_model_len=config.inference.max_model_len,
+        max_tokens=config.sampling.max_tokens,
+        stop_ids=tuple(tokenizer.stop_ids),
+        groups=_remembered(lambda step: data.train_groups(config, step)),
+        num_steps=config.rl.num_steps,
+        max_lag=config.rl.max_lag,
+        prompt=_remembered(prompt, keep=1024),
+        score=score,
+    )
 
 
-def _merge(mask_GT, new, old):
-    """Takes `new` where this version predicted (one to the right of where it wrote)."""
-    where = jnp.roll(mask_GT, 1, axis=1)
-    return jnp.where(where.reshape(where.shape + (1,) * (new.ndim - 2)), new, old)
+def _remembered(function: Callable, keep: int = 16) -> Callable:
+    """The last few results: a batch of 256 rollouts asks for the same 32 groups 256 times."""
+    held: dict = {}
+
+    def call(argument):
+        if argument not in held:
+            while len(held) >= keep:
+                del held[next(iter(held))]
+            held[argument] = function(argument)
+        return held[argument]
+
+    return call
+
+
+def load_bands(path: str | pathlib.Path) -> tuple[Tolerance, sequential.Bands]:
+    """What `calibrate` wrote. ValueError where it is something else."""
+    try:
+        body = json.loads(pathlib.Path(path).read_text())
+        tolerance = dict(body["tolerance"])
+        proofs = toploc.Thresholds(**tolerance.pop("proofs"))
+        bands = sequential.Bands(**body["bands"])
+        values = [*tolerance.values(), *vars(proofs).values(), *vars(bands).values()]
+        if (
+            not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values)
+            or min(vars(bands).values()) <= 0
+        ):
+            raise ValueError("a limit is not a number above 0")
+        return Tolerance(**tolerance, proofs=proofs), bands
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not what python -m rl.validator calibrate writes: {error}") from error
+
+
+def save_bands(path: str | pathlib.Path, tolerance: Tolerance, bands: sequential.Bands, measured: dict) -> None:
+    body = {"tolerance": dataclasses.asdict(tolerance), "bands": dataclasses.asdict(bands), "measured": measured}
+    pathlib.Path(path).write_text(json.dumps(body, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    from rl import calibrate, validator_service  # they import this module
+
+    parser = argparse.ArgumentParser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    validator_service.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
+    calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
+    args = parser.parse_args(argv)
+    try:
+        return {"serve": validator_service.serve, "calibrate": calibrate.run}[args.command](args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,7 +38,7 @@ def test_the_loss_curve_is_golden(request):
 def _curve() -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of two-sided-clip GRPO on fixed groups with shared prompts."""
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
-    optimizer = learner.make_optimizer(learner.OptimizerConfig(3e-3, 5, 0.9, 0.95, 1e-8, 0.01, 1.0))
+    optimizer = learner.make_optimizer(learner.OptimizerConfig(3e-3, 5, 0.9, 0.95, 1e-8, 0.01, 1.0), MODEL)
     state = learner.init_state(jax.random.key(0), MODEL, optimizer, mesh)
     step_fn = learner.make_train_step(
         MODEL, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh

@@ -38,10 +38,10 @@ def make_trees(shapes):
         prompt, branches = take(prompt_length), []
         for length in lengths:
             tokens = take(length)
+            mask = loss_mask_of(tokens)
+            mask[: prompt_length == 0] = 0  # nothing predicts it
             branches.append(
-                packing.Branch(
-                    tokens, loss_mask_of(tokens), behavior_of(tokens), advantage_of(tokens), 0.5 + next(number) / 64
-                )
+                packing.Branch(tokens, mask, behavior_of(tokens), advantage_of(tokens), 0.5 + next(number) / 64)
             )
         trees.append(packing.Tree(prompt, tuple(branches)))
     return trees
@@ -78,7 +78,10 @@ def advantage_of(token):
 
 
 def expected_rows(shapes, row_length):
-    """Rows of ids: trees cut into as long runs of branches as fit a row; then longest first, equal ones in order."""
+    """Rows of ids: trees cut into as long runs of branches as fit a row; then longest first, equal ones in order.
+
+    The fullest row comes first.
+    """
     pieces, first_id = [], 1
     for prompt_length, lengths in shapes:
         prompt = list(range(first_id, first_id + prompt_length))
@@ -100,7 +103,7 @@ def expected_rows(shapes, row_length):
                 break
         else:
             rows.append(list(piece))
-    return rows
+    return sorted(rows, key=lambda row: -len(row))  # costly rows side by side
 
 
 def fewest_rows(lengths, row_length):
@@ -180,7 +183,7 @@ def test_every_token_reads_its_own_past_and_carries_what_is_its_own(shapes, rows
                         assert carried == [0, 0, 0]
                     else:
                         i = np.int32(token)
-                        assert carried == [loss_mask_of(i), behavior_of(i), advantage_of(i)]
+                        assert carried == [loss_mask_of(i) if n else 0, behavior_of(i), advantage_of(i)]
                         assert batch.temperature[b, t] == branch.temperature
 
 
@@ -223,6 +226,124 @@ def test_a_stream_may_fill_a_row_but_not_exceed_it():
             assert word in str(error.value)
 
 
+@pytest.mark.parametrize("lengths", [(5, 7, 0), (0, 12), (0, 0)])
+def test_a_branch_of_no_token_takes_no_place(lengths):
+    """Also where its row is full; a tree of nothing but such branches trains nothing and is left out."""
+    (tree,) = make_trees([(0, [5, 7])]) if sum(lengths) else make_trees([(3, [1])])
+    (empty,) = make_trees([(3, [0])])
+    whole = [length for length in lengths if length]
+    got = packing.pack(make_trees([(0, whole)]) if whole else [empty], packing.Layout(ROW, 1, 2))
+    padded = packing.Tree(np.zeros((0,), np.int32), ())
+    if whole:
+        (plain,) = make_trees([(0, whole)])
+        branches = iter(plain.branches)
+        padded = packing.Tree(plain.prompt, tuple(next(branches) if n else empty.branches[0] for n in lengths))
+    same = packing.pack([padded], packing.Layout(ROW, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, got, same)
+    assert int(same.num_micro_batches) == (1 if whole else 0)
+
+
+def test_a_token_that_nothing_predicts_cannot_train():
+    tokens = np.array([5, 6], np.int32)
+    ones = np.ones((2,), np.float32)
+    layout = packing.Layout(ROW, 1, 1)
+    with pytest.raises(ValueError, match="first token of a stream without a prompt.*loss_mask"):
+        packing.pack([packing.stream(tokens, ones, ones, ones, 1.0)], layout)
+    packing.pack([packing.stream(tokens, ones * [0, 1], ones, ones, 1.0)], layout)
+    branch = packing.Branch(tokens, ones, ones, ones, 1.0)
+    packing.pack([packing.Tree(tokens, (branch, branch))], layout)  # the prompt's end predicts both
+
+
+def test_arrays_of_a_branch_have_one_length():
+    ones = np.ones((3,), np.float32)
+    with pytest.raises(AssertionError, match="advantage"):
+        packing.Branch(np.ones((3,), np.int32), ones, ones, ones[:2], 1.0)
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+
+def test_work_counts_the_keys_that_tokens_read():
+    """By a loop over every pair of a token and an earlier one of its own sequence."""
+    (tree,) = make_trees([(4, [3, 1, 2])])
+    pairs = 0
+    for branch in (*tree.branches, None):
+        for n in range(4 if branch is None else len(branch.tokens)):
+            pairs += n + 1 + (0 if branch is None else 4)
+    assert packing._work(tree, 0.25) == 10 + 0.25 * pairs
+
+
+@hypothesis.given(st.lists(st.integers(1, ROW), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
+@hypothesis.settings(deadline=None)
+def test_rows_side_by_side_cost_alike(lengths, shards):
+    """The time of a micro-batch is that of its slowest shard: over all, as little as for rows sorted by work."""
+    rows, key_cost = 4, 0.5
+    batch = packing.pack(streams(lengths), packing.Layout(ROW, rows, 40, shards=shards, key_cost=key_cost))
+
+    def work(row):  # its own sum: sizes of the segments of a row
+        sizes = np.bincount(row[row > 0])
+        return sum(n + key_cost * n * (n + 1) / 2 for n in sizes)
+
+    costs = np.array([[work(row) for row in micro] for micro in batch.segment_ids])
+    flat = np.sort(costs.ravel())[::-1].reshape(costs.shape)
+    np.testing.assert_allclose(np.sort(costs, axis=1)[:, ::-1], flat)  # each micro-batch holds the next costliest rows
+    per_shard = costs.reshape(40, shards, -1).sum(axis=2)
+    best_single = costs.max(axis=1)
+    assert (
+        per_shard.max(axis=1) - per_shard.min(axis=1) <= best_single + 1e-9
+    ).all()  # what dealing back and forth gives
+    assert sorted(batch.tokens[batch.tokens > 0]) == list(range(1, sum(lengths) + 1))
+
+
+def test_rows_are_dealt_to_shards_back_and_forth():
+    """12 and 7 against 10 and 9; dealt round and round it would be 12 and 9 against 10 and 7."""
+    batch = packing.pack(streams([12, 10, 9, 7]), packing.Layout(ROW, 4, 1, shards=2))
+    sizes = (batch.segment_ids[0] > 0).sum(axis=1).tolist()
+    assert (sorted(sizes[:2]), sorted(sizes[2:])) == ([7, 12], [9, 10])
+
+
+def test_optional_streams_lie_beside_their_tokens():
+    tokens, mask = np.arange(1, 6, dtype=np.int32), np.array([0, 1, 1, 0, 1], np.float32)
+    weight = np.linspace(0.1, 0.5, 5).astype(np.float32)
+    branch = packing.Branch(tokens, mask, mask, mask, 1.0, ce_weight=weight, ref_logp=-weight)
+    plain = packing.Branch(tokens + 5, mask, mask, mask, 1.0)
+    trees = [packing.Tree(np.array([20, 21], np.int32), (branch,)), packing.Tree(np.array([22], np.int32), (plain,))]
+    batch = packing.pack(trees, packing.Layout(14, 1, 1, streams=("ce_weight", "ref_logp")))
+    row = batch.tokens[0, 0]
+    assert batch.ref_kl_weight is None and batch.ce_weight.dtype == batch.ref_logp.dtype == np.float32
+    for token, value in zip(tokens, weight, strict=True):
+        (column,) = np.flatnonzero(row == token)
+        assert (batch.ce_weight[0, 0, column], batch.ref_logp[0, 0, column]) == (value, -value)
+    assert (batch.ce_weight[0, 0] > 0).sum() == 5  # prompts, padding and streams without it have none
+    with pytest.raises(ValueError, match="'ce' is unknown; a batch may carry ref_logp, ce_weight, ref_kl_weight"):
+        packing.Layout(14, 1, 1, streams=("ce",))
+
+
+@hypothesis.given(SHAPES)
+@hypothesis.settings(deadline=None)
+def test_stream_ids_number_prompts_and_branches(shapes):
+    batch = pack(make_trees(shapes))
+    ids = np.asarray(packing.stream_ids(batch.segment_ids, batch.branch_ids))
+    for b in range(20):
+        runs = [key for key, _ in itertools.groupby(zip(batch.segment_ids[b], batch.branch_ids[b], strict=True))]
+        lengths = [len(list(group)) for _, group in itertools.groupby(ids[b])]
+        assert ids[b].tolist() == [i for i, n in enumerate(lengths) for _ in range(n)] and len(lengths) == len(runs)
+        for i in range(len(runs)):
+            (columns,) = np.nonzero(ids[b] == i)
+            assert {(batch.segment_ids[b, c], batch.branch_ids[b, c]) for c in columns} == {runs[i]}
+
+
+def test_a_batch_is_kept_for_replay(tmp_path):
+    batch = packing.pack(make_trees([(4, [3, 5]), (0, [2])]), packing.Layout(ROW, 1, 3, streams=("ce_weight",)))
+    packing.save(batch, tmp_path / "batch.npz")
+    again = packing.load(tmp_path / "batch.npz")
+    jax.tree.map(np.testing.assert_array_equal, again, batch)
+    assert again.ref_logp is None and [p.name for p in tmp_path.iterdir()] == ["batch.npz"]
+    np.savez(tmp_path / "other.npz", tokens=np.zeros(3))
+    with pytest.raises(ValueError, match="other.npz is no batch"):
+        packing.load(tmp_path / "other.npz")
+
+
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +354,9 @@ def test_a_batch_has_one_shape_and_says_how_much_of_it_is_used(needed, used):
     assert int(batch.num_micro_batches) == used and batch.num_micro_batches.dtype == np.int32
     for field in dataclasses.fields(batch):
         array = getattr(batch, field.name)
-        if field.name != "num_micro_batches":
+        if field.name in packing.OPTIONAL:
+            assert array is None
+        elif field.name != "num_micro_batches":
             assert array.shape == (4, 3, ROW), field.name
             assert array.dtype == (np.float32 if field.name in FLOATS else np.int32), field.name
     assert (batch.segment_ids.reshape(12, ROW) > 0).all(axis=1).tolist() == [True] * needed + [False] * (12 - needed)
@@ -260,6 +383,14 @@ def test_the_layout_of_a_run_holds_any_batch_of_it(shapes, rows):
         layout.num_micro_batches * rows
         <= min(len(lengths), 2 * sum([max(lengths, default=1)] * len(lengths)) / ROW + 1) + rows
     )
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="3 rows of a micro-batch do not divide over 2 shards; set config.train.rows"):
+        packing.Layout(ROW, 3, 1, shards=2)
+    mesh = mesh_lib.create({"fsdp": 8})
+    with pytest.raises(ValueError, match="4 rows does not divide over the 8 batch shards.*config.train.rows"):
+        packing.place(packing.pack(streams([3]), packing.Layout(ROW, 4, 1)), mesh)
 
 
 def test_place_splits_the_rows_of_each_micro_batch_over_the_batch_axes():

@@ -5,19 +5,28 @@ The weights are 32 wide and the same machine replays, so honest margins are roun
 
 import dataclasses
 import functools
+import hashlib
+import json
+import threading
+import time
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import cheats
 from inference import engine as engine_lib
 from inference import rollout as rollout_lib
 from inference import scheduler as scheduler_lib
-from inference import toploc
+from inference import toploc, web
 from models import tokenizer as tokenizer_lib
 from models import transformer
+from rl import calibrate, sequential
+from rl import ledger as ledger_lib
 from rl import validator as validator_lib
+from rl import validator_service as service_lib
 from sharding import broadcast, rules
 from tests import tiny
 
@@ -129,6 +138,22 @@ def test_an_honest_group_passes():
         assert replay.margin[i, sampled].max() <= 1e-5
         np.testing.assert_allclose(replay.logp[i, sampled], rollout.logprobs[sampled], rtol=0, atol=2e-5)
         assert replay.hidden.dtype == jnp.bfloat16 and replay.hidden.shape == (4, CAPACITY, MODEL.model_dim)
+
+
+def test_the_replay_scores_tempered_distributions():
+    """Against the learner's forward pass and float64: log q(token) / p(token), q ~ p^b."""
+    rollout = honest()[0]
+    replay = validator_lib.Validator(MODEL, weights, OFF, STRICT, max_model_len=CAPACITY).replay(honest())
+    tokens_BT = jnp.asarray(rollout.tokens)[None]
+    logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT))[0]
+    logp_TV = np.asarray(logits_TV, np.float64)
+    logp_TV -= np.log(np.exp(logp_TV).sum(-1, keepdims=True))
+    for position in np.flatnonzero(rollout.sampled_mask):
+        logp_V, token = logp_TV[position - 1], rollout.tokens[position]
+        for k, b in enumerate(sequential.TILTS):
+            q_V = np.exp(b * logp_V) / np.exp(b * logp_V).sum()
+            # float32 log-probabilities near 10, times b = 4 at most: some 1e-5; a wrong exponent is off by tenths
+            assert replay.tilt[0, position, k] == pytest.approx(np.log(q_V[token]) - logp_V[token], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -315,3 +340,306 @@ def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch
         if file.is_file() and file.name != "manifest.json":
             file.write_bytes(file.read_bytes()[:-1])
     assert judge.check(edited("versions", slice(30, None), 3)).startswith("weights: a version that it names cannot")
+
+
+# ---- the service -----------------------------------------------------------------------------------------------------
+
+
+def digest_of(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service over two groups of the cheats' run, and a ledger in which their node has joined."""
+    keeper = rollout_lib.WorkerKey.generate()
+    book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
+    book.append(
+        ledger_lib.sign("join", cheats.NODE.worker, cheats.NODE),
+        ledger_lib.sign("stake", cheats.NODE.worker, cheats.NODE, amount=100),
+    )
+    (tmp_path / "files").mkdir()
+    made = service_lib.Service(
+        cheats.make_validator(prompts=2),
+        cheats.prescribed(2),
+        cheats.experiment().model,
+        tmp_path / "files",
+        lambda: 9,
+        secret=b"s",
+        book=book,
+        key=keeper,
+        slash=30,
+        eject=True,
+    )
+    yield made
+    made.close()
+
+
+@functools.cache
+def batch(step=3):
+    return tuple(cheats.honest(cheats.Double(step, prompts=2)))
+
+
+def put(service, name, rollouts, *, units=None):
+    """Writes a file and submits its work; returns its hash."""
+    data = rollouts if isinstance(rollouts, bytes) else rollout_lib.to_parquet(list(rollouts))
+    (service._root / name).write_bytes(data)
+    if units is not None:
+        event = ledger_lib.sign("submit", cheats.NODE.worker, cheats.NODE, work=digest_of(data), units=units)
+        service._book.append(event)
+    return digest_of(data)
+
+
+def flops(rollouts):
+    return sum(service_lib.flops_of(cheats.experiment().model, r)[1] for r in rollouts)
+
+
+def ask(service, name, shas, *, group=False, address=None):
+    service.submit(name, shas, address, group=group)
+    service._thread.submit(lambda: None).result(WAIT_S)  # the queue is in order
+    return service.status(name)
+
+
+def test_an_honest_file_is_accepted_once(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()))
+    status = ask(service, "a.parquet", [sha], address=cheats.NODE.worker)
+    assert (status.status, status.failing_indices, status.checked) == ("accept", (), True)
+    assert status.output_flops == flops(batch()) > 0 < status.input_flops
+    work = service._book.state.works[sha]
+    assert work.status == "accepted" and service._book.state.nodes[cheats.NODE.worker].num_checked == 1
+    assert ask(service, "a.parquet", [sha], address=cheats.NODE.worker) == status  # asked again: nothing happens
+    again = put(service, "b.parquet", batch()[::-1])
+    status = ask(service, "b.parquet", [again])
+    assert status.status == "reject" and status.reason.startswith("duplicate: this rollout was accepted before")
+    assert service.counts == {"accept": 1, "reject duplicate": 1}
+
+
+def test_a_group_falls_with_its_member_and_the_node_with_it(service):
+    bad = list(batch())
+    tokens = bad[3].tokens.copy()
+    tokens[-2] = (tokens[-2] + 1) % 256
+    bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), cheats.NODE)
+    sha = put(service, "a.parquet", bad, units=flops(bad))
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and list(status.reasons) == [3]
+    assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
+    state = service._book.state
+    assert state.nodes[cheats.NODE.worker].stake == 70 and state.nodes[cheats.NODE.worker].ejected
+    assert state.works[sha].units == 0 and ledger_lib.verify(service._book._path).error is None
+    assert not service._seen.refusal(batch()[0])  # may come again from an honest node
+    assert service._seen.refusal(batch()[8])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: rollout_lib.to_parquet(list(b))[:-9], "rollout file: not readable"),
+        (lambda b: rollout_lib.to_parquet([]), "file: a.parquet holds no rollout"),
+        (lambda b: b[:15], "samples: expected 0..7 once each"),
+        (lambda b: [dataclasses.replace(r, reward=0.5) for r in b], "signature: the key"),
+        (lambda b: cheats.inflated_reward(cheats.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),
+        (lambda b: cheats.honest(cheats.Double(1, prompts=2)) + list(b), "ok"),
+    ],
+)
+def test_files_and_what_is_said_of_them(service, change, reason):
+    sha = put(service, "a.parquet", change(batch()))
+    status = ask(service, "a.parquet", [sha])
+    assert (status.reason or "ok").startswith(reason) and (status.status == "accept") == (reason == "ok")
+
+
+def test_units_must_be_what_was_measured(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()) + 2)
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and status.reason.startswith("units: ")
+    assert service._book.state.balance(cheats.NODE.worker, 0).invalidated == flops(batch()) + 2
+
+
+def test_what_an_asker_says_costs_nobody_anything(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()))
+    for name, other, said in [
+        ("a.parquet", "0" * 64, "the SHA-256 of a.parquet is another"),
+        ("b.parquet", sha, "is not"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            service.submit(name, [other])
+    assert ask(service, "a.parquet", [sha], address="0" * 64).status == "accept"
+    assert service.submit("a.parquet", [sha], "0" * 64).reason.startswith("signature: it is signed by another node")
+    assert service.submit("a.parquet", [sha], cheats.NODE.worker).status == "accept"
+    assert service.counts == {"accept": 1} and service._book.state.nodes[cheats.NODE.worker].stake == 100
+
+
+def test_the_work_of_another_is_not_paid(service):
+    thief = rollout_lib.WorkerKey.generate()
+    sha = put(service, "a.parquet", batch())
+    service._book.append(
+        ledger_lib.sign("join", thief.worker, thief),
+        ledger_lib.sign("submit", thief.worker, thief, work=sha, units=flops(batch())),
+    )
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and status.reason.startswith(
+        "signature: it is signed by another node than the one"
+    )
+    assert service._book.state.nodes[thief.worker].ejected and not service._book.state.nodes[cheats.NODE.worker].ejected
+
+
+def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
+    """The first group claims a node of good repute and fails by its signature; the second is a cheat's own."""
+    good = rollout_lib.WorkerKey.generate().worker
+    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9999 if node == good else 0.0)
+    monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
+    rollouts = [dataclasses.replace(r, worker=good) for r in batch()[:8]] + cheats.CHEATS["greedy"](
+        cheats.Double(3, prompts=2)
+    )[8:]
+    status = ask(service, "a.parquet", [put(service, "a.parquet", rollouts)])
+    assert status.checked and status.reasons[0].startswith("signature") and status.reasons[8].startswith("sampling")
+
+
+def test_names_stay_inside(service):
+    sha = put(service, "a.parquet", batch())
+    assert service.status("never.parquet").status == "unknown"
+    (service._root / "link.parquet").symlink_to("/etc/passwd")
+    for name in (
+        "../a.parquet",
+        "/etc/passwd.parquet",
+        "a.txt",
+        "",
+        ".a.parquet",
+        "x" * 300 + ".parquet",
+        "link.parquet",
+    ):
+        with pytest.raises(ValueError, match="is no name of a rollout file|lies outside"):
+            service.submit(name, [sha], None, group=False)
+    with pytest.raises(ValueError, match="file_sha must be a SHA-256"):
+        service.submit("a.parquet", ["xyz"], None, group=False)
+
+
+def test_files_of_a_group_are_judged_together(service):
+    halves = batch()[0::2], batch()[1::2]
+    shas = [put(service, "g-0.parquet", halves[0]), digest_of(rollout_lib.to_parquet(list(halves[1])))]
+    assert ask(service, "g-0.parquet", shas, group=True).status == "incomplete_group"
+    put(service, "g-1.parquet", halves[1])
+    status = ask(service, "g-0.parquet", shas, group=True)
+    assert status.status == "accept" and status.output_flops == flops(batch())
+    alone = put(service, "h-0.parquet", batch(5)[0::2])
+    assert ask(service, "h-0.parquet", [alone], group=True).reason.startswith("samples: ")
+    with pytest.raises(ValueError, match="is no name of a group's file"):
+        service.submit("a.parquet", [alone], None, group=True)
+
+
+def test_flops_are_those_of_the_weights_one_token_at_a_time():
+    model, rollout = cheats.experiment().model, batch()[0]
+    layer = transformer.specs(model)["layers"]["000"]
+    weights_ = [*(layer["attn"][name] for name in "qkvo"), *layer["mlp"].values()]
+    counts = [0, 0]
+    for position in range(len(rollout.tokens)):
+        flops = sum(2 * int(np.prod(spec.shape)) for spec in weights_)
+        flops += sum(4 * model.head_dim for _ in range(model.num_heads) for _ in range(position + 1))
+        sampled = bool(rollout.sampled_mask[position])
+        counts[sampled] += model.num_layers * flops + sampled * 2 * model.vocab_size * model.model_dim
+    assert service_lib.flops_of(model, rollout) == tuple(counts)
+
+
+def test_good_repute_is_replayed_less(service, monkeypatch):
+    assert all(service._is_drawn(cheats.NODE.worker, bytes([i])) for i in range(64))
+    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9)
+    drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
+    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9999)
+    drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    assert 60 < drawn < 140  # never below MIN_RATE
+
+
+def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
+    sha = put(service, "a.parquet", batch())
+    with monkeypatch.context() as patch:
+        patch.setattr(service._judge, "judge_cheaply", lambda *args: 1 / 0)
+        status = ask(service, "a.parquet", [sha])
+    assert status.status == "crashed" and "ZeroDivisionError" in status.reason
+    assert ask(service, "b.parquet", [put(service, "b.parquet", batch())]).status == "accept"
+
+
+def test_the_routes(service):
+    sock = web.listen("127.0.0.1", 0)
+    server = web.server(service_lib.make_app(service))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=web.address(sock), timeout=WAIT_S) as http:
+        sha = put(service, "a-0.parquet", batch())
+        body = {"file_sha": sha, "address": cheats.NODE.worker}
+        assert http.post("/validate/a-0.parquet", json=body).json()["status"] in ("pending", "accept")
+        while (status := http.get("/status/a-0.parquet").json())["status"] == "pending":
+            time.sleep(0.01)
+        assert status["status"] == "accept" and set(status) >= {
+            "input_flops",
+            "output_flops",
+            "failing_indices",
+            "reason",
+        }
+        body = {"file_shas": [sha], "group_id": "a", "file_number": 0, "group_size": 1}
+        http.post("/validategroup/a-0.parquet", json=body)
+        while (status := http.get("/statusgroup/a-0.parquet").json())["status"] == "pending":
+            time.sleep(0.01)
+        assert status["reason"].startswith("duplicate")
+        assert http.get("/status/other").json()["status"] == "unknown"
+        for route, bad in [
+            ("/validate/a-0.parquet", {}),
+            ("/validate/a-0.parquet", {"file_sha": "0" * 64}),
+            ("/validate/..%2Fa.parquet", {"file_sha": sha}),
+            ("/validate/a-0.parquet", {"file_sha": sha, "address": 3}),
+            ("/validategroup/a-0.parquet", {"file_shas": "x"}),
+            ("/validategroup/a-0.parquet", {"file_shas": [sha], "group_size": 2}),
+            ("/validategroup/a-0.parquet", {"file_shas": []}),
+        ]:
+            reply = http.post(route, json=bad)
+            assert reply.status_code == 400 and reply.json()["error"]["message"]
+        assert http.post("/validate/a-0.parquet", content=b"{").status_code == 400
+        assert http.get("/health").json()["verdicts"] == {"accept": 1, "reject duplicate": 1}
+    server.should_exit = True
+    thread.join()
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_calibrated_limits_hold_what_was_measured(tmp_path):
+    exp = cheats.experiment(prompts=2)
+    judge = cheats.make_validator(prompts=2)
+    variant = calibrate.VARIANTS["bfloat16"]
+    rollouts = calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 20, cheats.NODE)
+    assert len(rollouts) == 20
+    measured = calibrate.measure(judge, rollouts, cheats.FLOAT32)
+    assert measured.num_rollouts == 20 and measured.num_refused > 10  # float32 limits are none for bfloat16
+    tolerance, bands = calibrate.limits([measured])
+    assert tolerance.margin >= measured.margin > cheats.FLOAT32.margin and bands.logprob > measured.mean["logprob"] > 0
+    loose = cheats.make_validator(tolerance, bands, prompts=2)
+    assert all(verdict.accepted for verdict in loose.judge_replayed(rollouts))
+    validator_lib.save_bands(tmp_path / "bands.json", tolerance, bands, {})
+    assert validator_lib.load_bands(tmp_path / "bands.json") == (tolerance, bands)
+    for text in ("", "{}", "[]", (tmp_path / "bands.json").read_text().replace('"margin": ', '"margin": -')):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="is not what python -m rl.validator calibrate writes"):
+            validator_lib.load_bands(tmp_path / "bad.json")
+
+
+def test_a_mesh_is_a_variant(monkeypatch):
+    exp = cheats.experiment(prompts=2)
+    variant = calibrate.VARIANTS["tensor_parallel"]
+    rollouts = calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 4, cheats.NODE)
+    assert all(v.accepted for v in cheats.make_validator(prompts=2).judge_replayed(rollouts))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 4, cheats.NODE) is None
+
+
+def test_the_calibrate_command(tmp_path, capsys):
+    exp = cheats.experiment(prompts=2)
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
+    broadcast.publish(cheats.weights(0), 4, str(tmp_path / "weights"))
+    command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
+    assert validator_lib.main([*command, "--variants", "same"]) == 0
+    assert "same: 8 rollouts" in capsys.readouterr().out
+    body = json.loads((tmp_path / "bands.json").read_text())
+    assert body["measured"]["version"] == 4 and validator_lib.load_bands(tmp_path / "bands.json")
+    assert validator_lib.main([*command, "--variants", "nonsense"]) == 1
+    assert validator_lib.main(["calibrate", "--workdir", str(tmp_path / "no"), "--out", "x"]) == 1
+    assert validator_lib.main(["serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path / "absent")]) == 1
+    assert "is no directory" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""Does RL with exact rewards improve a 10 B model that was itself trained over the internet? INTELLECT-1 on GSM8K.
+
+    python -m rl.plan --config=configs/intellect1.py --topology=v5e:8x8
+    python -m rl.train --config=configs/intellect1.py --workdir=runs/intellect1
+
+Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 tokens, pretrained by DiLoCo on 1 T tokens). Its
+pretraining is not repeated here; this starts from INTELLECT-1-Instruct. The RL constants are PRIME-RL's defaults of August
+2026: AdamW 1e-6 (0.9, 0.999) with weight decay 0.01, gradients clipped at 1, groups of 16, masked importance sampling.
+
+Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and rollout servers of one v5e host each
+(8 chips, tensor parallel).
+
+Plan's estimate: parameters, gradients and moments take 2.4 GiB of 15.75 per chip; a step in which
+every rollout is as long as it may be (4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
+Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    m = c.model
+    m.family = "llama"
+    m.vocab_size = 128256
+    m.model_dim = 4096
+    m.num_layers = 42
+    m.num_heads = 32
+    m.num_kv_heads = 8
+    m.head_dim = 128
+    m.ffn_dim = 14336
+    m.rope_theta = 5e5
+    m.norm_eps = 1e-5
+    m.qk_norm = False
+    m.tie_embeddings = False
+    m.max_positions = 8192
+    m.dtype = "bfloat16"
+    m.remat = "block"
+    m.scan_layers = True
+    c.init_from = c.tokenizer = "checkpoints/INTELLECT-1-Instruct"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.rl.num_steps = 200
+    c.rl.prompts_per_step = 64
+    c.rl.samples_per_prompt = 16
+    c.rl.loss = "masked_importance_sampling"
+    c.train.row_length = 8192
+    c.train.rows = 64  # one row per chip
+    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.beta2 = 0.999
+    c.optimizer.weight_decay = 0.01
+    c.sampling.max_tokens = 2048
+    c.inference.num_slots = 64
+    c.inference.max_model_len = 4096
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = "v5e:8x8"
+    return c

@@ -1,0 +1,74 @@
+"""Does globally distributed RL improve a 32 B reasoning model? The recipe of INTELLECT-2 on QwQ-32B.
+
+    python -m rl.plan --config=configs/intellect2.py --topology=v5p:4x4x4
+    python -m rl.train --config=configs/intellect2.py --workdir=runs/intellect2
+
+Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025): 256 prompts x 16
+samples, packed rows of 32,768 tokens, at most 16,000 per rollout, temperature 0.6, AdamW 3e-7 (0.9, 0.99) with weight
+decay 0.01 and 25 steps of warm-up, gradients clipped at 0.1, eight optimizer steps per batch against the learner's own old
+log-probabilities, two-sided clip of 0.2 with delta = 4, entropy bonus 0.001, advantages divided by their standard deviation,
+generation up to two steps behind. Its tasks (SYNTHETIC-1, math and code with a length reward)
+are not shipped; GSM8K from `env.options.path` stands in.
+
+Hardware: a learner on v5p:4x4x4 (64 chips), parameters, gradients and moments split over all of them (fsdp), and rollout
+servers of one v5p host each (4 chips, tensor parallel).
+
+Plan's estimate: parameters, gradients and moments take 7.6 GiB of 95.74 per chip; a step in which
+every rollout is as long as it may be (67 M tokens) takes at least 1,000 s, and a server decodes at most 2,100 tokens/s.
+Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    m = c.model
+    m.family = "qwen2"
+    m.vocab_size = 152064
+    m.model_dim = 5120
+    m.num_layers = 64
+    m.num_heads = 40
+    m.num_kv_heads = 8
+    m.head_dim = 128
+    m.ffn_dim = 27648
+    m.rope_theta = 1e6
+    m.norm_eps = 1e-5
+    m.qk_norm = False
+    m.qkv_bias = True
+    m.tie_embeddings = False
+    m.max_positions = 131072
+    m.dtype = "bfloat16"
+    m.remat = "block"
+    m.scan_layers = True
+    c.init_from = c.tokenizer = "checkpoints/QwQ-32B"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.rl.num_steps = 400
+    c.rl.prompts_per_step = 256
+    c.rl.samples_per_prompt = 16
+    c.rl.loss = "two_sided_clip"
+    c.rl.advantage = "group_mean_std"
+    c.rl.max_lag = 2
+    c.objective.old_logprobs = "learner"
+    c.objective.optimizer_steps = 8
+    c.objective.entropy_coef = 1e-3
+    c.train.row_length = 32768
+    c.train.rows = 64  # one row per chip
+    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.optimizer.learning_rate = 3e-7
+    c.optimizer.warmup_steps = 25
+    c.optimizer.beta1 = 0.9
+    c.optimizer.beta2 = 0.99
+    c.optimizer.weight_decay = 0.01
+    c.optimizer.clip_norm = 0.1
+    c.sampling.temperature = 0.6
+    c.sampling.max_tokens = 15000  # what 16,000 leave behind a prompt of up to 1,000
+    c.inference.num_slots = 64
+    c.inference.max_model_len = 16000
+    c.inference.prefill_batch = 8
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = "v5p:4x4x4"
+    return c

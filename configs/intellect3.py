@@ -1,0 +1,81 @@
+"""Does large-scale RL carry a 106 B mixture beyond its base? The recipe of INTELLECT-3 on GLM-4.5-Air.
+
+    python -m rl.plan --config=configs/intellect3.py --topology=v5p:4x4x8
+    python -m rl.train --config=configs/intellect3.py --workdir=runs/intellect3
+
+Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x 16 samples, contexts of 65,536 tokens,
+Muon at 1e-6, masked token importance sampling with ratios kept in [0.5, 5] straight against the sampler's
+log-probabilities (a ratio below 1e-5 drops the whole rollout), advantages centred but not divided, weights swapped in flight,
+one step of lag, rollouts dropped after eight policies, evaluation every 15 of about 600 steps. Its environments (math, code,
+science, logic, search, software) are not shipped; GSM8K from `env.options.path` stands in.
+
+Hardware: a learner on v5p:4x4x8 (128 chips), everything split over all of them (fsdp), one row of 65,536 tokens per chip and,
+as there, no expert parallelism; rollout servers of one v5p host each (4 chips, tensor parallel).
+
+Plan's estimate: parameters, gradients and moments take 9.4 GiB of 95.74 per chip; a step in which
+every rollout is as long as it may be (268 M tokens) takes at least 1,990 s, and a server decodes at most 490 tokens/s.
+Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    m = c.model
+    m.family = "glm4_moe"
+    m.vocab_size = 151552
+    m.model_dim = 4096
+    m.num_layers = 46
+    m.num_heads = 96
+    m.num_kv_heads = 8
+    m.head_dim = 128
+    m.ffn_dim = 10944
+    m.rope_theta = 1e6
+    m.rope_dim = 64  # half of each head
+    m.norm_eps = 1e-5
+    m.qk_norm = False
+    m.qkv_bias = True
+    m.tie_embeddings = False
+    m.max_positions = 131072
+    m.num_experts = 128
+    m.experts_per_token = 8
+    m.expert_ffn_dim = 1408
+    m.num_shared_experts = 1
+    m.first_dense_layers = 1
+    m.router = "sigmoid"
+    m.router_correction = True
+    m.norm_topk = True
+    m.dtype = "bfloat16"
+    m.remat = "block"
+    m.scan_layers = True
+    c.init_from = c.tokenizer = "checkpoints/GLM-4.5-Air-Base"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.rl.num_steps = 600
+    c.rl.prompts_per_step = 256
+    c.rl.samples_per_prompt = 16
+    c.rl.loss = "masked_importance_sampling"
+    c.loss_options.masked_importance_sampling.ratio_low = 0.5
+    c.loss_options.masked_importance_sampling.ratio_high = 5.0
+    c.loss_options.masked_importance_sampling.stream_low = 1e-5
+    c.rl.advantage = "group_mean"
+    c.rl.max_lag = 1
+    c.rl.max_off_policy = 8
+    c.train.row_length = 65536
+    c.train.rows = 128  # one row per chip
+    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.optimizer.name = "muon"
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.momentum = 0.95
+    c.optimizer.weight_decay = 0.01
+    c.sampling.max_tokens = 60000
+    c.evaluation.every = 15
+    c.inference.num_slots = 12
+    c.inference.max_model_len = 65536
+    c.inference.prefill_batch = 8
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = "v5p:4x4x8"
+    return c

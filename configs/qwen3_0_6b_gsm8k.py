@@ -1,0 +1,61 @@
+"""How far does RL alone carry a 0.6 B model on grade-school problems? Qwen3-0.6B on GSM8K, on the smallest TPU machine.
+
+    python -m rl.plan --config=configs/qwen3_0_6b_gsm8k.py --topology=v5e:2x4
+    python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k
+
+Reward is 1 for the right number behind "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's defaults of August 2026
+(AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) with its rules of thumb for sizes: batches of at least 64 prompts'
+worth, groups of at least 8.
+
+Hardware: v5e:2x4 (8 chips, one host) for the learner, parameters and batch split over all of them (fsdp), and as much for a
+rollout server (tensor parallel).
+
+Plan's estimate: parameters, gradients and moments take 1.1 GiB of 15.75 per chip; a step in which
+every rollout is as long as it may be (1.0 M tokens) takes at least 6.0 s, and a server decodes at most 26,800 tokens/s.
+Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    m = c.model
+    m.family = "qwen3"
+    m.vocab_size = 151936
+    m.model_dim = 1024
+    m.num_layers = 28
+    m.num_heads = 16
+    m.num_kv_heads = 8
+    m.head_dim = 128
+    m.ffn_dim = 3072
+    m.rope_theta = 1e6
+    m.norm_eps = 1e-6
+    m.qk_norm = True
+    m.tie_embeddings = True
+    m.max_positions = 40960
+    m.dtype = "bfloat16"
+    m.remat = "block"
+    m.scan_layers = True
+    c.init_from = c.tokenizer = "checkpoints/Qwen3-0.6B"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.rl.num_steps = 300
+    c.rl.prompts_per_step = 64
+    c.rl.samples_per_prompt = 8
+    c.rl.loss = "masked_importance_sampling"
+    c.train.row_length = 8192
+    c.train.rows = 8  # one row per chip
+    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.beta2 = 0.999
+    c.optimizer.weight_decay = 0.01
+    c.sampling.max_tokens = 1536
+    c.evaluation.every = 50
+    c.inference.num_slots = 128
+    c.inference.max_model_len = 2048
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = "v5e:2x4"
+    return c

@@ -1,0 +1,65 @@
+"""Does a small mixture learn like a dense model? Qwen3-30B-A3B at the sizes of PRIME-RL's example on mathematics.
+
+    python -m rl.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:2x4x4
+    python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
+
+Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768 tokens; its default optimizer
+(AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) and loss (binary total-variation mask, arXiv 2602.04879). GSM8K from
+`env.options.path` stands in for its tasks.
+
+Hardware: a learner on v5p:2x4x4 (32 chips), everything split over all of them (fsdp), no expert parallelism; rollout servers
+of one v5p host each (4 chips, tensor parallel).
+
+Plan's estimate: parameters, gradients and moments take 14.2 GiB of 95.74 per chip; a step in which
+every rollout is as long as it may be (16.8 M tokens) takes at least 94 s, and a server decodes at most 2,660 tokens/s.
+Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    m = c.model
+    m.family = "qwen3"
+    m.vocab_size = 151936
+    m.model_dim = 2048
+    m.num_layers = 48
+    m.num_heads = 32
+    m.num_kv_heads = 4
+    m.head_dim = 128
+    m.ffn_dim = 6144
+    m.rope_theta = 1e6
+    m.norm_eps = 1e-6
+    m.qk_norm = True
+    m.tie_embeddings = False
+    m.max_positions = 40960
+    m.num_experts = 128
+    m.experts_per_token = 8
+    m.expert_ffn_dim = 768
+    m.norm_topk = True
+    m.dtype = "bfloat16"
+    m.remat = "block"
+    m.scan_layers = True
+    c.init_from = c.tokenizer = "checkpoints/Qwen3-30B-A3B"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.rl.num_steps = 400
+    c.rl.prompts_per_step = 64
+    c.rl.samples_per_prompt = 8
+    c.rl.loss = "dppo_tv"
+    c.train.row_length = 32768
+    c.train.rows = 32  # one row per chip
+    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.beta2 = 0.999
+    c.optimizer.weight_decay = 0.01
+    c.sampling.max_tokens = 30000
+    c.inference.num_slots = 64
+    c.inference.max_model_len = 32768
+    c.inference.prefill_batch = 8
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = "v5p:2x4x4"
+    return c

@@ -1,0 +1,96 @@
+"""Do the published recipes learn the quickstart's task, each with its own constants?
+
+    python -m rl.train --config=configs/recipes.py:intellect2 --workdir=runs/intellect2
+
+and likewise `intellect3`, `prime2026`, `scalerl`. They stand on one page because what is worth reading is how they differ. A
+recipe sets what defines it: loss and its bounds, credit, old log-probabilities, optimizer and its betas, group size, asynchrony.
+What belongs to the size of a model is the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a
+batch is 256 rollouts instead of 4096. For the models themselves see configs/intellect2.py.
+
+Hardware: 2 CPU cores, as the quickstart.
+"""
+
+from configs import quickstart
+
+
+def get_config(name: str = "intellect2"):
+    if name not in RECIPES:
+        raise ValueError(
+            f"there is no recipe {name!r}; write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
+        )
+    c = quickstart.get_config()
+    RECIPES[name](c)
+    return c
+
+
+def intellect2(c):
+    """INTELLECT-2 (arXiv 2505.07291; its configuration of April 2025): two-sided clip against the learner's own old policy."""
+    c.rl.loss = "two_sided_clip"
+    c.loss_options.two_sided_clip.clip_low = 0.2
+    c.loss_options.two_sided_clip.clip_high = 0.2
+    c.loss_options.two_sided_clip.delta = 4.0  # bounds the loss of A < 0
+    c.rl.advantage = "group_mean_std"  # ddof 1, epsilon 1e-6
+    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16  # there 256 x 16
+    c.objective.old_logprobs = "learner"  # recomputed before the first of ...
+    c.objective.optimizer_steps = 8  # ... 8 steps, there on 512 samples each
+    c.train.rows = 2  # so that a batch has 8 micro-batches
+    c.objective.entropy_coef = 1e-3
+    c.rl.max_lag = 2  # the paper's two-step asynchrony
+    c.sampling.temperature = 0.6
+    c.optimizer.learning_rate = 2e-4  # there 3e-7
+    c.optimizer.warmup_steps = 25  # optimizer steps
+    c.optimizer.beta1, c.optimizer.beta2 = 0.9, 0.99
+    c.optimizer.weight_decay = 0.01
+    c.optimizer.clip_norm = 0.1
+
+
+def intellect3(c):
+    """INTELLECT-3 (arXiv 2512.16144): IcePop straight against the sampler, Muon, advantages without a standard deviation."""
+    c.rl.loss = "masked_importance_sampling"
+    c.loss_options.masked_importance_sampling.ratio_low = 0.5
+    c.loss_options.masked_importance_sampling.ratio_high = 5.0
+    c.loss_options.masked_importance_sampling.stream_low = 1e-5  # such a token ends its whole rollout's part
+    c.rl.advantage = "group_mean"
+    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16  # there 256 x 16
+    c.rl.max_lag = 1
+    c.rl.max_off_policy = 8
+    c.optimizer.name = "muon"
+    c.optimizer.learning_rate = 5e-4  # there 1e-6
+    c.optimizer.momentum = 0.95
+    c.optimizer.weight_decay = 0.01
+
+
+def prime2026(c):
+    """PRIME-RL in August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW as its defaults have it."""
+    c.rl.loss = "dppo_tv"
+    c.loss_options.dppo_tv.low = 0.2
+    c.loss_options.dppo_tv.high = 0.2
+    c.loss_options.dppo_tv.kl_tau = 1e-3
+    c.rl.advantage = "group_mean"  # its `grpo` is plain centring
+    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16
+    c.rl.max_lag = 1  # TARGET_LAG
+    c.rl.max_off_policy = 8
+    c.optimizer.learning_rate = 5e-4  # there 1e-6
+    c.optimizer.warmup_steps = 0
+    c.optimizer.beta1, c.optimizer.beta2 = 0.9, 0.999
+    c.optimizer.weight_decay = 0.01
+    c.optimizer.clip_norm = 1.0
+
+
+def scalerl(c):
+    """ScaleRL (arXiv 2510.13786): CISPO, advantages normalised over the batch, every prompt alike, up to eight versions behind.
+
+    Its float32 output head and its filter of groups without variance are how this learner always works.
+    """
+    c.rl.loss = "cispo"
+    c.loss_options.cispo.ratio_low = 0.0
+    c.loss_options.cispo.ratio_high = 5.0
+    c.rl.advantage = "group_mean"
+    c.rl.normalize = "batch_std"
+    c.rl.average = "prompts"
+    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16
+    c.rl.max_lag = 8  # PipelineRL with k = 8
+    c.rl.max_off_policy = 8
+
+
+RECIPES = {"intellect2": intellect2, "intellect3": intellect3, "prime2026": prime2026, "scalerl": scalerl}

@@ -1,0 +1,244 @@
+"""What a compiled program moves: its collectives with their bytes and groups, and its copies, read from the HLO text.
+
+1. `parse` splits the text into computations, and follows calls from the entry: a loop's body runs as often as the loop turns,
+   so that each instruction has a count.
+2. A loop's turns are the constant its condition compares with. XLA for TPU writes no trip counts into optimised HLO; loops
+   made by `scan` and by the partitioner count from 0 by 1. Loops bounded by data (the micro-batches of a step) take the
+   numbers the caller gives, the outermost first; the innermost of a nest takes the product of those that are left.
+3. Bytes are what one chip sends over its links by the usual algorithms: an all-gather of a result of n bytes over g chips
+   sends n (g - 1) / g, an all-reduce twice that (a reduce-scatter and an all-gather), a permute n.
+
+An `all-reduce` inside a fusion called all-reduce-scatter is one half of an all-reduce: XLA's spelling of reduce-scatter.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2}  # the others say their bits: f32, s8, f8e4m3fn
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction; all of its executions are alike."""
+
+    kind: str  # one of KINDS
+    count: int  # executions in one run of the program
+    num_bytes: float  # of the whole array, before a reduce-scatter or behind an all-gather, on one chip
+    group: tuple[
+        int, ...
+    ]  # devices of the first group, as positions in the mesh; of a permute: a source and its target
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a chip sends, all executions together."""
+        size = len(self.group)
+        if self.kind == "collective-permute":
+            return self.count * self.num_bytes
+        share = (size - 1) / size
+        return self.count * self.num_bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+
+class Instruction(NamedTuple):
+    """A line of the text that runs `count` times; `writes` unless it is an inner step of a fusion."""
+
+    count: int
+    computation: str
+    line: str
+    writes: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The entry's call tree, flattened."""
+
+    instructions: tuple[Instruction, ...]
+
+    def collectives(self) -> list[Collective]:
+        found = []
+        for count, computation, line, _ in self.instructions:
+            match = _COLLECTIVE.search(line)
+            if match is None:
+                continue
+            kind, results = match["kind"], shapes(match["result"])
+            num_bytes = sum(map(_num_bytes, results))
+            group = _pair(line) if kind == "collective-permute" else _group(line)
+            if match["start"] and kind in ("all-gather", "collective-permute"):
+                num_bytes = _num_bytes(results[1])  # (operand, result, ...)
+            elif match["start"] and kind != "all-reduce":
+                raise ValueError(f"an asynchronous {kind} is not understood: {line[:200]}")
+            elif kind == "reduce-scatter":
+                num_bytes *= len(group)
+            elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"
+            if len(group) > 1:
+                found.append(Collective(kind, count, num_bytes, group))
+        return found
+
+    def copies(self, dims: Sequence[int]) -> int:
+        """How often the program writes a whole array of these dims (in any order, ones left out) by copying one."""
+        wanted, total = _extent(dims), 0
+        for count, _, line, writes in self.instructions:
+            match = _COPY.search(line)
+            if match is None or not writes:
+                continue
+            result = match["result"].split(", ")[0]  # of copy-start: (target, source, ...)
+            # S(1) is on-chip memory: a prefetch, not a copy in HBM.
+            total += count * ("S(1)" not in result and _extent(shapes(result)[0][1]) == wanted)
+        return total
+
+
+def parse(text: str, turns: Sequence[int] = ()) -> Program:
+    """Reads the text of a compiled module.
+
+    Args:
+      text: `compiled.as_text()`.
+      turns: turns of loops bounded by data, the outermost first; 1 beyond.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+    computations, entry = {}, None
+    for block in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
+        header = re.match(r"(ENTRY )?%([\w.\-]+) \(", block)
+        if header:
+            computations[header[2]] = [line.strip() for line in block.splitlines()[1:] if " = " in line]
+            entry = header[2] if header[1] else entry
+    if entry is None:
+        raise ValueError("the text holds no ENTRY computation; give the text of a compiled HLO module")
+
+    counts, fused = collections.Counter(), set()
+
+    @functools.cache
+    def bounded_by_data(name: str) -> bool:
+        """Whether a loop in this computation, or in what it calls, is."""
+        for line in computations[name]:
+            loop = _LOOP.search(line)
+            if loop and (_constant_turns(computations[loop["condition"]]) is None or bounded_by_data(loop["body"])):
+                return True
+            if any(bounded_by_data(called) for called in _called(line) if called in computations):
+                return True
+        return False
+
+    def visit(name: str, count: int, turns: Sequence[int]):
+        counts[name] += count
+        for line in computations[name]:
+            loop = _LOOP.search(line)
+            if loop is None:
+                for called in _called(line):
+                    if called in computations:
+                        fused.update([called] if " fusion(" in line else ())
+                        visit(called, count, turns)
+                continue
+            num_turns, left = _constant_turns(computations[loop["condition"]]), turns
+            if num_turns is None:
+                nested = bounded_by_data(loop["body"])
+                num_turns, left = (math.prod(turns[:1]), turns[1:]) if nested else (math.prod(turns), ())
+            visit(loop["condition"], count * (num_turns + 1), ())
+            visit(loop["body"], count * num_turns, left)
+
+    visit(entry, 1, tuple(turns))
+    return Program(
+        tuple(
+            Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
+            for name, lines in computations.items()
+            if counts[name]
+            for line in lines
+        )
+    )
+
+
+def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, dims) of every array in a result type, in order."""
+    return [
+        (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+        for dtype, dims in re.findall(r"\b(pred|bf16|[a-z]+\d+\w*)\[([\d,]*)\]", text)
+    ]
+
+
+_COLLECTIVE = re.compile(rf" = (?P<result>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_COPY = re.compile(r" = (?P<result>.+?) (?:copy|copy-start|transpose)\(")
+_LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
+
+
+def _num_bytes(shape: tuple[str, tuple[int, ...]]) -> float:
+    dtype, dims = shape
+    item = ITEM_BYTES.get(dtype) or int(re.search(r"\d+", dtype)[0]) / 8
+    return item * math.prod(dims)
+
+
+def _extent(dims: Sequence[int]) -> list[int]:
+    return sorted(dim for dim in dims if dim != 1)
+
+
+def _called(line: str) -> list[str]:
+    """Names of the computations an instruction calls; not those that a reduction applies to single elements."""
+    names = re.findall(r"(?:calls|true_computation|false_computation)=%([\w.\-]+)", line)
+    for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
+        names += re.findall(r"%([\w.\-]+)", group)
+    return names
+
+
+def _constant_turns(condition: Sequence[str]) -> int | None:
+    """The constant n of a condition `i < n`; None if it is anything else."""
+    root = next((line for line in condition if line.startswith("ROOT ")), "")
+    match = re.search(r"compare\((.*?)\), direction=LT", root)
+    if match is None:
+        return None
+    for operand in re.findall(r"%([\w.\-]+)", match[1]):
+        for line in condition:
+            constant = re.match(rf"%{re.escape(operand)} = [su]\d+\[\]\S* constant\((\d+)\)", line)
+            if constant:
+                return int(constant[1])
+    return None
+
+
+def _pair(line: str) -> tuple[int, ...]:
+    """The first pair of a permute that crosses devices."""
+    pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+    return next(((int(a), int(b)) for a, b in pairs if a != b), ())
+
+
+def _group(line: str) -> tuple[int, ...]:
+    """The first replica group, in any of XLA's three spellings."""
+    text = line.partition("replica_groups=")[2]
+    if text.startswith("{{"):
+        return tuple(int(i) for i in text[2 : text.index("}")].split(","))
+    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        num_groups, size = _ints(match[1])[0], math.prod(_ints(match[1])[1:])
+        return tuple(_iota(match[2], match[3]).reshape(num_groups, size)[0].tolist())
+    if match := re.match(r"mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", text):
+        axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])]
+        sizes = [size for _, size in axes]
+        ids = _iota(match[2], match[3]) if match[2] else np.arange(math.prod(sizes))
+        chosen = re.findall(r"'(\w+)'", match[4])
+        return tuple(
+            ids.reshape(sizes)[tuple(slice(None) if name in chosen else 0 for name, _ in axes)].ravel().tolist()
+        )
+    raise ValueError(f"replica groups are not understood: {text[:120]}")
+
+
+@functools.cache
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    sizes = _ints(dims)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(_ints(permutation)) if permutation else ids
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

@@ -1,0 +1,96 @@
+"""Small cheats over many rollouts: tests of one node that may look after every rollout and are still seldom wrong.
+
+A cheat that moves each token a little passes every limit on a single rollout. Its sum over rollouts does not.
+
+1. Each rollout of a node gives an `Evidence`: three numbers in [0, 1] that are small when honest, and the log-likelihood
+   of its tokens under tempered copies of the policy's distribution.
+2. A gambler starts with wealth 1 and bets against honesty. Under honesty the wealth is a non-negative supermartingale,
+   so by Ville's inequality it ever reaches 1/alpha with probability at most alpha, however often one looks.
+3. A number x with honest mean <= m (`Bands`) multiplies wealth by 1 + f (x - m) / m, f in BETS: mean <= 1, and >= 0.
+   The tokens multiply it by prod q(token) / p(token), q ~ p^b, b in TILTS: mean exactly 1 when they were drawn from p,
+   whatever p is. No calibration enters, and no seed: this is INTELLECT-2's check of the shape of token probabilities,
+   sharp where that looks for two modes. Several bets are held side by side; their average is wealth again.
+4. After EPOCH rollouts the wealth starts anew with a stricter threshold (alpha 6 / (pi k)^2 in epoch k), so that long
+   honesty is no credit for later cheating. Summed over streams and epochs, an honest node is accused with probability
+   at most ALPHA in its whole life.
+
+The guarantee stands on the bands: an honest backend whose means exceed them will be accused. `python -m rl.validator
+calibrate` measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in
+Token-DiFR (arXiv 2511.20621).
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+ALPHA = 5e-5  # of ever accusing an honest node
+EPOCH = 1024  # rollouts
+BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones do not ruin themselves on noisy honesty
+TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
+STREAMS = ("margin", "logprob", "proof", "shape")
+MAX_LOG_WEALTH = 700.0  # exp of it is finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Bands:
+    """Upper bounds of what honest rollouts show on the mean, for one pair of backends (prover, verifier)."""
+
+    margin: float  # mean over tokens of min(margin, 1), nats
+    logprob: float  # mean over tokens of min(|claimed - replayed|, 1), nats
+    proof: float  # mean over chunks of (exponent mismatches / k + mantissa mean / 128) / 2
+    shape: float  # nats per token by which rounding may favour a tempered distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What one rollout contributes; `shape` is the log-likelihood ratio per tilt, [N] float64."""
+
+    margin: float
+    logprob: float
+    proof: float
+    shape: np.ndarray
+    num_tokens: int
+
+
+class Record:
+    """The wealth against one node, by stream. Feed it with every checked rollout of that node, in any order."""
+
+    def __init__(self, bands: Bands, *, alpha: float = ALPHA, epoch: int = EPOCH):
+        self._bands, self._alpha, self._epoch_length = bands, alpha, epoch
+        self.num_rollouts = 0
+        self.accused: str | None = None
+        self._log_wealth: dict[str, np.ndarray] = {}
+        self._restart()
+
+    def add(self, evidence: Evidence) -> str | None:
+        """The accusation as "stream: numbers", from the rollout that brought it on; None while there is none."""
+        if self.num_rollouts and self.num_rollouts % self._epoch_length == 0:
+            self._restart()
+        self.num_rollouts += 1
+        for name in ("margin", "logprob", "proof"):
+            m = getattr(self._bands, name)
+            gain = (min(getattr(evidence, name), 1.0) - m) / m
+            self._log_wealth[name] += [math.log1p(f * gain) for f in BETS]
+        self._log_wealth["shape"] += evidence.shape - self._bands.shape * evidence.num_tokens
+        epoch = 1 + (self.num_rollouts - 1) // self._epoch_length
+        limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * epoch**2)
+        for name in STREAMS:
+            np.clip(self._log_wealth[name], -MAX_LOG_WEALTH, MAX_LOG_WEALTH, out=self._log_wealth[name])
+            wealth = log_mean_exp(self._log_wealth[name])
+            if wealth >= limit and self.accused is None:
+                self.accused = (
+                    f"{name}: e^{wealth:.1f} to 1 after {self.num_rollouts} rollouts, e^{limit:.1f} is enough"
+                )
+        return self.accused
+
+    def log_wealth(self) -> dict[str, float]:
+        return {name: log_mean_exp(values) for name, values in self._log_wealth.items()}
+
+    def _restart(self) -> None:
+        self._log_wealth = {name: np.zeros(len(BETS)) for name in STREAMS[:3]} | {"shape": np.zeros(len(TILTS))}
+
+
+def log_mean_exp(values: np.ndarray) -> float:
+    top = values.max()
+    return float(top + np.log(np.exp(values - top).mean()))

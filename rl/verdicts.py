@@ -1,0 +1,350 @@
+"""The checks on a rollout, each a function that gives a verdict: what INTELLECT-2's validators look at, and more.
+
+Cheap before dear. From the record alone:
+1. `form` (every field of the schema), `signature`, `fresh` (not handed in before).
+2. `prescribed`: task, seed, sample and temperature are those that follow from the run's seed (rl/data.py).
+3. `policy_version`: within the lag that this batch allows, not newer than what was published.
+4. `bounds`: lengths, vocabulary, rewards. `ending`: the finish reason is what the last token says.
+5. `prompt` and `reward`: made again by the environment.
+From one replay (rl/replay.py):
+6. `sampling`: each token is what the seed's noise draws. `logprob`: claimed against replayed.
+7. `stopping`: the closing token was not absurdly unlikely. `shape`: tokens were drawn at the claimed temperature.
+8. `proof`: TOPLOC.
+
+A verdict is a value with a reason code, whatever the input was. Nothing here raises for what a stranger wrote, does I/O,
+or knows an environment: `Rules` carries the two functions that ask one.
+
+INTELLECT-2 wants P(EOS) > 0.1 at the end. An honest policy draws an EOS of probability 0.05 once in twenty chances, so
+that rule refuses honest rollouts at temperature 1; it is there as `Rules.min_stop_probability`. The default is a bound
+by chance: over T positions an honest stream ends where P(stop) < q with probability at most T q.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from inference import rollout as rollout_lib
+from inference import toploc
+from rl import data, sequential
+
+CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`reason` is "ok" or a code: schema, signature, duplicate, samples, task, seed, temperature, step, versions,
+    length, tokens, reward, termination, prompt, weights, sampling, logprob, shape, toploc, statistics."""
+
+    reason: str
+    detail: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return self.reason == "ok"
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+OK = Verdict("ok")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the run prescribes; a worker's word is not taken for any of it."""
+
+    env: str
+    env_seed: int
+    vocab_size: int
+    max_model_len: int
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    groups: Callable[[int], list[data.Group]]  # step -> its prescribed groups
+    num_steps: int
+    max_lag: int
+    reward_bounds: tuple[float, float] = (-1.0, 1.0)
+    min_stop_probability: float = 0.0
+    prompt: Callable[[data.Group], Sequence[int]] | None = None  # made by the environment
+    score: Callable[[data.Group, Sequence[int]], dict[str, float]] | None = None  # of a completion's tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far an honest replay may lie from the claim: 0 in exact arithmetic, more across backends and dtypes."""
+
+    margin: float  # nats of noised logit by which a claimed token may miss the argmax
+    max_wrong_tokens: int  # tokens of a rollout that may miss it by more
+    logprob: float  # nats between claimed and replayed log-probability
+    proofs: toploc.Thresholds = toploc.DEPLOYED
+
+
+# ---- from the record alone ------------------------------------------------------------------------------------------
+
+
+def form(rollout) -> Verdict:
+    reason = rollout_lib.validate(rollout)
+    return Verdict("schema", reason) if reason else OK
+
+
+def signature(rollout: rollout_lib.Rollout, workers: Sequence[str] = ()) -> Verdict:
+    """`workers`: keys that may submit; empty: any."""
+    if workers and rollout.worker not in workers:
+        return Verdict("signature", f"the key {rollout.worker[:16]} may not submit here")
+    return OK if rollout_lib.signature_ok(rollout) else Verdict("signature", "the key in `worker` did not sign this")
+
+
+def fresh(rollout: rollout_lib.Rollout, seen: "Seen") -> Verdict:
+    """Same tokens alone are no offence: two samples may well agree."""
+    return Verdict("duplicate", reason) if (reason := seen.refusal(rollout)) else OK
+
+
+class Seen:
+    """Places (step, group, sample) and digests of rollouts accepted, for as many steps as may come again.
+
+    Only what was accepted is remembered: a group that was refused is asked for again.
+    """
+
+    def __init__(self, keep_steps: int = 16):
+        self._keep, self._by_step = keep_steps, {}
+
+    def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
+        if self._by_step and rollout.step <= max(self._by_step) - self._keep:
+            return f"step {rollout.step} is over: rollouts of step {max(self._by_step)} were accepted already"
+        known = self._by_step.get(rollout.step, ())
+        if rollout_lib.digest(rollout) in known:
+            return "this rollout was accepted before"
+        if _place(rollout) in known:
+            return f"sample {rollout.sample} of group {rollout.task.group} was accepted before"
+        return None
+
+    def remember(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
+        for rollout in rollouts:
+            self._by_step.setdefault(rollout.step, set()).update((rollout_lib.digest(rollout), _place(rollout)))
+        for step in [step for step in self._by_step if step <= max(self._by_step) - self._keep]:
+            del self._by_step[step]
+
+
+def _place(rollout: rollout_lib.Rollout) -> tuple:
+    return rollout.task.env, rollout.task.group, rollout.sample
+
+
+def complete(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> Verdict:
+    """A group is its G samples once each, of one prompt, from one worker."""
+    group = _group(rollouts[0], rules)
+    wanted = list(range(group.num_samples)) if group else []
+    found = sorted(r.sample for r in rollouts)
+    if found != wanted:
+        return Verdict("samples", f"expected 0..{len(wanted) - 1} once each, got {found[:16]}")
+    prompt = rollouts[0].tokens[: prompt_length(rollouts[0])]
+    if any(not np.array_equal(r.tokens[: prompt_length(r)], prompt) for r in rollouts):
+        return Verdict("prompt", "the samples of one group have different prompts")
+    if len({r.worker for r in rollouts}) > 1:
+        return Verdict("signature", "the samples of one group come from different workers")
+    return OK
+
+
+def prescribed(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    """The task, the seed and the temperature follow from the run's seed: a worker can choose none of them."""
+    if not 1 <= rollout.step <= rules.num_steps:
+        return Verdict("step", f"{rollout.step} is not one of 1..{rules.num_steps}")
+    group = _group(rollout, rules)
+    if group is None:
+        return Verdict("task", f"group {rollout.task.group} does not belong to step {rollout.step}")
+    task = (rollout.task.env, rollout.task.index, rollout.task.seed)
+    if task != (rules.env, group.index, rules.env_seed):
+        return Verdict("task", f"expected {rules.env} {group.index}, got {task[0]} {task[1]} of seed {task[2]}")
+    if not 0 <= rollout.sample < group.num_samples:
+        return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
+    if rollout.seed != (group.seed + rollout.sample) % 2**32:
+        expected = (group.seed + rollout.sample) % 2**32
+        return Verdict("seed", f"expected {expected} for sample {rollout.sample}, got {rollout.seed}")
+    if abs(rollout.temperature - group.temperature) > 1e-6:
+        return Verdict("temperature", f"expected {group.temperature}, got {rollout.temperature}")
+    return OK
+
+
+def policy_version(rollout: rollout_lib.Rollout, rules: Rules, newest: int) -> Verdict:
+    """Step n takes versions n - 1 - max_lag .. n - 1, of those that are out, in the order in which they came out."""
+    versions, sampled = rollout.versions, rollout.versions[rollout.sampled_mask]
+    oldest = max(0, rollout.step - 1 - rules.max_lag)
+    if (low := int(sampled.min())) < oldest:
+        return Verdict("versions", f"{low} is older than {oldest}, the oldest that step {rollout.step} takes")
+    latest = min(newest, rollout.step - 1)
+    if (high := int(versions.max())) > latest:
+        return Verdict("versions", f"{high} is newer than {latest}, the newest that step {rollout.step} can have seen")
+    if np.any(np.diff(versions) < 0):
+        return Verdict("versions", "they fall along the sequence")
+    return OK
+
+
+def bounds(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    num_sampled = int(rollout.sampled_mask.sum())
+    if num_sampled > rules.max_tokens:
+        return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
+    if len(rollout.tokens) > rules.max_model_len:
+        return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
+    if (top := int(rollout.tokens.max())) >= rules.vocab_size:
+        return Verdict("tokens", f"id {top} is outside the vocabulary of {rules.vocab_size}")
+    low, high = rules.reward_bounds
+    if not low <= rollout.reward <= high:
+        return Verdict("reward", f"{rollout.reward} is outside [{low}, {high}]")
+    return OK
+
+
+def ending(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    """ "stop" ends with a stop token and holds none before; "length" was really at a limit and holds none at all."""
+    sampled = rollout.tokens[rollout.sampled_mask]
+    stops = np.isin(sampled, rules.stop_ids)
+    if not rollout.sampled_mask[-1]:
+        return Verdict("termination", "it goes on after the last sampled token")
+    if stops[:-1].any() and rollout.sampled_mask[prompt_length(rollout) :].all():  # several turns have several
+        return Verdict("termination", "it goes on after a stop token")
+    if (rollout.finish_reason == "stop") != bool(stops[-1]):
+        return Verdict("termination", f"finish_reason is {rollout.finish_reason}, the last token says otherwise")
+    full = len(sampled) == rules.max_tokens or len(rollout.tokens) == rules.max_model_len
+    if rollout.finish_reason == "length" and not full:
+        return Verdict("termination", f"{len(sampled)} tokens are not the most allowed, and the last is no stop token")
+    return OK
+
+
+def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    if rules.prompt is None:
+        return OK
+    expected = rules.prompt(_group(rollout, rules))
+    found = rollout.tokens[: prompt_length(rollout)].tolist()
+    return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
+
+
+def reward(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    """Recomputed by the environment: the number and every named part."""
+    if rules.score is None:
+        return OK
+    scores = rules.score(_group(rollout, rules), rollout.tokens[rollout.sampled_mask].tolist())
+    claimed = dict(rollout.rewards) | {"reward": rollout.reward}
+    if set(claimed) != set(scores):
+        return Verdict("reward", f"its parts are {sorted(scores)}, got {sorted(claimed)[:16]}")
+    # A checker may add in another order on another Python; a reward moves by far more when it is invented.
+    if wrong := [name for name in sorted(scores) if not abs(claimed[name] - scores[name]) <= 1e-6]:
+        return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {scores[wrong[0]]}")
+    return OK
+
+
+# ---- from one replay ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """One rollout's part of a replay: rows are its N sampled tokens."""
+
+    positions_N: np.ndarray
+    margin_N: np.ndarray  # of the noised argmax over the claimed token, nats
+    claimed_N: np.ndarray  # log-probabilities
+    logp_N: np.ndarray
+    tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential.TILTS` against the claimed temperature
+    hidden_ND: np.ndarray
+
+
+def scores(rollout: rollout_lib.Rollout, replay, row: int) -> Scores:
+    """`replay` is a rl.replay.Replay of host arrays."""
+    sampled = np.flatnonzero(rollout.sampled_mask)
+    tilt_NK = replay.tilt[row, sampled].astype(np.float64)
+    return Scores(
+        positions_N=sampled,
+        margin_N=replay.margin[row, sampled],
+        claimed_N=rollout.logprobs[sampled],
+        logp_N=replay.logp[row, sampled],
+        # A token outside the filters has probability 0 and no finite ratio; `sampling` sees to it.
+        tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
+        hidden_ND=replay.hidden[row, sampled],
+    )
+
+
+def replayed(
+    rollout: rollout_lib.Rollout, scored: Scores, tolerance: Tolerance, rules: Rules | None
+) -> tuple[Verdict, list[toploc.ProofResult]]:
+    """All checks below in their order; the results of the proof are empty where it was not looked at."""
+    verdict = sampling(scored, tolerance)
+    verdict = logprob(scored, tolerance) if verdict.accepted else verdict
+    verdict = stopping(rollout, scored, rules) if verdict.accepted and rules is not None else verdict
+    verdict = shape(rollout, scored) if verdict.accepted else verdict
+    return proof(rollout, scored, tolerance) if verdict.accepted else (verdict, [])
+
+
+def sampling(scored: Scores, tolerance: Tolerance) -> Verdict:
+    margin_N = np.where(np.isnan(scored.margin_N), np.inf, scored.margin_N)
+    wrong = int((margin_N > tolerance.margin).sum())
+    if wrong <= tolerance.max_wrong_tokens:
+        return OK
+    worst = int(margin_N.argmax())
+    return Verdict(
+        "sampling",
+        f"{wrong} of {len(margin_N)} tokens are not what the seed draws; token {int(scored.positions_N[worst])} misses "
+        f"by {margin_N[worst]:.3g}",
+    )
+
+
+def logprob(scored: Scores, tolerance: Tolerance) -> Verdict:
+    error = float(np.abs(scored.logp_N - scored.claimed_N).max())
+    if error <= tolerance.logprob:
+        return OK
+    return Verdict("logprob", f"claimed and replayed differ by {error:.3g}, more than {tolerance.logprob}")
+
+
+def stopping(rollout: rollout_lib.Rollout, scored: Scores, rules: Rules) -> Verdict:
+    """Of the closing token. Greedy streams stop where the argmax does: `sampling` sees to those."""
+    if rollout.finish_reason != "stop" or rollout.temperature == 0:
+        return OK
+    floor = max(CHANCE / len(scored.logp_N), rules.min_stop_probability)
+    probability = float(np.exp(scored.logp_N[-1]))
+    if probability >= floor:
+        return OK
+    return Verdict(
+        "termination", f"it stopped where that had a probability of {probability:.2g}, less than {floor:.2g}"
+    )
+
+
+def shape(rollout: rollout_lib.Rollout, scored: Scores) -> Verdict:
+    odds = sequential.log_mean_exp(scored.tilt_K)
+    if rollout.temperature == 0 or odds < -np.log(CHANCE):
+        return OK
+    best = sequential.TILTS[int(scored.tilt_K.argmax())]
+    return Verdict("shape", f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1")
+
+
+def proof(
+    rollout: rollout_lib.Rollout, scored: Scores, tolerance: Tolerance
+) -> tuple[Verdict, list[toploc.ProofResult]]:
+    split = toploc.split(rollout.proofs, *scored.hidden_ND.shape)
+    results = toploc.verify_proofs(scored.hidden_ND, split, thresholds=tolerance.proofs)
+    failed = [result for result in results if not result.accepted]
+    if not failed:
+        return OK, results
+    return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)"), results
+
+
+def evidence(
+    rollout: rollout_lib.Rollout, scored: Scores, results: Sequence[toploc.ProofResult]
+) -> sequential.Evidence:
+    """What an accepted rollout adds to its node's record."""
+    k = min(128, scored.hidden_ND.size)
+    proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in results]
+    return sequential.Evidence(
+        margin=float(np.minimum(scored.margin_N, 1).mean()),
+        logprob=float(np.minimum(np.abs(scored.claimed_N - scored.logp_N), 1).mean()),
+        proof=float(np.mean(proofs)),
+        shape=scored.tilt_K if rollout.temperature > 0 else np.zeros(len(scored.tilt_K)),
+        num_tokens=len(scored.margin_N),
+    )
+
+
+def prompt_length(rollout: rollout_lib.Rollout) -> int:
+    return int(np.argmax(rollout.sampled_mask))
+
+
+def _group(rollout: rollout_lib.Rollout, rules: Rules) -> data.Group | None:
+    if not 1 <= rollout.step <= rules.num_steps:
+        return None
+    groups = rules.groups(rollout.step)
+    at = rollout.task.group - groups[0].group
+    return groups[at] if 0 <= at < len(groups) else None
