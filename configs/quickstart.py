@@ -5,7 +5,7 @@
 A model of 0.6 M parameters is warmed up on demonstrations of which 60 % copy the text instead of reversing it, so that
 it mostly copies. RL then sees only rewards (1 for the exact reversal, else 0), on real rollouts with real proofs.
 
-Hardware: 2 CPU cores, 1.5 GiB. Three minutes on two cores of a Xeon. Expect a held-out score of about 0.15 after the warm-up and
+Hardware: 2 CPU cores, 1.6 GiB. Three minutes on two cores of a Xeon. Expect a held-out score of about 0.15 after the warm-up and
 above 0.9 after RL; wall times, seeds and curves are in docs/performance.md.
 """
 
