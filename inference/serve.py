@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         uvicorn_server.run(sockets=[sock])
     if grpc_server is not None:
         grpc_server.stop(args.drain_s)
-    server.scheduler.close()
+    server.close()
     return 0
 
 

@@ -107,6 +107,12 @@ class Server:
         }
         return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
 
+    def close(self) -> None:
+        """Ends the scheduler, and the connections to relays."""
+        self.scheduler.close()
+        if self.weights is not None:
+            self.weights.close()
+
     def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
         from models import hf
 

@@ -680,4 +680,4 @@ def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
             server.scheduler.update(second, 2).result(60)
             assert after == answer(server) != before
         finally:
-            server.scheduler.close()
+            server.close()

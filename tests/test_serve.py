@@ -60,7 +60,7 @@ def weights(tmp_path_factory):
 def server(weights):
     server = service.start(str(weights), CONFIG)
     yield server
-    server.scheduler.close()
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -550,5 +550,5 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
         with pytest.raises(ValueError, match="name a weight_dir"):
             server.update(None)
     finally:
-        server.scheduler.close()
+        server.close()
         plain.close()
