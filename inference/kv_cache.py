@@ -87,12 +87,14 @@ def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
         k, v = (_write(x, n.swapaxes(1, 2), start_B) for x, n in zip(entry, new, strict=True))
         return (k, v), k, v
     *stacked, layer = entry
-    rows_B1 = jnp.arange(k_BTKC.shape[0])[:, None]
+    # Heads are indexed, too: with a slice there, XLA on a TPU wants another layout and copies the whole cache at every call.
+    rows_B11, heads_11K = jnp.arange(k_BTKC.shape[0])[:, None, None], jnp.arange(k_BTKC.shape[2])[None, None]
+    where = (layer, rows_B11, heads_11K, position_BT[:, :, None])
     if write_BT is not None:
-        old = [x[layer, rows_B1, :, position_BT] for x in stacked]
+        old = [x[where] for x in stacked]
         new = [jnp.where(write_BT[:, :, None, None], n, o) for n, o in zip(new, old, strict=True)]
     k, v = (
-        x.at[layer, rows_B1, :, position_BT].set(n.astype(x.dtype), unique_indices=True, mode="promise_in_bounds")
+        x.at[where].set(n.astype(x.dtype), unique_indices=True, mode="promise_in_bounds")
         for x, n in zip(stacked, new, strict=True)
     )
     return (k, v, layer), k[layer], v[layer]
