@@ -30,7 +30,7 @@ from starlette import requests
 from inference import control_routes, generate_routes, openai_routes, schemas, service, web
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
-from sharding import broadcast
+from sharding import broadcast, listening
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token ids; parsed, a body takes about twenty times its size
 
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         config = engine_lib.EngineConfig(
             args.num_slots, args.max_model_len, args.prefill_batch, args.steps_per_call, args.prefill_chunk
         )
-        sock = web.listen(args.host, args.port)
+        sock = listening.listen(args.host, args.port)
         if args.weights:
             server = service.start(args.weights, config, key=args.weights_key, **options)
         else:
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     if args.watch:
         threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
-    print(f"serving policy version {server.scheduler.version} on {web.address(sock)}", flush=True)
+    print(f"serving policy version {server.scheduler.version} on {listening.address(sock)}", flush=True)
     if grpc_server is not None:
         print(f"serving JetStream's Decode on {args.host}:{grpc_server.port}", flush=True)
     if args.address_file:

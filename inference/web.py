@@ -1,4 +1,4 @@
-"""The few things every HTTP service here shares: a bound socket, a body read with limits, errors in OpenAI's shape.
+"""The few things every HTTP service here shares: a server, a body read with limits, errors in OpenAI's shape.
 
 What a client may do, and what it may not cost:
 1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut.
@@ -22,6 +22,8 @@ from fastapi import responses
 from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
 
+from sharding import listening
+
 MAX_BODY_BYTES = 64 * 2**20
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
 
@@ -34,31 +36,10 @@ class TooSlow(Exception):
     """The client stopped sending in the middle of its body."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. ValueError when the port is taken."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for a free one"
-        ) from error
-    return sock
-
-
-def address(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://{host}:{port}"
-
-
 def announce(path: str, sock: socket.socket) -> None:
     """Writes the address into a file that appears whole: who waits for it may read it at once."""
     with open(f"{path}.tmp", "w") as file:
-        file.write(address(sock))
+        file.write(listening.address(sock))
     os.replace(f"{path}.tmp", path)
 
 

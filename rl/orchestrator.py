@@ -35,6 +35,7 @@ from inference import rollout as rollout_lib
 from inference import web
 from rl import advantages, data, packing
 from rl import lease as lease_lib
+from sharding import listening
 
 WAIT_NOTICE_S = 30.0
 Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
@@ -99,13 +100,13 @@ class Orchestrator:
 
     def serve(self) -> str:
         """Binds, answers workers in a thread, and returns the URL."""
-        sock = web.listen(self._config.topology.host, self._config.topology.port)
+        sock = listening.listen(self._config.topology.host, self._config.topology.port)
         self._web = web.server(_make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(
             target=self._web.run, kwargs={"sockets": [sock]}, name="orchestrator", daemon=True
         )
         self._thread.start()
-        return web.address(sock)
+        return listening.address(sock)
 
     def close(self) -> None:
         self._web.should_exit = True

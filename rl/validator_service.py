@@ -41,7 +41,7 @@ from inference import rollout_file, toploc, web
 from models import config as config_lib
 from rl import calibrate, ledger, validator, verdicts
 from rl import experiment as experiment_lib
-from sharding import broadcast
+from sharding import broadcast, listening
 
 MIN_RATE = 0.05  # of replay, for a node of the best reputation
 MAX_STATUSES = 2**16  # files remembered
@@ -388,10 +388,10 @@ def serve(args: argparse.Namespace) -> int:
         slash=args.slash,
         eject=args.eject,
     )
-    sock = web.listen(args.host, args.port)
-    print(f"validating files under {args.rollouts} on {web.address(sock)}", flush=True)
+    sock = listening.listen(args.host, args.port)
+    print(f"validating files under {args.rollouts} on {listening.address(sock)}", flush=True)
     if args.address_file:
-        pathlib.Path(args.address_file).write_text(web.address(sock))
+        pathlib.Path(args.address_file).write_text(listening.address(sock))
     web.server(make_app(service)).run(sockets=[sock])
     service.close()
     return 0

@@ -28,7 +28,7 @@ import threading
 import time
 import urllib.parse
 
-from sharding import journal, source, throttle, transfer
+from sharding import journal, listening, source, throttle, transfer
 from sharding import mirror as mirror_lib
 from sharding import store as store_lib
 
@@ -295,8 +295,7 @@ class Relay:
         limits: throttle.Limits | None = None,
         options: transfer.Options | None = None,
     ):
-        host, port = sock.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = listening.address(sock)
         if keep < 1:
             raise ValueError(f"keep={keep} would hold nothing: pass 1 or more")
         if self.url in upstream:
@@ -323,22 +322,6 @@ class Relay:
         self.server.close()
         self.store.close()
         self.mirror.stop()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. ValueError when the port is taken."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for a free one"
-        ) from error
-    return sock
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -372,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
             args.max_connections_per_client,
             tuple(args.allow),
         )
-        sock = listen(args.host, args.port)
+        sock = listening.listen(args.host, args.port)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

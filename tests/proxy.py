@@ -16,7 +16,7 @@ import time
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import journal
+from sharding import journal, listening
 from sharding import manifest as manifest_lib
 from sharding import relay as relay_lib
 
@@ -112,7 +112,7 @@ def running(upstream, directory=None, *, port=0, **options):
     relay = relay_lib.Relay(
         [str(u) for u in ([upstream] if not isinstance(upstream, list) else upstream)],
         None if directory is None else str(directory),
-        relay_lib.listen("127.0.0.1", port),
+        listening.listen("127.0.0.1", port),
         **options,
     )
     thread = threading.Thread(target=relay.run, daemon=True)

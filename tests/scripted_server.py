@@ -17,7 +17,7 @@ from inference import grpc_serve, serve, service, web
 from inference import scheduler as scheduler_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import rules
+from sharding import listening, rules
 from tests import tiny
 
 MODEL = tiny.model()
@@ -70,7 +70,7 @@ def main() -> None:
     engine.scheduler = scheduler
     scheduler.submit(scheduler_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
     server = service.Server(None, scheduler, engine, None)
-    sock = web.listen("127.0.0.1", 0)
+    sock = listening.listen("127.0.0.1", 0)
     grpc_server = grpc_serve.start(server, "127.0.0.1", 0)
     with open(f"{args.address_file}.grpc", "w") as file:
         file.write(str(grpc_server.port))

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from sharding import journal, source, store, throttle, transfer
+from sharding import journal, listening, source, store, throttle, transfer
 from sharding import relay as relay_lib
 from tests import proxy
 
@@ -584,7 +584,7 @@ def test_bad_limits_are_refused(limits, message):
 
 
 def test_bad_arguments_end_in_one_line(tmp_path, capsys):
-    taken = relay_lib.listen("127.0.0.1", 0)
+    taken = listening.listen("127.0.0.1", 0)
     port = str(taken.getsockname()[1])
     (tmp_path / "d").mkdir()
     for arguments, message in [

@@ -27,7 +27,7 @@ from rl import calibrate, sequential
 from rl import ledger as ledger_lib
 from rl import validator as validator_lib
 from rl import validator_service as service_lib
-from sharding import broadcast, rules
+from sharding import broadcast, listening, rules
 from tests import tiny
 
 MODEL = tiny.model()
@@ -559,11 +559,11 @@ def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
 
 
 def test_the_routes(service):
-    sock = web.listen("127.0.0.1", 0)
+    sock = listening.listen("127.0.0.1", 0)
     server = web.server(service_lib.make_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
-    with httpx.Client(base_url=web.address(sock), timeout=WAIT_S) as http:
+    with httpx.Client(base_url=listening.address(sock), timeout=WAIT_S) as http:
         sha = put(service, "a-0.parquet", batch())
         body = {"file_sha": sha, "address": cheats.NODE.worker}
         assert http.post("/validate/a-0.parquet", json=body).json()["status"] in ("pending", "accept")

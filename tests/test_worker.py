@@ -21,6 +21,7 @@ from inference import rollout as rollout_lib
 from inference import web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease, worker
+from sharding import listening
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -83,8 +84,8 @@ class Played:
             answer = prompt.rpartition("Reverse: ")[2][: prompt.rpartition("Reverse: ")[2].index("\n")][::-1]
             return {"choices": [self.change(choice((seed + i) % 2**32, answer)) for i in range(n)]}
 
-        self.sock = web.listen("127.0.0.1", 0)
-        self.url = web.address(self.sock)
+        self.sock = listening.listen("127.0.0.1", 0)
+        self.url = listening.address(self.sock)
         self.server = web.server(app)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]}, daemon=True)
         self.thread.start()

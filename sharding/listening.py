@@ -1,0 +1,25 @@
+"""A socket to serve HTTP on, and its URL: shared by relays, rollout servers, the orchestrator and the validator. Imports no jax."""
+
+import socket
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. ValueError when the port is taken."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for a free one"
+        ) from error
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
