@@ -19,7 +19,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import hashlib
-import io
 import json
 import re
 import threading
@@ -324,9 +323,7 @@ class Relays:
         if size == 0 and sha256 != hashlib.sha256().hexdigest():
             raise journal.CorruptSource(f"object {path} of version {version} has no bytes, and sha256 {sha256}")
         while True:
-            # BytesIO hands its buffer out as `bytes` without a copy, and lets it be filled in place before.
-            buffer = io.BytesIO(b"" if into is not None else bytes(size))
-            target = transfer.Target([buffer.getbuffer()] if into is None else into)
+            target = transfer.Target([memoryview(bytearray(size))] if into is None else into)
             try:
                 parts = _Gathering(self, version, name, target, deadline_s, only).run()
             except transfer.Failed:
@@ -338,7 +335,7 @@ class Relays:
                     self.choice.convict(relay, f"{name} differs from what was published")
                 self.count("num_bytes", size)
                 self.count("num_objects", 1)
-                return buffer.getvalue()
+                return b"" if into is not None else target.copy()
             if parts is not None:
                 self.count("num_bad_objects", 1)
                 relays = {p.relay for p in parts}
