@@ -3,40 +3,23 @@
 1. Router, all of it in float32: softmax over E (Qwen3-MoE), sigmoid with a correction that acts on the choice alone and
    optional groups (GLM-4-MoE, DeepSeek-V3), or softmax over the chosen (gpt-oss). Given expert indices (the sampler's,
    in router replay) take the place of the choice; their weights, and the gradient, come from this router.
-2. Assignments are sorted by expert, so that one grouped matmul runs all experts without capacity and without dropping
-   a token: `jax.lax.ragged_dot`, on TPU megablox (with jax 0.10 the weight gradient of ragged_dot is dense there).
-3. On a mesh this happens inside one `shard_map`: each device sorts its own tokens. With an `expert` axis, tokens are
-   gathered over it, each device runs its own experts on them, and the partial sums are scattered back.
-4. `Routing` says who went where; `load_metrics`, `balance_loss` and `balanced_correction` read it.
+2. `models/moe_experts.py` runs the chosen experts, without dropping a token, wherever they are; shared experts are added.
+3. `Routing` says who went where; `load_metrics`, `balance_loss` and `balanced_correction` read it.
 
 Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token, A = N X assignments, F ffn of one expert,
 L mixture layers.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
-from jax.sharding import PartitionSpec
 
-from models import attention, layers
 from models import config as config_lib
-from sharding import rules
+from models import layers, moe_experts
 
-# Logical dims of the parameters that `shard_map` takes apart; models/transformer.py states their shapes.
-AXES = {
-    "gate": ("experts", "model", "ffn"),
-    "up": ("experts", "model", "ffn"),
-    "down": ("experts", "ffn", "model"),
-    "gate_bias": ("experts", "ffn"),
-    "up_bias": ("experts", "ffn"),
-    "down_bias": ("experts", "norm"),
-}
-TILE = 128  # rows of a megablox tile
+AXES = moe_experts.AXES
 
 
 class Routing(NamedTuple):
@@ -64,18 +47,8 @@ def mixture(
       valid_BT: False where padding is not to count in the load.
     """
     routing = route(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
-    experts = {name: params[name].astype(x_BTD.dtype) for name in AXES if name in params}
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
-        out_BTD = _run_experts(x_BTD, routing.weights, routing.experts, experts, config, first_expert=None)
-    else:
-        tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
-        out_BTD = jax.shard_map(
-            functools.partial(_run_local_experts, config=config),
-            in_specs=(tokens, tokens, tokens, {name: _partition(name) for name in experts}),
-            out_specs=tokens,
-            check_vma=False,
-        )(x_BTD, routing.weights, routing.experts, experts)
+    experts = {name: params[name].astype(x_BTD.dtype) for name in moe_experts.AXES if name in params}
+    out_BTD = moe_experts.run(x_BTD, routing.weights, routing.experts, experts, config)
     if "shared" in params:
         out_BTD += layers.ffn(x_BTD, params["shared"], config)
     return out_BTD, routing
@@ -115,13 +88,12 @@ def route(
     return Routing(experts_BTX, weights_BTX * config.routed_scale, load_E, score_E)
 
 
-def load_metrics(routing: Routing) -> dict[str, jax.Array]:
-    """Balance over all L layers, from a stacked `Routing`.
+def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
+    """Balance over all L layers, from a stacked `Routing`'s load, of one micro-batch or of several added up.
 
     max_violation is max_e load_e / mean load - 1 (arXiv 2408.15664, equation 4): 0 is perfect, E / X - 1 the worst;
     load_entropy is the entropy of the load over log E: 1 is perfect.
     """
-    load_LE = routing.load
     violation_L = load_LE.max(axis=-1) / jnp.maximum(load_LE.mean(axis=-1), 1e-9) - 1
     share_LE = load_LE / jnp.maximum(load_LE.sum(axis=-1, keepdims=True), 1e-9)
     entropy_L = -jnp.sum(share_LE * jnp.log(jnp.maximum(share_LE, 1e-30)), axis=-1) / math.log(load_LE.shape[-1])
@@ -148,30 +120,6 @@ def balanced_correction(correction_E: jax.Array, load_E: jax.Array, rate: float)
     return correction_E + rate * jnp.sign(load_E.mean(axis=-1, keepdims=True) - load_E)
 
 
-def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_lib.ModelConfig, *, interpret=False):
-    """rows[a] @ kernel[expert of a], for rows sorted by expert; zero for rows past the groups, whose gradient is zero too.
-
-    Neither implementation defines what it returns past the groups, forward or backward, so both ways are masked by
-    selection (a product with zero would keep a NaN). `inside_A` is None when every row belongs to a group.
-    """
-
-    def mask(x):
-        return x if inside_A is None else jnp.where(inside_A[:, None], x, 0)
-
-    which = config.grouped_matmul
-    if which == "auto":
-        which = "megablox" if attention.platform() == "tpu" else "ragged_dot"
-    if which == "ragged_dot":
-        return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
-    A = rows_AD.shape[0]
-    tiles = tuple(min(TILE * 8, -(-dim // TILE) * TILE) for dim in kernel_EDF.shape[1:])
-    padded_AD = jnp.pad(mask(rows_AD), ((0, -A % TILE), (0, 0)))
-    out_AF = megablox.gmm(
-        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, (TILE, *tiles), None, None, False, interpret
-    )
-    return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
-
-
 def _choose(choice_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """The X best experts of each token, among those of the best groups."""
     if "correction" in params:
@@ -184,59 +132,3 @@ def _choose(choice_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Arr
         is_kept_BTG = (kept_BTX[..., None] == jnp.arange(config.router_groups)[None, None, None]).any(axis=2)
         choice_BTE = jnp.where(is_kept_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(B, T, E)
     return jax.lax.top_k(choice_BTE, config.experts_per_token)[1]
-
-
-def _run_experts(x_BTD, weights_BTX, experts_BTX, params, config, *, first_expert) -> jax.Array:
-    """Runs the experts `first_expert ..` held in `params` (all of them if None); assignments to others give zero."""
-    B, T, D = x_BTD.shape
-    num_local, X = params["gate"].shape[0], experts_BTX.shape[-1]
-    group_A = experts_BTX.reshape(-1)
-    if first_expert is not None:
-        group_A -= first_expert
-        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)  # strangers sort last
-    order_A = jnp.argsort(group_A, stable=True)
-    sorted_A = group_A[order_A]
-    inside_A = None if first_expert is None else sorted_A < num_local
-    group_sizes = jnp.bincount(group_A, length=num_local + 1)[:num_local].astype(jnp.int32)
-
-    def project(rows, name):
-        out = grouped_matmul(rows, params[name], group_sizes, inside_A, config)
-        if f"{name}_bias" not in params:
-            return out
-        bias_AF = params[f"{name}_bias"][jnp.minimum(sorted_A, num_local - 1)]
-        return out + (bias_AF if inside_A is None else jnp.where(inside_A[:, None], bias_AF, 0))
-
-    rows_AD = x_BTD.reshape(B * T, D)[order_A // X]
-    hidden_AF = layers.gated(project(rows_AD, "gate"), project(rows_AD, "up"), config)
-    out_AD = project(hidden_AF, "down") * weights_BTX.reshape(-1)[order_A].astype(x_BTD.dtype)[:, None]
-    unsorted_AD = jnp.zeros_like(out_AD).at[order_A].set(out_AD, unique_indices=True)
-    return unsorted_AD.reshape(B, T, X, D).sum(axis=2)
-
-
-def _run_local_experts(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
-    """One device's share, inside `shard_map`: all tokens of the expert axis, its own experts, scattered sums."""
-    full = {name: _gather_model_dim(name, param) for name, param in params.items()}
-    if "down_bias" in full:  # the sum over `tensor` below would add it once per device
-        is_first = jax.lax.axis_index("tensor") == 0
-        full["down_bias"] = jnp.where(is_first, full["down_bias"], 0)
-    num_shards = jax.lax.axis_size("expert")
-    if num_shards == 1:
-        return jax.lax.psum(_run_experts(x_BTD, weights_BTX, experts_BTX, full, config, first_expert=None), "tensor")
-
-    def over_experts(x):
-        return jax.lax.all_gather(x, "expert", axis=0, tiled=True)
-
-    first_expert = jax.lax.axis_index("expert") * (config.num_experts // num_shards)
-    everyone = over_experts(x_BTD), over_experts(weights_BTX), over_experts(experts_BTX)
-    partial_BTD = jax.lax.psum(_run_experts(*everyone, full, config, first_expert=first_expert), "tensor")
-    return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
-
-
-def _gather_model_dim(name: str, param: jax.Array) -> jax.Array:
-    if "model" not in AXES[name]:
-        return param
-    return jax.lax.all_gather(param, "fsdp", axis=AXES[name].index("model"), tiled=True)
-
-
-def _partition(name: str) -> PartitionSpec:
-    return PartitionSpec(*(rules.RULES[axis][0] if rules.RULES[axis] else None for axis in AXES[name]))

@@ -28,7 +28,8 @@ from inference import engine
 from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
-from rl import advantages, learner, lora, losses, metrics
+from rl import credit as credit_lib
+from rl import learner, lora, losses, metrics
 from sharding import rules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -45,6 +46,7 @@ class Experiment:
     loss: str | Callable  # a name of losses.LOSSES, or the config file's own function
     loss_options: dict
     objective: learner.Objective
+    credit: credit_lib.Credit
     lora: lora.LoraConfig
     tokenizer: tokenizer_lib.Tokenizer
 
@@ -107,9 +109,6 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         )
     for name, value, table in (
         ("rl.loss", config.rl.loss, losses.LOSSES if loss == config.rl.loss else config.loss_options),
-        ("rl.advantage", config.rl.advantage, advantages.ADVANTAGES),
-        ("rl.normalize", config.rl.normalize, advantages.NORMALIZERS),
-        ("rl.average", config.rl.average, advantages.AVERAGES),
         ("topology.mode", config.topology.mode, ("local", "remote")),
     ):
         if value not in table:
@@ -156,6 +155,16 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         loss=loss,
         loss_options=config.loss_options[config.rl.loss].to_dict(),
         objective=learner.Objective(**config.objective),
+        credit=credit_lib.Credit(
+            config.rl.advantage,
+            config.rl.normalize,
+            config.rl.average,
+            config.rl.overlong_buffer,
+            config.sampling.max_tokens,
+            config.objective.environment_coef,
+            config.objective.teacher_coef,
+            config.train.share_prompts,
+        ),
         lora=lora.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )

@@ -46,7 +46,12 @@ def rollout_side(
         bands=bands,
     )
     rollouts = orchestrator.Orchestrator(
-        config, workdir, check=judge.check, secret=experiment_lib.secret(workdir, config.seed), on_wait=on_wait
+        config,
+        workdir,
+        credit=experiment.credit,
+        check=judge.check,
+        secret=experiment_lib.secret(workdir, config.seed),
+        on_wait=on_wait,
     )
     rollouts.resume(version)
     url = rollouts.serve()

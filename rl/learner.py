@@ -24,7 +24,7 @@ import optax
 from flax import struct
 
 from models import config as config_lib
-from models import logprobs, transformer
+from models import logprobs, moe, transformer
 from rl import diagnostics, divergences, lora, losses, optimizers, packing, ratios
 from sharding import rules
 
@@ -56,6 +56,12 @@ class Objective:
     kl_estimator: str = "k3"  # a name of divergences.ESTIMATORS; k1 only in the advantage
     kl_place: str = "loss"  # or "advantage": a reward of each token, without gradient
     kl_reference: str = "sampler"  # or "reference": the batch carries ref_logp
+    policy_coef: float = 1.0  # of the policy loss; 0 beside a teacher is distillation alone
+    teacher_coef: float = 0.0  # distil the reference on sampled tokens (a weight in the batch: rl/credit.py)
+    environment_coef: float = 0.0  # cross-entropy on the environment's tokens (likewise)
+    reference_model: str = ""  # what the reference is (rl/reference.py)
+    router_balance_coef: float = 0.0  # auxiliary loss on the load of experts (`moe.balance_loss`)
+    router_balance_rate: float = 0.0  # step of the routers' correction by load (`moe.balanced_correction`)
 
     def __post_init__(self):
         for field, known in (
@@ -75,6 +81,11 @@ class Objective:
             )
         if self.kl_coef and self.kl_place == "advantage" and self.kl_estimator != "k1":
             raise ValueError("kl_place = 'advantage' is the k1 penalty; set kl_estimator = 'k1'")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether batches must carry `ref_logp`."""
+        return bool(self.teacher_coef) or (bool(self.kl_coef) and self.kl_reference == "reference")
 
 
 def make_optimizer(
@@ -161,15 +172,16 @@ def make_policy(
 
 
 def make_score(
-    model: config_lib.ModelConfig, mesh: jax.sharding.Mesh
+    model: config_lib.ModelConfig, mesh: jax.sharding.Mesh, share_prompts: bool = True
 ) -> Callable[[transformer.Params, packing.TrainBatch], jax.Array]:
     """Returns `score(params, batch) -> logp [M, B, T]`, without gradient: for a reference policy's `ref_logp`."""
-    jitted = jax.jit(functools.partial(_score, model))
+    jitted = jax.jit(functools.partial(_score, model, share_prompts=share_prompts))
 
     def score(params, batch):
         with jax.set_mesh(mesh):
             return jitted(params, batch)
 
+    score.jitted = jitted
     return score
 
 
@@ -181,22 +193,35 @@ def make_train_step(
     mesh: jax.sharding.Mesh,
     objective: Objective = Objective(),
     adapters: lora.LoraConfig | None = None,
+    share_prompts: bool = True,
 ) -> Callable[[TrainState, packing.TrainBatch], tuple[TrainState, dict]]:
     """Returns the jitted step. `state` is donated: use the one that comes back.
 
-    `loss` is a name of `LOSSES` or a function of the same signature. Metrics are float32 scalars on the device, equal on all
+    `loss` is a name of `LOSSES` or a function of the same signature. Without `share_prompts`, no tree of a batch may have
+    a prompt of its own or a second branch; kernels that know nothing of branches can then run. Metrics are float32 scalars on the device, equal on all
     hosts: loss/total, loss/entropy, loss/num_tokens, loss/grad_norm, grad_norm/<module>, loss/skipped (optimizer steps whose
     gradient was not finite), those of the components in use, and the loss's own; with `old_logprobs = "learner"` also
-    loss/sampler_kl, k3 against the sampler.
+    loss/sampler_kl, k3 against the sampler; of mixtures, moe/* (`moe.load_metrics`).
     """
     loss_fn = _bind(loss, loss_options)
+    if objective.router_balance_rate and (adapters or not model.router_correction):
+        raise ValueError(
+            f"objective.router_balance_rate = {objective.router_balance_rate} moves the routers' corrections, which "
+            f"{'adapters leave as they are' if adapters else 'this model has not (model.router_correction)'}; set it to 0"
+        )
 
     def whole(params, frozen):
         return lora.merge(frozen, params, transformer.specs(model), adapters) if adapters else params
 
     def forward(params, work: _Work, frozen, counts):
-        logp_BT, entropy_BT = _forward(model, whole(params, frozen), work, entropy_gradient=objective.entropy_coef > 0)
-        return _components(loss_fn, objective, work, logp_BT, entropy_BT, counts)
+        logp_BT, entropy_BT, routing = _forward(
+            model,
+            whole(params, frozen),
+            work,
+            share_prompts=share_prompts,
+            entropy_gradient=objective.entropy_coef > 0,
+        )
+        return _components(loss_fn, objective, work, logp_BT, entropy_BT, routing, counts)
 
     def optimizer_step(params, opt_state, frozen, work: _Work, first, stride):
         """One step on the micro-batches first, first + stride, ..."""
@@ -207,7 +232,12 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
+        new_params = optax.apply_updates(params, updates)
+        if (load_LE := metrics.pop("moe/load", None)) is not None:
+            metrics |= moe.load_metrics(load_LE)
+            if objective.router_balance_rate:
+                new_params = _rebalance(model, new_params, load_LE, objective.router_balance_rate)
+        new = new_params, new_opt_state
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
         metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | diagnostics.module_norms(grads)
         return *kept, metrics, counts.tokens
@@ -215,7 +245,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: packing.TrainBatch):
         old_logp = batch.behavior_logp
         if objective.old_logprobs == "learner":
-            old_logp = _score(model, whole(state.params, state.frozen), batch)
+            old_logp = _score(model, whole(state.params, state.frozen), batch, share_prompts=share_prompts)
         work, opt_state = _Work(batch, old_logp), _between_memories(state.opt_state, layout.opt_state, "device")
         if objective.optimizer_steps == 1:
             params, opt_state, metrics, tokens = optimizer_step(state.params, opt_state, state.frozen, work, 0, 1)
@@ -259,6 +289,7 @@ class _Counts:
     """Global denominators of an optimizer step, float32: each at least 1, but for `tokens`, the trained tokens themselves."""
 
     tokens: jax.Array
+    positions: jax.Array  # that are no padding
     denom: jax.Array
     streams: jax.Array
     ce: jax.Array
@@ -297,7 +328,7 @@ _HANDED = {  # what the learner hands to a loss that names it
 }
 
 
-def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT, counts: _Counts):
+def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT, routing, counts: _Counts):
     """(objective, metrics) of one micro-batch; see rl/divergences.py for the sum."""
     rows, mask_BT = work.batch, work.batch.loss_mask
     advantage_BT = rows.advantage
@@ -305,9 +336,10 @@ def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT,
         reference_BT = rows.behavior_logp if objective.kl_reference == "sampler" else _need(rows, "ref_logp")
         if objective.kl_place == "advantage":
             advantage_BT = divergences.kl_in_advantage(advantage_BT, logp_BT, reference_BT, mask_BT, objective.kl_coef)
-    total, metrics = loss_fn(logp_BT, work, advantage_BT, counts)
+    policy, metrics = loss_fn(logp_BT, work, advantage_BT, counts)
+    total = objective.policy_coef * policy
     entropy = ratios.total(entropy_BT, mask_BT, counts.denom)
-    metrics = metrics | {"loss/policy": total, "loss/entropy": entropy}
+    metrics = metrics | {"loss/policy": policy, "loss/entropy": entropy}
     if (
         objective.old_logprobs == "learner"
     ):  # the loss's own mismatch is then that of this batch's optimizer steps alone
@@ -331,6 +363,12 @@ def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT,
         )
         metrics |= {"loss/ref_kl": ref_kl}
         total += ref_kl
+    if routing is not None:
+        metrics |= {"moe/load": routing.load}
+        if objective.router_balance_coef:  # not linear in the load: each micro-batch weighs by its part of the tokens
+            balance = moe.balance_loss(routing) * jnp.sum(rows.segment_ids != 0) / counts.positions
+            metrics |= {"loss/router_balance": balance}
+            total += objective.router_balance_coef * balance
     return total, metrics | {"loss/total": total}
 
 
@@ -340,18 +378,18 @@ def _need(rows, stream):
     return x_BT
 
 
-def _forward(model, params, work: _Work, *, entropy_gradient: bool = False):
-    """(logp_BT, entropy_BT) of a micro-batch."""
+def _forward(model, params, work: _Work, *, share_prompts: bool, entropy_gradient: bool = False):
+    """(logp_BT, entropy_BT, routing of the mixture layers or None) of a micro-batch."""
     rows = work.batch
-    hidden_BTD = transformer.apply(
+    hidden_BTD, routing = transformer.apply_routed(
         params,
         model,
         rows.tokens,
         positions_BT=rows.positions,
         segment_ids_BT=rows.segment_ids,
-        branch_ids_BT=rows.branch_ids,
+        branch_ids_BT=rows.branch_ids if share_prompts else None,
     )
-    return logprobs.token_logprobs(
+    logp_BT, entropy_BT = logprobs.token_logprobs(
         params,
         model,
         hidden_BTD,
@@ -360,17 +398,32 @@ def _forward(model, params, work: _Work, *, entropy_gradient: bool = False):
         predictors_BT=rows.predictors,
         entropy_gradient=entropy_gradient,
     )
+    return logp_BT, entropy_BT, routing
+
+
+def _rebalance(model, params, load_LE, rate: float):
+    """The parameters with each router's correction moved by the load of its experts over the step, [L, E] over mixture layers."""
+    place = {index: n for n, index in enumerate(filter(model.is_mixture, range(model.num_layers)))}
+    held = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": index for index in place}
+    blocks = dict(params["layers"])
+    for key, indices in held.items():
+        if "moe" in blocks[key]:
+            of_key = [place[i] for i in indices] if model.scan_layers else place[indices]
+            mixture = blocks[key]["moe"]
+            correction = moe.balanced_correction(mixture["correction"], load_LE[jnp.array(of_key)], rate)
+            blocks[key] = blocks[key] | {"moe": mixture | {"correction": correction}}
+    return params | {"layers": blocks}
 
 
 # ---- over micro-batches and optimizer steps --------------------------------------------------------------------------
 
 
-def _score(model, params, batch: packing.TrainBatch) -> jax.Array:
+def _score(model, params, batch: packing.TrainBatch, *, share_prompts: bool) -> jax.Array:
     """logp [M, B, T] of every token, micro-batch after micro-batch."""
     work = _Work(batch, batch.behavior_logp)
 
     def put(i, logp):
-        return logp.at[i].set(_forward(model, params, work.rows(i))[0])
+        return logp.at[i].set(_forward(model, params, work.rows(i), share_prompts=share_prompts)[0])
 
     return jax.lax.fori_loop(0, batch.num_micro_batches, put, jnp.zeros(batch.tokens.shape, jnp.float32))
 
@@ -392,6 +445,7 @@ def _count(work: _Work, first, stride) -> _Counts:
 
     return _Counts(
         tokens,
+        jnp.maximum(jnp.sum(jnp.where(mine_M[:, None, None], batch.segment_ids != 0, False)).astype(jnp.float32), 1.0),
         jnp.maximum(tokens, 1.0),
         jnp.maximum(streams, 1.0),
         weights(batch.ce_weight),

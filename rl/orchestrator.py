@@ -33,7 +33,8 @@ from starlette import requests
 from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
-from rl import advantages, data, packing
+from rl import credit as credit_lib
+from rl import data, packing
 from rl import lease as lease_lib
 from sharding import listening
 
@@ -63,6 +64,7 @@ class Orchestrator:
     Args:
       config: the resolved config (frozen).
       workdir: where rollouts are kept.
+      credit: how rewards become what the learner trains on.
       check: the validator's verdict on one group; called in a thread of its own.
       secret: decides which groups are checked; unknown to workers.
       on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
@@ -73,11 +75,13 @@ class Orchestrator:
         config,
         workdir: pathlib.Path,
         *,
+        credit: credit_lib.Credit,
         check: Check,
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
-        self._config, self._workdir, self._check, self._secret = config, workdir, check, secret
+        self._config, self._workdir, self._credit = config, workdir, credit
+        self._check, self._secret = check, secret
         self._on_wait = on_wait
         self._servers: tuple[str, ...] = ()
         self._changed = threading.Condition()
@@ -135,15 +139,13 @@ class Orchestrator:
         groups = self._collect(keys, step)
         rollouts = [rollout for group in groups for rollout in group]
         rollout_lib.write(self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet", rollouts)
-        trees, metrics = assign_credit(
-            groups,
-            advantages.ADVANTAGES[self._config.rl.advantage],
-            share_prompts=self._config.train.share_prompts,
-            normalize=advantages.NORMALIZERS[self._config.rl.normalize],
-            average=advantages.AVERAGES[self._config.rl.average],
-        )
+        trees, flat = self._credit.assign(groups)
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
-        metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
+        metrics = _describe(rollouts) | {
+            "rollout/zero_advantage_frac": flat,
+            "sync/lag": float(lag.mean()),
+            "sync/lag_max": float(lag.max()),
+        }
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
@@ -368,41 +370,12 @@ class Orchestrator:
         return counts
 
 
-def assign_credit(
-    groups: list[list[rollout_lib.Rollout]],
-    advantage: Callable[[np.ndarray], np.ndarray],
-    *,
-    share_prompts: bool,
-    normalize: Callable[[list[np.ndarray]], list[np.ndarray]] = advantages.unchanged,
-    average: Callable[[list[np.ndarray]], list[np.ndarray]] = advantages.over_tokens,
-) -> tuple[list[packing.Tree], dict[str, float]]:
-    """Rewards -> advantages -> trees to pack. A group whose advantages are all zero has no gradient and is left out."""
-    credits = normalize([advantage(np.array([r.reward for r in group], np.float64)) for group in groups])
-    kept = [i for i, credit_G in enumerate(credits) if np.any(np.abs(credit_G) > 1e-9)]
-    factors = average([np.array([int(r.sampled_mask.sum()) for r in groups[i]]) for i in kept])
-    trees, num_flat = [], len(groups) - len(kept)
-    for i, factor_G in zip(kept, factors, strict=True):
-        group, credit_G = groups[i], credits[i] * factor_G
-        P = _prompt_length(group[0]) if share_prompts else 0
-        branches = []
-        for rollout, credit in zip(group, credit_G, strict=True):
-            mask = rollout.sampled_mask[P:].astype(np.float32)
-            branches.append(
-                packing.Branch(
-                    rollout.tokens[P:], mask, rollout.logprobs[P:], mask * np.float32(credit), rollout.temperature
-                )
-            )
-        if share_prompts:
-            trees.append(packing.Tree(group[0].tokens[:P], tuple(branches)))
-        else:
-            trees += [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
-    rollouts = [r for group in groups for r in group]
+def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
     lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
     rewards = np.array([r.reward for r in rollouts])
-    return trees, {
+    return {
         "rollout/reward": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
-        "rollout/zero_advantage_frac": num_flat / len(groups),
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),

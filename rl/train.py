@@ -21,6 +21,7 @@ import jax
 from absl import flags
 
 from rl import diagnostics, evaluate, experiment, launch, learner, metrics, packing, report, sft
+from rl import reference as reference_lib
 from sharding import broadcast, checkpoint, rules
 from sharding import mesh as mesh_lib
 
@@ -46,7 +47,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
         keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
         dtype=config.broadcast.dtype or None,
     )
-    policy, score = learner.make_policy(exp.model, mesh, exp.lora), learner.make_score(exp.model, mesh)
+    policy = learner.make_policy(exp.model, mesh, exp.lora)
     layout = packing.Layout.for_streams(
         config.rl.prompts_per_step * config.rl.samples_per_prompt,
         config.inference.max_model_len,
@@ -55,15 +56,16 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
         shards=rules.num_batch_shards(mesh),
         # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
         key_cost=1 / (6 * exp.model.model_dim),
+        streams=exp.credit.streams,
     )
 
     with contextlib.ExitStack() as stack:
         checkpointer = stack.enter_context(
             checkpoint.Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every)
         )
+        reference = reference_lib.make(exp, mesh, lambda: sft.train(exp, workdir, mesh, writer, progress))
         state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress)
         writer.truncate("rl", start)
-        reference = sft.train(exp, workdir, mesh, writer, progress) if _has_reference(exp) else None  # done: its end
         for newer in broadcast.versions(str(weights)) if weights.exists() else ():
             if newer >= start:  # from beyond the checkpoint, or not synced to disk when the power failed
                 broadcast.remove(str(weights), newer)
@@ -82,7 +84,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                 with clock("train_step"):
                     packed = packing.place(packing.pack(batch.trees, layout), mesh)
                     if reference is not None:
-                        packed = packed.replace(ref_logp=score(reference, packed))
+                        packed = packed.replace(ref_logp=reference(packed))
                     state, step_metrics = train_step(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     if values["loss/skipped"]:  # the state is as it was before the batch: the two can be replayed
@@ -121,10 +123,6 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
     state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params, exp.lora)
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0
-
-
-def _has_reference(exp: experiment.Experiment) -> bool:
-    return bool(exp.objective.kl_coef) and exp.objective.kl_reference == "reference"
 
 
 def _check_finite(

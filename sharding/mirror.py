@@ -1,6 +1,6 @@
 """Keeps a relay's store in step with its upstreams, in a thread of its own.
 
-1. What is on disk is hashed again and exposed (`Store.recover`).
+1. What is on disk is hashed again and exposed (`Store.recover`). In place, the first look at the directory exposes it.
 2. The upstreams are asked for news; they answer when they have some. `_wanted`: the newest `keep` versions, and every base that
    those need. The newest that is still being published is followed object by object (`_follow`).
 3. An object is fetched as soon as an upstream lists it; `upstream.read` hashed it before it comes here.
@@ -59,7 +59,7 @@ class Mirror:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        while self._store.is_recovering and not self._stop.is_set():
+        while self._store.is_recovering and not self._store.in_place and not self._stop.is_set():
             try:
                 self._count("bad_recovered", self._store.recover(self._trusted_key))
             except OSError as error:  # the disk: perhaps somebody mends it
@@ -79,12 +79,14 @@ class Mirror:
                 self._note(error)
                 self._stop.wait(pause_s)
                 pause_s, idle = min(2 * pause_s, 2.0), True
+                self._store.recovered()
 
     def _pass(self, listing: journal.Listing) -> bool:
         """One look at everything; whether something moved. Newest first: that is what everybody waits for."""
         moved = self._drop(listing) | self._confirm(listing)
         for number in self._wanted(listing):
             moved |= self._try(self._fetch_complete, number, listing)
+        self._store.recovered()
         for number in listing.partial[-1:]:
             # one that is whole here and partial there is another version, or there they lost some: `_confirm` will tell
             if number > max(listing.complete, default=-1) and not self._store.is_complete(number):

@@ -44,7 +44,7 @@ class Store:
     def __init__(self, root: str | os.PathLike, *, in_place: bool = False, max_bytes: int | None = None):
         self.root = pathlib.Path(root)
         self.in_place = in_place
-        self.is_recovering = not in_place
+        self.is_recovering = True  # until it is known what is here; in place, until the first look at the directory
         self.versions: dict[int, Version] = {}
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # the set of versions, or what is complete
@@ -78,10 +78,15 @@ class Store:
                 numbers.append(number)
         for number in sorted(numbers, reverse=True):
             num_bad += self._recover(number, trusted_key)
-        with self.lock:
-            self.is_recovering = False
-            self._changed()
+        self.recovered()
         return num_bad
+
+    def recovered(self) -> None:
+        """From now on, what is not known here is not here."""
+        with self.lock:
+            if self.is_recovering:
+                self.is_recovering = False
+                self._changed()
 
     def _recover(self, number: int, trusted_key: str | None) -> int:
         directory = self.root / journal.dirname(number)

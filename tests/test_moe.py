@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import moe, transformer
+from models import moe, moe_experts, transformer
+from rl import hlo
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests import tiny
@@ -160,7 +161,7 @@ def test_tokens_that_all_choose_one_expert_are_all_served():
     got, _, routing = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
     np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, B * T, 0))
     np.testing.assert_allclose(got, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
-    assert float(moe.load_metrics(jax.tree.map(lambda x: x[None], routing))["moe/max_violation"]) == E - 1
+    assert float(moe.load_metrics(routing.load[None])["moe/max_violation"]) == E - 1
 
 
 @pytest.mark.parametrize("config", [SHARED, GPT_OSS], ids=["shared", "gpt_oss"])
@@ -198,6 +199,78 @@ def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
 
 
+# ---- experts of other devices ----------------------------------------------------------------------------------------
+
+
+def on_mesh(sizes, x_BTD, params, config, cotangent):
+    """`mixture` on a mesh, traced anew; (its results, the text of the program)."""
+    mesh = mesh_lib.create(sizes, jax.devices()[: math.prod(sizes.values())])
+    layout = rules.shardings(transformer.specs(config)["layers"]["000"]["moe"], mesh)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rules.RULES["batch"]))
+    args = jax.device_put(x_BTD, rows), jax.device_put(params, layout), config, jax.device_put(cotangent, rows)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(mixture.__wrapped__), static_argnums=2).lower(*args).compile()
+        return compiled(args[0], args[1], args[3]), compiled.as_text()
+
+
+TRAVELS = {
+    "expert_fsdp": ({"expert": 4, "fsdp": 2}, SHARED),
+    "biases": ({"expert": 4, "fsdp": 2}, GPT_OSS),
+    "experts_over_tensor": ({"expert": 2, "tensor": 4}, GPT_OSS),
+    "ffn_over_tensor": ({"expert": 2, "tensor": 3}, GPT_OSS),  # 3 do not divide 8 experts, but 12 columns
+}
+
+
+@pytest.mark.parametrize("rounds", ["one", "several"])
+@pytest.mark.parametrize("name", TRAVELS)
+def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
+    """Values and gradients, in one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
+    sizes, config = TRAVELS[name]
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    want = mixture(x_BTD, params_of(config), config, cotangent)
+    monkeypatch.setattr(moe_experts, "GATHERED", 0)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    monkeypatch.setattr(moe_experts, "SLACK", {"one": 4.0, "several": 0.1}[rounds])
+    got, text = on_mesh(sizes, x_BTD, params_of(config), config, cotangent)
+    assert "all-to-all" in text
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+
+
+@pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
+def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
+    """All 192 assignments go to one device, which holds rows for 1.25 x 24 at a time: none is dropped."""
+    config = dataclasses.replace(ROUTERS["sigmoid"], experts_per_token=1)
+    params = params_of(config) | {"correction": np.where(np.arange(E) == 2, 10.0, 0.0).astype(np.float32)}
+    x_BTD, cotangent = draw(8, 24, D), draw(8, 24, D, seed=2)
+    monkeypatch.setattr(moe_experts, "GATHERED", gathered)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    (out, grads, routing), _ = on_mesh({"expert": 8}, x_BTD, params, config, cotangent)
+    np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, 8 * 24, 0))
+    np.testing.assert_allclose(out, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
+    # The one expert's down projection by hand, in float64: sum over tokens of hidden x weight x cotangent.
+    want = np.zeros((F, D))
+    for b, t in np.ndindex(8, 24):
+        x_D = x_BTD[b, t].astype(np.float64)
+        gate, up = (x_D @ params[name][2] for name in ("gate", "up"))
+        weight = oracle_route(x_BTD[b, t], params, config)[2]
+        want += np.outer(gate / (1 + np.exp(-gate)) * up, weight * cotangent[b, t])
+    np.testing.assert_allclose(grads[1]["down"][2], want, rtol=0, atol=2e-4 * np.abs(want).max())
+    assert (np.delete(np.asarray(grads[1]["down"]), 2, axis=0) == 0).all()
+
+
+@pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
+def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
+    """Parameters are gathered over `fsdp` alone: what crosses devices at a time is at most one device's part of one kernel."""
+    monkeypatch.setattr(moe_experts, "GATHERED", gathered)
+    config = dataclasses.replace(BASE, expert_ffn_dim=512)  # so that no activation is as large as a kernel
+    _, text = on_mesh({"expert": 4, "fsdp": 2}, draw(8, T, D), params_of(config), config, draw(8, T, D, seed=2))
+    found = hlo.parse(text).collectives()
+    largest = max(c.num_bytes for c in found if c.kind == "all-gather")
+    assert largest == E // 4 * D * 512 * 4
+    assert {c.kind for c in found} >= ({"all-to-all"} if gathered == 0 else {"all-gather"})
+
+
 def test_megablox_equals_ragged_dot():
     """The TPU kernel, interpreted, with groups that end before the rows do: values and gradients."""
     sizes = np.array([3, 0, 70, 40], np.int32)
@@ -207,7 +280,9 @@ def test_megablox_equals_ragged_dot():
     def run(which):
         config = dataclasses.replace(BASE, grouped_matmul=which)
         out, pull = jax.vjp(
-            lambda r, k: moe.grouped_matmul(r, k, sizes, inside, config, interpret=which == "megablox"), rows, kernel
+            lambda r, k: moe_experts.grouped_matmul(r, k, sizes, inside, config, interpret=which == "megablox"),
+            rows,
+            kernel,
         )
         return out, pull(cotangent)
 
@@ -291,7 +366,7 @@ def test_load_statistics_count_real_tokens():
     np.testing.assert_array_equal(routing.load, load)
     np.testing.assert_allclose(routing.score, score, rtol=1e-5)
     layers = jax.tree.map(lambda x: jnp.stack([x, x * 0 + 1]), routing)  # the second layer: perfect balance
-    metrics = {name: float(x) for name, x in moe.load_metrics(layers).items()}
+    metrics = {name: float(x) for name, x in moe.load_metrics(layers.load).items()}
     violation, share = load.max() / load.mean() - 1, load[load > 0] / load.sum()
     entropy = -(share * np.log(share)).sum() / math.log(E)
     assert math.isclose(metrics["moe/max_violation"], violation / 2, rel_tol=1e-5)
@@ -329,7 +404,7 @@ def test_the_correction_moves_against_the_load_until_it_is_even():
     @jax.jit
     def step(correction):
         routing = moe.route(x_BTD, params | {"correction": correction}, config)
-        metrics = moe.load_metrics(jax.tree.map(lambda x: x[None], routing))
+        metrics = moe.load_metrics(routing.load[None])
         return moe.balanced_correction(correction, routing.load, 0.01), metrics["moe/max_violation"]
 
     correction, first = step(params["correction"])

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
 from inference import rollout as rollout_lib
-from rl import advantages, data, experiment, packing
+from rl import data, experiment
 from rl import lease as lease_lib
 from rl import orchestrator as orchestrator_lib
 
@@ -30,7 +30,7 @@ GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under se
 GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
 
 
-def config_of(**changes):
+def resolve(**changes):
     """The quickstart with three groups of two; `rl__max_lag=1` sets config.rl.max_lag."""
     config = quickstart.get_config()
     config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
@@ -40,7 +40,11 @@ def config_of(**changes):
     for name, value in changes.items():
         section, field = name.split("__")
         config[section][field] = value
-    return experiment.resolve(config).raw
+    return experiment.resolve(config)
+
+
+def config_of(**changes):
+    return resolve(**changes).raw
 
 
 @pytest.fixture
@@ -48,8 +52,12 @@ def make(tmp_path):
     made = []
 
     def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, **changes):
-        config = config_of(**changes)
-        made.append(orchestrator_lib.Orchestrator(config, tmp_path, check=check, secret=secret, on_wait=on_wait))
+        exp = resolve(**changes)
+        made.append(
+            orchestrator_lib.Orchestrator(
+                exp.raw, tmp_path, credit=exp.credit, check=check, secret=secret, on_wait=on_wait
+            )
+        )
         return made[-1]
 
     yield make
@@ -508,54 +516,6 @@ def test_a_failure_elsewhere_wakes_who_waits(make):
     orchestrator.fail(ValueError("and then another"))  # the first is the cause
     with pytest.raises(ValueError, match="the server process ended"):
         waiting.result(WAIT_S)
-
-
-def trained(trees):
-    """What a packed batch trains, read off its arrays: (context seen, token, its logprob, advantage, temperature)."""
-    batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8))
-    rows = {
-        name: getattr(batch, name).reshape(16, 32)
-        for name in (field.name for field in dataclasses.fields(batch))
-        if name not in ("num_micro_batches", *packing.OPTIONAL)
-    }
-    found = []
-    for row, column in np.argwhere(rows["loss_mask"] > 0):
-        here = {name: array[row] for name, array in rows.items()}
-        mine = (here["segment_ids"] == here["segment_ids"][column]) & (
-            (here["branch_ids"] == 0) | (here["branch_ids"] == here["branch_ids"][column])
-        )
-        before = np.flatnonzero(mine & (here["positions"] < here["positions"][column]))
-        before = before[np.argsort(here["positions"][before])]
-        assert here["positions"][before].tolist() == list(range(here["positions"][column]))
-        assert here["predictors"][column] == before[-1]
-        numbers = (float(here[name][column]) for name in ("behavior_logp", "advantage", "temperature"))
-        found.append((tuple(here["tokens"][before].tolist()), int(here["tokens"][column]), *numbers))
-    return sorted(found)
-
-
-@pytest.mark.parametrize(
-    "advantage", sorted(advantages.ADVANTAGES.keys() - {"given"})
-)  # equal rewards are no flat group there
-def test_shared_prompts_train_the_same_tokens(advantage):
-    """Gaps in the mask, lengths that differ, groups of one prompt: the same work, laid out in two ways."""
-    groups = []
-    for group in data.train_groups(config_of(rl__samples_per_prompt=3), 1):
-        rs = answers(group, reward=0.0)
-        rs = [longer(r, sample, -1) for sample, r in enumerate(rs)]
-        gap = rs[2].sampled_mask.copy()
-        gap[4] = False  # what an environment said in between
-        rs[2] = dataclasses.replace(rs[2], sampled_mask=gap, logprobs=np.where(gap, rs[2].logprobs, 0))
-        groups.append(
-            [dataclasses.replace(r, reward=float((sample + group.group) ** 2)) for sample, r in enumerate(rs)]
-        )
-    groups.append([dataclasses.replace(r, reward=1.0) for r in groups[0]])  # flat
-    shared, metrics = orchestrator_lib.assign_credit(groups, advantages.ADVANTAGES[advantage], share_prompts=True)
-    alone, same = orchestrator_lib.assign_credit(groups, advantages.ADVANTAGES[advantage], share_prompts=False)
-    assert metrics == same and metrics["rollout/zero_advantage_frac"] == 0.25
-    assert len(shared) == 3 and len(alone) == 9
-    assert sum(tree.num_tokens for tree in shared) == sum(tree.num_tokens for tree in alone) - 3 * 2 * 3
-    assert trained(shared) == trained(alone)
-    assert len(trained(shared)) == sum(int(r.sampled_mask.sum()) for group in groups[:3] for r in group)
 
 
 def test_held_out_tasks_come_first_and_are_kept_apart(make):

@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
-from sharding import journal, source, transfer
+from sharding import journal, mirror, source, transfer
 from tests import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -118,6 +120,22 @@ def test_a_relay_killed_and_restarted_at_the_same_port(tmp_path):
             timer.start()
             assert check(wire.url, lambda n: proxy.contents(n, (400_000,) * 3), patience_s=20.0) == 0
             timer.join()
+
+
+def test_a_relay_that_has_not_looked_yet_asks_for_patience(tmp_path, monkeypatch):
+    """404 would say that the version was deleted, and a client of this relay alone would believe it."""
+    proxy.publish(tmp_path, 0, proxy.contents(0))
+    looked, look = threading.Event(), mirror.Mirror._pass
+    monkeypatch.setattr(mirror.Mirror, "_pass", lambda self, listing: looked.wait(20) and look(self, listing))
+    with proxy.running(tmp_path) as relay:
+        url = f"{relay.url}/v00000000/manifest.json"
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            urllib.request.urlopen(url, timeout=5)
+        refused.value.close()
+        looked.set()
+        proxy.wait_until(proxy.holds(relay, 0))
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            assert answer.status == 200
 
 
 def test_a_stale_relay_hides_nothing(origin, tmp_path):

@@ -1,0 +1,287 @@
+"""Running the experts of a mixture: sorted assignments, grouped matmuls, and tokens that meet experts of other devices.
+
+1. `run` takes tokens with their experts and weights. Assignments (a token and one of its experts) are sorted by expert, so
+   that one grouped matmul runs all experts, without capacity and without dropping any.
+2. On a mesh it is one `shard_map`: a device gathers its experts' parameters over `fsdp`, and holds a part of the experts
+   (`expert` axis; `tensor` axis, too, if it divides their number, else that axis splits the ffn of each).
+3. Few tokens are gathered over the `expert` axis: each device runs its own experts on all of them, and the partial sums are
+   scattered back.
+4. Many tokens stay, and their assignments travel: each device sends every row to the device of its expert and gets the result
+   back by a ragged all-to-all. What a device receives has no bound but all there is, and a buffer has one; so rows
+   travel in rounds of `SLACK` times the average load: one round unless some device's load is larger, as many as it takes
+   if all choose one expert. The gradient is the sum of the rounds' gradients, each recomputed.
+
+XLA for CPU has no ragged all-to-all; there, rows are padded and go by the plain one.
+
+Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token, A = N X assignments, F ffn of one expert,
+R rows of a round, P devices of the expert axis.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
+from jax.sharding import PartitionSpec
+
+from models import attention, layers
+from models import config as config_lib
+from sharding import rules
+
+# Logical dims of the parameters that `shard_map` takes apart; models/blocks.py states their shapes.
+AXES = {
+    "gate": ("experts", "model", "expert_ffn"),
+    "up": ("experts", "model", "expert_ffn"),
+    "down": ("experts", "expert_ffn", "model"),
+    "gate_bias": ("experts", "expert_ffn"),
+    "up_bias": ("experts", "expert_ffn"),
+    "down_bias": ("experts", "norm"),
+}
+TILE = 128  # a TPU register holds rows of 128, so tiles of a matmul are multiples of it
+MAX_TILE = 1024  # columns of a megablox tile: [1024, 1024] bfloat16, twice, leave room in the 16 MiB of a core
+# Rows of a megablox tile. Every tile reads its expert's weights again, so that r rows give r FLOPs per byte: 128 keep no TPU
+# busy (v5e: 240, v5p: 166), but with few rows per expert more would be padding.
+FEW_ROWS, MANY_ROWS = 128, 512
+GATHERED = 2**16  # assignments that a device sorts at most when tokens are gathered; beyond, assignments travel
+SLACK = 1.25  # rows of a round, over the average
+
+
+def run(
+    x_BTD: jax.Array, weights_BTX: jax.Array, experts_BTX: jax.Array, params: dict, config: config_lib.ModelConfig
+) -> jax.Array:
+    """Returns sum_x weight x expert(token), [B, T, D].
+
+    Args:
+      params: expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and their biases if the
+        config has some.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return _combine(*_run_all(x_BTD, experts_BTX, params, config), weights_BTX)
+    tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
+    specs = {name: rules.partition(mesh, x.shape, AXES[name]) for name, x in params.items()}
+    return jax.shard_map(
+        functools.partial(_run_local, config=config),
+        in_specs=(tokens, tokens, tokens, specs),
+        out_specs=tokens,
+        check_vma=False,
+    )(x_BTD, weights_BTX, experts_BTX, params)
+
+
+def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_lib.ModelConfig, *, interpret=False):
+    """rows[a] @ kernel[expert of a], for rows sorted by expert; zero for rows past the groups, whose gradient is zero too.
+
+    Neither implementation defines what it returns past the groups, forward or backward, so both ways are masked by
+    selection (a product with zero would keep a NaN). `inside_A` is None when every row belongs to a group.
+    """
+
+    def mask(x):
+        return x if inside_A is None else jnp.where(inside_A[:, None], x, 0)
+
+    which = config.grouped_matmul
+    if which == "auto":
+        which = "megablox" if attention.platform() == "tpu" else "ragged_dot"
+    if which == "ragged_dot":
+        return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
+    A, E = rows_AD.shape[0], kernel_EDF.shape[0]
+    tile = MANY_ROWS if A >= MANY_ROWS * E else FEW_ROWS
+    padded_AD = jnp.pad(mask(rows_AD), ((0, -A % tile), (0, 0)))
+    out_AF = megablox.gmm(
+        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _TILES[tile], None, None, False, interpret
+    )
+    return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
+
+
+def _tiles(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Of a megablox matmul [m, k] [k, n]: as few tiles as may be, evenly filled. The passes of a gradient ask, too."""
+    del m
+
+    def even(dim):
+        return -(-dim // (-(-dim // MAX_TILE) * TILE)) * TILE
+
+    return rows, even(k), even(n)
+
+
+_TILES = {rows: functools.partial(_tiles, rows) for rows in (FEW_ROWS, MANY_ROWS)}  # static arguments: one object each
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+def _run_all(x_BTD, experts_BTX, params, config, group_A=None):
+    """(order_A, results of the sorted assignments [A, D]). `group_A`: the row of `params`, past the end: nothing to do."""
+    num_local = params["gate"].shape[0]
+    everything = group_A is None
+    group_A = experts_BTX.reshape(-1) if everything else group_A
+    order_A = jnp.argsort(group_A, stable=True)
+    sorted_A = group_A[order_A]
+    rows_AD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_A // experts_BTX.shape[-1]]
+    sizes = jnp.bincount(group_A, length=num_local + 1)[:num_local].astype(jnp.int32)
+    return order_A, _ffn(rows_AD, sorted_A, sizes, params, config, all_inside=everything)
+
+
+def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> jax.Array:
+    """The experts' own arithmetic on rows sorted by group; zero where a row's group is past the last."""
+    num_local = params["gate"].shape[0]
+    inside_A = None if all_inside else group_A < num_local
+
+    def project(rows, name):
+        out = grouped_matmul(rows, params[name], group_sizes, inside_A, config)
+        if f"{name}_bias" not in params:
+            return out
+        bias_AF = params[f"{name}_bias"][jnp.minimum(group_A, num_local - 1)]
+        return out + (bias_AF if all_inside else jnp.where(inside_A[:, None], bias_AF, 0))
+
+    hidden_AF = layers.gated(project(rows_AD, "gate"), project(rows_AD, "up"), config)
+    return project(hidden_AF, "down")
+
+
+def _combine(order_A, out_AD, weights_BTX) -> jax.Array:
+    """Results of sorted assignments -> their sums by weight, back in the tokens' order."""
+    weighted_AD = out_AD * weights_BTX.reshape(-1)[order_A].astype(out_AD.dtype)[:, None]
+    unsorted_AD = jnp.zeros_like(out_AD).at[order_A].set(weighted_AD, unique_indices=True)
+    return unsorted_AD.reshape(*weights_BTX.shape, -1).sum(axis=2)
+
+
+# ---- on a mesh -------------------------------------------------------------------------------------------------------
+
+
+def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
+    """One device's share, inside `shard_map`: its tokens in, their sums out."""
+    full = {name: _gather_model_dim(name, param) for name, param in params.items()}
+    num_shards, num_local = jax.lax.axis_size("expert"), full["gate"].shape[0]
+    splits_ffn = num_local * num_shards == config.num_experts  # else the tensor axis splits the experts, too
+    if splits_ffn and "down_bias" in full:  # the sum over `tensor` below would add it once per device
+        full["down_bias"] = jnp.where(jax.lax.axis_index("tensor") == 0, full["down_bias"], 0)
+    first = 0 if splits_ffn else jax.lax.axis_index("tensor") * num_local
+    per_shard = config.num_experts // num_shards
+
+    if num_shards * experts_BTX.size > GATHERED and num_shards > 1:
+        within_BTX = experts_BTX % per_shard - first
+        mine_BTX = (within_BTX >= 0) & (within_BTX < num_local)
+        key_BTX = jnp.where(mine_BTX, experts_BTX // per_shard * num_local + within_BTX, num_shards * num_local)
+        average = experts_BTX.size * num_shards * num_local // config.num_experts
+        return jax.lax.psum(_exchange(x_BTD, weights_BTX, key_BTX, full, config, average), "tensor")
+
+    def over_experts(x):
+        return x if num_shards == 1 else jax.lax.all_gather(x, "expert", axis=0, tiled=True)
+
+    x_BTD, weights_BTX, experts_BTX = (over_experts(x) for x in (x_BTD, weights_BTX, experts_BTX))
+    group_A = None
+    if num_local < config.num_experts:
+        group_A = experts_BTX.reshape(-1) - jax.lax.axis_index("expert") * per_shard - first
+        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)  # strangers sort last
+    partial_BTD = _combine(*_run_all(x_BTD, experts_BTX, full, config, group_A), weights_BTX)
+    partial_BTD = jax.lax.psum(partial_BTD, "tensor")
+    if num_shards == 1:
+        return partial_BTD
+    return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
+
+
+def _gather_model_dim(name: str, param: jax.Array) -> jax.Array:
+    if "model" not in AXES[name]:
+        return param
+    return jax.lax.all_gather(param, "fsdp", axis=AXES[name].index("model"), tiled=True)
+
+
+# ---- assignments that travel -----------------------------------------------------------------------------------------
+
+
+def _exchange(x_BTD, weights_BTX, key_BTX, params, config, average: int) -> jax.Array:
+    """The sums of a device's tokens over experts on all devices of the expert axis.
+
+    Args:
+      key_BTX: (device of the expert axis) x (experts per device) + (expert there); past the last for those that are none
+        of this exchange's.
+      average: assignments that a device receives if the load is even.
+    """
+    P, num_local = jax.lax.axis_size("expert"), params["gate"].shape[0]
+    key_A = key_BTX.reshape(-1)
+    order_A = jnp.argsort(key_A, stable=True)
+    counts_PE = jnp.bincount(key_A, length=P * num_local + 1)[:-1].astype(jnp.int32).reshape(P, num_local)
+    counts_SPE = jax.lax.all_gather(counts_PE, "expert")  # of each source for each target
+    rows = -(-math.ceil(SLACK * average) // TILE) * TILE
+    num_rounds = -(-counts_SPE.sum(axis=(0, 2)).max() // rows)
+    # Devices that share no expert take part in each other's rounds all the same: one program, one number of turns.
+    num_rounds = jax.lax.pmax(num_rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
+    one_round = functools.partial(_round, config=config, rows=rows)
+    return _sum_of_rounds(one_round, num_rounds, (order_A, counts_SPE), (x_BTD, weights_BTX, params))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_rounds(one_round, num_rounds, plan, args):
+    """sum_i one_round(i, plan, *args); the number of rounds is data, and a loop over it has no gradient of JAX's own."""
+
+    def add(i, total):
+        return total + one_round(i, plan, *args)
+
+    return jax.lax.fori_loop(0, num_rounds, add, jnp.zeros_like(args[0]))
+
+
+def _sum_forward(one_round, num_rounds, plan, args):
+    return _sum_of_rounds(one_round, num_rounds, plan, args), (num_rounds, plan, args)
+
+
+def _sum_backward(one_round, saved, grad):
+    num_rounds, plan, args = saved
+
+    def add(i, total):
+        _, pull = jax.vjp(lambda *args: one_round(i, plan, *args), *args)
+        return jax.tree.map(jnp.add, total, pull(grad))
+
+    return None, None, jax.lax.fori_loop(0, num_rounds, add, jax.tree.map(jnp.zeros_like, args))
+
+
+_sum_of_rounds.defvjp(_sum_forward, _sum_backward)
+
+
+def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Array:
+    """Round i: of all that a device is to receive, in order of source and expert, rows i R .. (i + 1) R; out, and back."""
+    order_A, counts_SPE = plan
+    D, X = x_BTD.shape[-1], weights_BTX.shape[-1]
+    num_local = counts_SPE.shape[2]
+    me, window = jax.lax.axis_index("expert"), (i * rows, (i + 1) * rows)
+    sizes_SP = counts_SPE.sum(axis=2)
+    at_source_SP = jnp.cumsum(sizes_SP, axis=1) - sizes_SP  # where a target's rows begin in a source's order
+    at_target_SP = jnp.cumsum(sizes_SP, axis=0) - sizes_SP  # where a source's rows begin in a target's
+    begin_SP, end_SP = jnp.clip(at_target_SP, *window), jnp.clip(at_target_SP + sizes_SP, *window)
+    now_SP = end_SP - begin_SP
+    source_SP = at_source_SP + jnp.clip(begin_SP - at_target_SP, 0, sizes_SP)
+    target_SP = begin_SP - window[0]
+
+    sorted_AD = x_BTD.reshape(-1, D)[order_A // X]
+    received_RD = _ragged_all_to_all(sorted_AD, rows, source_SP[me], now_SP[me], target_SP[me], now_SP[:, me])
+
+    counts = counts_SPE[:, me].reshape(-1)
+    ends = jnp.clip(jnp.cumsum(counts), *window)
+    counts = jnp.diff(ends, prepend=jnp.asarray(window[0], ends.dtype)[None])  # of this window, source-major
+    index_R = jnp.arange(rows)
+    group_R = jnp.repeat(jnp.arange(counts.size) % num_local, counts, total_repeat_length=rows)
+    group_R = jnp.where(index_R < counts.sum(), group_R, num_local)
+    order_R = jnp.argsort(group_R, stable=True)
+    group_sizes = counts.reshape(-1, num_local).sum(axis=0).astype(jnp.int32)
+    out_RD = _ffn(received_RD[order_R], group_R[order_R], group_sizes, params, config, all_inside=False)
+    out_RD = jnp.zeros_like(out_RD).at[order_R].set(out_RD, unique_indices=True)
+
+    A = order_A.shape[0]
+    returned_AD = _ragged_all_to_all(out_RD, A, target_SP[:, me], now_SP[:, me], source_SP[:, me], now_SP[me])
+    return _combine(order_A, returned_AD, weights_BTX)
+
+
+def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P) -> jax.Array:
+    """Over the expert axis: rows from_P[p] .. + sizes_P[p] go to row to_P[p] of device p; zero where nothing arrives."""
+    D = rows_AD.shape[1]
+    if attention.platform() != "cpu":
+        empty = jnp.zeros((num_rows, D), rows_AD.dtype)
+        return jax.lax.ragged_all_to_all(rows_AD, empty, from_P, sizes_P, to_P, receive_P, axis_name="expert")
+    most = min(rows_AD.shape[0], num_rows)
+    index_1M = jnp.arange(most)[None]
+    from_PM = jnp.minimum(from_P[:, None] + index_1M, rows_AD.shape[0] - 1)
+    sent_PMD = jnp.where((index_1M < sizes_P[:, None])[..., None], rows_AD[from_PM], 0)
+    received_PMD = jax.lax.all_to_all(sent_PMD, "expert", 0, 0)
+    to_PM = jax.lax.all_to_all(to_P, "expert", 0, 0, tiled=True)[:, None] + index_1M
+    to_PM = jnp.where(index_1M < receive_P[:, None], to_PM, num_rows)
+    empty = jnp.zeros((num_rows, D), rows_AD.dtype)
+    return empty.at[to_PM].set(received_PMD, mode="drop")

@@ -1,0 +1,94 @@
+"""From groups of rollouts to the trees that the learner packs: who gets how much credit, and which component trains what.
+
+1. The reward of a sample is shaped (`overlong_buffer`), then `advantages.ADVANTAGES`, `NORMALIZERS` and `AVERAGES` in turn make
+   it the advantage of each of its sampled tokens.
+2. A group whose advantages are all zero has no gradient and is left out, unless another component trains its tokens.
+3. `environment_coef` weighs the cross-entropy of what the environment said between turns, `teacher_coef` the distillation of what
+   was sampled (rl/divergences.py).
+4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample a stream of its own.
+
+Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference import rollout as rollout_lib
+from rl import advantages, packing
+
+
+@dataclasses.dataclass(frozen=True)
+class Credit:
+    """How a run assigns credit; names are those of the tables in rl/advantages.py."""
+
+    advantage: str = "group_mean"
+    normalize: str = "none"
+    average: str = "tokens"
+    overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: off
+    max_tokens: int = 0  # of a completion; read where overlong_buffer is set
+    environment_coef: float = 0.0  # of the cross-entropy on the environment's tokens
+    teacher_coef: float = 0.0  # of the distillation on sampled tokens
+    share_prompts: bool = True
+
+    def __post_init__(self):
+        for name, table in (
+            ("advantage", advantages.ADVANTAGES),
+            ("normalize", advantages.NORMALIZERS),
+            ("average", advantages.AVERAGES),
+        ):
+            if getattr(self, name) not in table:
+                raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
+        if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
+            raise ValueError(
+                f"rl.overlong_buffer = {self.overlong_buffer} must lie in 1..{self.max_tokens}, the longest completion "
+                f"(sampling.max_tokens), or be 0 for none"
+            )
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Which of `packing.OPTIONAL` the trees carry."""
+        coefs = {"ce_weight": self.environment_coef, "ref_kl_weight": self.teacher_coef}
+        return tuple(name for name, coef in coefs.items() if coef)
+
+    def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
+        """(The trees of a batch of P groups, the part of the groups that reward teaches nothing)."""
+        lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
+        rewards = [np.array([r.reward for r in group], np.float64) for group in groups]
+        if self.overlong_buffer:
+            limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
+            rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
+        credits = advantages.NORMALIZERS[self.normalize]([advantages.ADVANTAGES[self.advantage](r) for r in rewards])
+        is_flat = [not np.any(np.abs(credit_G) > 1e-9) for credit_G in credits]
+        kept = [i for i, flat in enumerate(is_flat) if self.streams or not flat]
+        factors = advantages.AVERAGES[self.average]([lengths[i] for i in kept])
+        trees = []
+        for i, factor_G in zip(kept, factors, strict=True):
+            trees += self._trees(groups[i], credits[i] * factor_G)
+        return trees, float(np.mean(is_flat))
+
+    def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray) -> list[packing.Tree]:
+        P = int(np.argmax(group[0].sampled_mask))  # tokens of the prompt
+        start = P if self.share_prompts else 0
+        branches = [self._branch(r, credit, P, start) for r, credit in zip(group, credit_G, strict=True)]
+        if self.share_prompts:
+            return [packing.Tree(group[0].tokens[:P], tuple(branches))]
+        return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
+
+    def _branch(self, rollout: rollout_lib.Rollout, credit: float, P: int, start: int) -> packing.Branch:
+        mask_T = rollout.sampled_mask.astype(np.float32)
+        answer_T = 1 - mask_T
+        answer_T[:P] = 0  # the prompt is nobody's answer
+        weights = {
+            "ce_weight": answer_T * np.float32(self.environment_coef),
+            "ref_kl_weight": mask_T * np.float32(self.teacher_coef),
+        }
+        return packing.Branch(
+            rollout.tokens[start:],
+            mask_T[start:],
+            rollout.logprobs[start:],
+            (mask_T * np.float32(credit))[start:],
+            rollout.temperature,
+            **{name: weights[name][start:] for name in self.streams},
+        )

@@ -1,0 +1,40 @@
+"""The reference: a policy that does not train, and scores what was sampled. A KL penalty pulls to it, distillation learns from it.
+
+It is the policy that RL began with, or, with `objective.reference_model`, a Hugging Face checkpoint of any family and size that
+reads the same token ids (on-policy distillation: a large teacher grades what the student itself wrote).
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from models import hf, transformer
+from rl import experiment, learner, packing
+from sharding import rules
+
+Score = Callable[[packing.TrainBatch], jax.Array]
+
+
+def make(
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, initial: Callable[[], transformer.Params]
+) -> Score | None:
+    """Returns `score(batch) -> ref_logp [M, B, T]`, at each token's own temperature; None where nothing asks for a reference.
+
+    `initial` gives the policy that RL began with. ValueError: the checkpoint is unreadable, or its vocabulary is too small.
+    """
+    if not exp.objective.needs_reference:
+        return None
+    path, model = exp.objective.reference_model, exp.model
+    if not path:
+        params = initial()
+    else:
+        model = hf.read_config(path, dtype=exp.model.param_dtype, scan_layers=exp.model.scan_layers)
+        if model.vocab_size < exp.tokenizer.vocab_size:
+            raise ValueError(
+                f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
+                f"{exp.tokenizer.vocab_size}: a reference must read the same ids; choose one of the same tokenizer"
+            )
+        shardings = rules.shardings(transformer.specs(model), mesh)
+        params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
+    score = learner.make_score(model, mesh)
+    return lambda batch: score(params, batch)
