@@ -10,9 +10,11 @@
 import json
 import math
 import pathlib
+import re
 import tempfile
 import time
 
+import jax
 from absl import flags
 
 from inference import rollout as rollout_lib
@@ -71,6 +73,11 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     return result | {"num_tasks": len(groups)}
 
 
+def headline(result: dict[str, float]) -> float:
+    """The one number of `scores` that checkpoints are ranked by: avg@k."""
+    return next(value for name, value in result.items() if name.startswith("avg@"))
+
+
 def summary(workdir: pathlib.Path) -> list[str]:
     """First and last held-out scores, a line each."""
     entries = _entries(workdir / "evaluations.json")
@@ -96,8 +103,20 @@ def _entries(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _restore(exp: experiment.Experiment, mesh, directory: pathlib.Path, step: int | None):
-    """(step, parameters of the whole model): a run with adapters merges them, and needs all of its state for that."""
+def restore_policy(
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, wanted: str
+) -> tuple[int, transformer.Params]:
+    """(step, parameters of the whole model) of a run's checkpoint: `wanted` is a step, "newest" or "best" (held-out score).
+
+    A run with adapters merges them, and needs all of its state for that.
+    """
+    directory = workdir / "checkpoints"
+    if wanted != "best" and wanted != "newest" and not re.fullmatch("[0-9]+", wanted):
+        raise ValueError(f"--step={wanted} is no checkpoint; give a step, newest, or best")
+    if wanted == "best":
+        step = checkpoint.best_step(directory)
+    else:
+        step = None if wanted == "newest" else int(wanted)
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
     optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
@@ -106,13 +125,18 @@ def _restore(exp: experiment.Experiment, mesh, directory: pathlib.Path, step: in
     return step, learner.make_policy(exp.model, mesh, exp.lora)(state)
 
 
+def check_run(workdir: str) -> None:
+    """FileNotFoundError, before anything is created, where `workdir` holds no run."""
+    if not (pathlib.Path(workdir) / "checkpoints").is_dir():
+        raise FileNotFoundError(f"no checkpoints in {workdir}; give the --workdir of a run of rl.train")
+
+
 def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
-    step, mesh = flags.FLAGS.step, mesh_lib.create(exp.raw.mesh.to_dict())
-    if not (pathlib.Path(flags.FLAGS.workdir) / "checkpoints").is_dir():
-        raise FileNotFoundError(f"no checkpoints in {flags.FLAGS.workdir}; give the --workdir of a run of rl.train")
+    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+    check_run(flags.FLAGS.workdir)
     with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
-        step, params = _restore(exp, mesh, workdir / "checkpoints", None if step < 0 else step)
+        step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights = pathlib.Path(scratch) / "weights"
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
@@ -122,5 +146,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     experiment.define_flags()
-    flags.DEFINE_integer("step", -1, "checkpoint step; -1: the newest")
+    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     experiment.run(main)

@@ -72,8 +72,13 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
         publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
         progress.note("starting the rollout server and its workers")
         rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say))
+
+        def score(step):
+            result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
+            checkpointer.score(step, evaluate.headline(result))
+
         if start == 0:
-            evaluate.held_out(exp, rollouts, 0, workdir, writer, progress)
+            score(0)
 
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
             history = []
@@ -93,11 +98,12 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                 with clock("publish"):
                     publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
                     rollouts.publish(step)
+                scored = config.evaluation.every and step % config.evaluation.every == 0 and step < config.rl.num_steps
                 with clock("checkpoint"):
-                    checkpointer.save(step, state, {"step": step}, force=step == config.rl.num_steps)
+                    checkpointer.save(step, state, {"step": step}, force=scored or step == config.rl.num_steps)
                 with clock("eval"):
-                    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.rl.num_steps:
-                        evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
+                    if scored:
+                        score(step)
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
                 values |= diagnostics.derived(values)
                 values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
@@ -106,7 +112,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                 history.append(values)
                 if step % 5 == 0 and (line := diagnostics.advice(history)):
                     progress.say(f"advice: {line}")
-        evaluate.held_out(exp, rollouts, config.rl.num_steps, workdir, writer, progress)
+        score(config.rl.num_steps)
     path = report.write(workdir)
     progress.say(*evaluate.summary(workdir), f"report: {path}")
     return path

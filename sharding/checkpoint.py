@@ -5,7 +5,8 @@ In time:
 1. `save` waits for the save before it, refuses where the disk has no room for this one, copies the state to the host,
    and returns; orbax writes behind its back.
 2. When every array is on disk, still under the temporary name, `seal.json` records the SHA-256 of every file of theirs.
-3. orbax renames the step's directory and deletes all but the newest `keep`. No rename: no checkpoint.
+3. orbax renames the step's directory and deletes all but the newest `keep` and the best. No rename: no checkpoint.
+   Which is best is said afterwards (`score`), and kept in `best.json`.
 4. `restore` re-hashes the newest step before orbax parses any of it. A torn one is logged, moved aside as
    `torn-<step>`, and the one before is used. What was saved is compared with what is asked for by name, shape and
    dtype, then read straight into the shardings asked for, whatever mesh wrote it.
@@ -14,8 +15,7 @@ The seal is there because orbax does not notice a flipped bit (zstd chunks carry
 tree, and raises bare `Exception` for a truncated one. The dtype check is there because it casts in silence. The disk is
 asked beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
-Left out: saves from several hosts (the seal is written by process 0, for one shared directory); retention by metric
-(evaluation names the step it wants, and `keep` is for crashes).
+Left out: saves from several hosts (the seal is written by process 0, for one shared directory).
 """
 
 import contextlib
@@ -47,9 +47,10 @@ class Checkpointer:
             raise ValueError(f"keep={keep} and every={every} must be >= 1")
         self._directory = pathlib.Path(directory).absolute()
         self._every = every
+        self._keep = keep
         self._last_saved: int | None = None
         with _full_disk(self._directory):
-            self._manager = ocp.CheckpointManager(self._directory, options=self._options(keep))
+            self._manager = ocp.CheckpointManager(self._directory, options=self._options())
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -77,6 +78,14 @@ class Checkpointer:
             _check_room(self._directory, state)
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def score(self, step: int, value: float) -> None:
+        """Says how good a saved step is: the first of the highest value is kept, however old it becomes."""
+        best = _best(self._directory)
+        if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
+            path = self._directory / "best.json"
+            path.with_suffix(".tmp").write_text(json.dumps({"step": step, "score": value}) + "\n")
+            path.with_suffix(".tmp").replace(path)
 
     def wait(self) -> None:
         """Returns when the save in flight is a complete checkpoint; raises if it failed."""
@@ -109,9 +118,15 @@ class Checkpointer:
         with _full_disk(self._directory):
             self._manager.close()
 
-    def _options(self, keep: int) -> ocp.CheckpointManagerOptions:
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """orbax's question after each save; `checkpoints` ascend."""
+        best = _best(self._directory)
+        newest = [c.step for c in checkpoints][-self._keep :]
+        return [c.step in newest or (best is not None and c.step == best["step"]) for c in checkpoints]
+
+    def _options(self) -> ocp.CheckpointManagerOptions:
         callback = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
-        return ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=callback)
+        return ocp.CheckpointManagerOptions(preservation_policy=self, async_options=callback)
 
     def _seal(self) -> None:
         """Runs in the save's thread, after the last byte and before the rename that makes the step visible."""
@@ -145,6 +160,21 @@ def restore_params(directory: str, abstract_params: Any, step: int | None = None
 def complete_steps(directory: str | pathlib.Path) -> list[int]:
     """The steps whose save finished, ascending."""
     return [step for step in _numbered(pathlib.Path(directory)) if _seal_path(directory, step).is_file()]
+
+
+def best_step(directory: str | pathlib.Path) -> int:
+    """The complete step that scored highest; FileNotFoundError where none has a score."""
+    best = _best(pathlib.Path(directory))
+    if best is None or best["step"] not in complete_steps(directory):
+        raise FileNotFoundError(
+            f"no checkpoint in {directory} has a score yet; name one of {complete_steps(directory)}"
+        )
+    return best["step"]
+
+
+def _best(directory: pathlib.Path) -> dict | None:
+    path = directory / "best.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _numbered(directory: pathlib.Path) -> list[int]:

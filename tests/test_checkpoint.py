@@ -163,6 +163,24 @@ def test_keep_every_force_and_repeats(tmp_path):
         checkpoint.restore_params(tmp_path / "nowhere", {})
 
 
+def test_the_best_is_kept_however_old(tmp_path):
+    state = _state()
+    with pytest.raises(FileNotFoundError, match=r"has a score yet; name one of \[\]"):
+        checkpoint.best_step(tmp_path)
+    for scores in ({1: 0.2, 2: 0.9, 3: 0.9}, {4: 0.5, 5: float("nan")}):  # the second run resumes
+        with checkpoint.Checkpointer(tmp_path, keep=1) as checkpointer:
+            for step, value in scores.items():
+                checkpointer.save(step, state, {})
+                checkpointer.score(step, value)
+        assert checkpoint.best_step(tmp_path) == 2  # the first of equals
+        assert checkpoint.complete_steps(tmp_path) == [2, max(scores)]
+    with checkpoint.Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(6, state, {})
+        checkpointer.score(6, 1.0)
+        checkpointer.save(7, state, {})
+    assert checkpoint.complete_steps(tmp_path) == [6, 7]
+
+
 def test_save_survives_donation(tmp_path):
     """The save is asynchronous, the next step overwrites its input: the copy must be taken before `save` returns."""
     state = _state(1 << 16)

@@ -1,9 +1,15 @@
 """The named recipes: each resolves, and states the constants that its source states."""
 
+import pathlib
+import subprocess
+import sys
+
 import pytest
 
 from configs import recipes
-from rl import experiment
+from rl import experiment, metrics
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def resolved(name):
@@ -60,3 +66,49 @@ def test_an_unknown_recipe_is_refused():
     assert set(recipes.RECIPES) == {"intellect2", "intellect3", "prime2026", "scalerl"}
     with pytest.raises(ValueError, match="no recipe 'intellect4'.*intellect2, intellect3, prime2026, scalerl"):
         recipes.get_config("intellect4")
+
+
+# ---- do they learn? --------------------------------------------------------------------------------------------------
+
+
+def rise(config, workdir):
+    """Mean reward of the last ten of 60 steps, less that of the first five."""
+    command = [
+        sys.executable,
+        "-m",
+        "rl.train",
+        f"--config={config}",
+        f"--workdir={workdir}",
+        "--config.rl.num_steps=60",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr
+    rewards = [r["rollout/reward"] for r in metrics.read(workdir / "metrics.jsonl") if r["phase"] == "rl"]
+    assert len(rewards) == 60
+    return sum(rewards[-10:]) / 10 - sum(rewards[:5]) / 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_each_recipe_learns(name, tmp_path):
+    assert rise(f"configs/recipes.py:{name}", tmp_path / "w") > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["-advantage_BT, mask_BT", "advantage_BT, 1 - mask_BT"], ids=["sign", "mask"])
+def test_a_broken_loss_does_not(broken, tmp_path):
+    """What the test above would not see, it could not vouch for."""
+    (tmp_path / "broken.py").write_text(f"""
+from configs import quickstart
+from rl import losses
+
+def broken(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, clip_low, clip_high, delta, denom):
+    options = dict(clip_low=clip_low, clip_high=clip_high, delta=delta, denom=denom)
+    return losses.two_sided_clip(logp_BT, behavior_logp_BT, {broken}, **options)
+
+def get_config():
+    c = quickstart.get_config()
+    c.rl.loss_function = broken
+    return c
+""")
+    assert rise(tmp_path / "broken.py", tmp_path / "w") < 0.05

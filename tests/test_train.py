@@ -11,10 +11,14 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 
+from models import hf, tokenizer, transformer
 from rl import metrics, train
 from sharding import checkpoint
+from sharding import mesh as mesh_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = {
@@ -124,10 +128,34 @@ def test_evaluate_scores_a_checkpoint(finished):
     assert [entry["step"] for entry in entries] == [0, 4, 6]
     assert {"avg@1", "pass@1", "num_tasks"} <= entries[1]["scores"].keys()
 
+    argv[-1] = "--step=last"
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1 and "give a step, newest, or best" in result.stderr
+
     argv[-1] = "--step=5"
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr  # names what exists
+
+
+def test_export_writes_a_folder_that_loads(finished, tmp_path):
+    """The best by held-out score: of the run's two, and 4 if it was scored before."""
+    workdir, _ = finished
+    output = tmp_path / "exported"
+    argv = [*command(workdir, module="rl.export"), "--step=best", f"--output={output}"]
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    best = checkpoint.best_step(workdir / "checkpoints")
+    assert f"step {best} of" in result.stdout
+    model, params = hf.load(output)
+    _, saved = checkpoint.restore_params(
+        workdir / "checkpoints", transformer.abstract(model, mesh_lib.create({}, jax.devices()[:1])), best
+    )
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert tokenizer.load(output).encode("abc") == tokenizer.load("byte_chatml").encode("abc")
+    again = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 1 and "Traceback" not in again.stderr and str(output) in again.stderr
 
 
 def test_another_config_is_refused_in_the_same_workdir(finished):

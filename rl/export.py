@@ -1,0 +1,37 @@
+"""A run's policy as a Hugging Face folder: config.json, safetensors, tokenizer; transformers, vLLM and `inference.serve` load it.
+
+    python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
+
+1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/lora.py).
+2. `models.hf.save` writes hub-style names; the same parameters give the same bytes.
+3. The tokenizer goes beside them.
+"""
+
+import pathlib
+
+from absl import flags
+
+from models import hf
+from rl import evaluate, experiment, metrics
+from sharding import mesh as mesh_lib
+
+
+def main() -> None:
+    exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
+    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+    evaluate.check_run(flags.FLAGS.workdir)
+    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
+        step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
+        ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
+        hf.save(output, exp.model, params, extra=ids)
+        exp.tokenizer.save(output)
+    metrics.Progress().say(
+        f"step {step} of {flags.FLAGS.workdir} is in {output}: python -m inference.chat --model {output}"
+    )
+
+
+if __name__ == "__main__":
+    experiment.define_flags()
+    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
+    flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
+    experiment.run(main)
