@@ -1,21 +1,27 @@
-"""Tokens per second of the sampler beside its peers, in one run: python -m bench.inference [--peer-python PYTHON]
+"""Tokens per second of the sampler beside its peers, in one run.
+
+    python -m bench.inference --transformers=PYTHON --tunix=PYTHON      interpreters that have them; ours alone without
+    python -m bench.inference --parts in_process proofs                 some of it: each part takes under two minutes
 
 The model is the 4 M one of every comparison here (4 layers, 256 dims, 4 heads, 2 key heads, 64 head dims, ffn 1024,
 vocabulary 512, tied, float32), the work 64 requests of 32 prompt tokens and 64 new ones (`equal`), or 8 to 256 new ones
 (`skewed`), sampled at temperature 1. `--model 100m` is 12 layers of 768 dims, 8 requests of 64 + 64.
 
-1. `in process`: the scheduler, called from this process.
-2. `http`: the server in a process of its own, asked by this one over loopback, one request per prompt.
-3. `transformers`, `tunix`: their samplers on a model of the same shape in --peer-python, whichever it has. A batch of
-   theirs runs until its longest row ends; only the tokens that were asked for are counted.
-4. `first token`: at half of the measured load, requests arriving at random: time from sending to the first token.
+1. `in_process`: the scheduler, called from this process.
+2. `proofs`: the same with a TOPLOC proof per 32 tokens. The rounds of both alternate.
+3. `http`: the server in a process of its own, asked by this one over loopback, one request per prompt.
+4. `transformers`, `tunix`: their samplers on a model of the same shape. A batch of theirs runs until its longest row ends;
+   only the tokens that were asked for are counted.
+5. `first_token`: at half of the load that `http` measured, requests arriving at random: time from sending to the first
+   token.
 
 Every way is warmed up first, the rounds alternate, and the median is printed with the spread, the CPU seconds, and for ours
-the steps used / useful and the part of the machine's matmul limit (measured in the same run).
+the steps used / useful and the parts of the machine's matmul and memory limits (measured in the same run).
 """
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -46,7 +52,7 @@ SHAPES = {
         vocab_size=32000, model_dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, ffn_dim=2304
     ),
 }
-TARGETS = {"in process": 15_000, "http": 8_000}  # tok/s, equal lengths, 4 M model, two idle cores
+PARTS = ("in_process", "proofs", "http", "transformers", "tunix", "first_token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num_slots", type=int, default=64)
     parser.add_argument("--steps_per_call", type=int, default=16)
-    parser.add_argument("--peer-python", help="an interpreter with torch and transformers, or tunix")
-    parser.add_argument("--no-http", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--transformers", metavar="PYTHON", help="an interpreter with torch and transformers")
+    parser.add_argument("--tunix", metavar="PYTHON", help="an interpreter with tunix")
     parser.add_argument("--json", help="also write the results there")
     args = parser.parse_args(argv)
     work = make_work(args.model, args.lengths, args.requests)
@@ -80,30 +87,38 @@ def main(argv: list[str] | None = None) -> int:
     sizes = engine_lib.EngineConfig(slots, longest, min(16, slots), args.steps_per_call)
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
 
-    ways = {"in process": InProcess(model, sizes, params)}
-    if not args.no_http:
+    parts, pythons = set(args.parts), {"transformers": args.transformers, "tunix": args.tunix}
+    ways = {}
+    if parts & {"in_process", "proofs"}:
+        ways["in_process"] = InProcess(model, sizes, params)
+    if "proofs" in parts:
+        ways["proofs"] = InProcess(model, sizes, params, proofs=True)
+    if parts & {"http", "first_token"}:
         ways["http"] = OverHttp(model, sizes, params)
-    if args.peer_python:
-        ways |= {name: Peer(args.peer_python, name, args.model) for name in ("transformers", "tunix")}
+    ways |= {name: Peer(python, name, args.model) for name, python in pythons.items() if python and name in parts}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     cpu: dict[str, list[float]] = {name: [] for name in ways}
     try:
-        for name in list(ways):
-            if not ways[name].run(work):  # compiles
-                print(f"{name}: not installed there, left out")
-                ways.pop(name).close()
+        for way in ways.values():
+            way.run(work)  # compiles
         for _ in range(args.rounds):
             for name, way in ways.items():
                 wall_s, cpu_s = way.run(work)
                 seconds[name].append(wall_s)
                 cpu[name].append(cpu_s)
         results = {name: report(name, work, seconds[name], cpu[name]) for name in ways}
-        results["steps used / useful"] = ways["in process"].step_ratio(work)
-        print(f"steps used / useful: {results['steps used / useful']:.3f}")
-        results["matmul"] = matmul_fraction(model, work, statistics.median(seconds["in process"]))
-        if "http" in ways:
+        if "in_process" in ways:
+            for name in ways:
+                if name != "in_process":
+                    results[f"in_process / {name}"] = compare(name, seconds["in_process"], seconds[name])
+            results["steps used / useful"] = ways["in_process"].step_ratio(work)
+            print(f"steps used / useful: {results['steps used / useful']:.3f}")
+            wall_s = statistics.median(seconds["in_process"])
+            results["matmul"] = matmul_fraction(model, work, wall_s)
+            results["memory"] = memory_fraction(model, work, sizes.num_slots, wall_s)
+        if "first_token" in parts:
             rate = len(work.prompts) / statistics.median(seconds["http"]) / 2
-            results["first token"] = ways["http"].first_token(work, rate)
+            results["first_token"] = ways["http"].first_token(work, rate)
     finally:
         for way in ways.values():
             way.close()
@@ -130,26 +145,36 @@ def report(name: str, work: Work, seconds: list[float], cpu: list[float]) -> dic
     rates = sorted(work.num_new / s for s in seconds)
     middle = statistics.median(rates)
     print(
-        f"{name:14} {middle:9.0f} tok/s ({rates[0]:.0f} to {rates[-1]:.0f}), {statistics.median(cpu):.2f} CPU s a round"
-        + (f", target {TARGETS[name]}" if name in TARGETS else "")
+        f"{name:14} {middle:9.0f} tok/s ({rates[0]:.0f} to {rates[-1]:.0f}), {statistics.median(cpu):.2f} CPU s a round",
+        flush=True,
     )
     return {"tok_per_s": middle, "lowest": rates[0], "highest": rates[-1], "cpu_s": statistics.median(cpu)}
 
 
+def compare(name: str, ours: list[float], theirs: list[float]) -> float:
+    """Speed of `in_process` over that of another way: the median over rounds, each of which ran both."""
+    ratio = statistics.median(t / o for o, t in zip(ours, theirs, strict=True))
+    print(f"in_process / {name}: {ratio:.2f}" + (f" (proofs on / off: {1 / ratio:.3f})" if name == "proofs" else ""))
+    return ratio
+
+
 class InProcess:
-    def __init__(self, model, sizes, params):
+    def __init__(self, model, sizes, params, *, proofs: bool = False):
         self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
         self._scheduler = scheduler_lib.Scheduler(self._engine, params, 0, prefix_cache_bytes=0)
+        self._proofs = proofs
 
     def run(self, work: Work) -> tuple[float, float]:
         begun, cpu = time.perf_counter(), _cpu_s()
         futures = [
-            self._scheduler.submit(scheduler_lib.GenerateRequest(tuple(p), max_tokens=n, seed=i))
+            self._scheduler.submit(scheduler_lib.GenerateRequest(tuple(p), max_tokens=n, seed=i, proofs=self._proofs))
             for i, (p, n) in enumerate(zip(work.prompts, work.lengths, strict=True))
         ]
         results = [future.result() for future in futures]
+        wall_s, cpu_s = time.perf_counter() - begun, _cpu_s() - cpu
         assert [len(r[0].tokens) for r in results] == work.lengths
-        return time.perf_counter() - begun, _cpu_s() - cpu
+        assert all(bool(r[0].proofs) == self._proofs for r in results)
+        return wall_s, cpu_s
 
     def step_ratio(self, work: Work) -> float:
         """Decode steps of one round over those of a perfect packing of its lengths, in order, into the slots."""
@@ -239,14 +264,13 @@ class Peer:
         command = [python, str(PEER), name, json.dumps(SHAPES[model])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, work: Work) -> tuple[float, float] | None:
-        try:
+    def run(self, work: Work) -> tuple[float, float]:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"prompts": work.prompts, "lengths": work.lengths}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        line = self._process.stdout.readline()
-        return tuple(json.loads(line)) if line else None
+        if not (line := self._process.stdout.readline()):
+            raise ValueError("the peer ended; its own words are above")
+        return tuple(json.loads(line))
 
     def close(self) -> None:
         self._process.kill()
@@ -259,15 +283,33 @@ def matmul_fraction(model: config_lib.ModelConfig, work: Work, wall_s: float) ->
     x, w = jnp.ones((B, D)), jnp.ones((D, F))
     chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, 200, lambda _, y: (y @ w) @ w.T * 1e-6, x))
     chain(x, w).block_until_ready()
-    begun = time.perf_counter()
-    chain(x, w).block_until_ready()
-    limit = 200 * 2 * 2 * B * D * F / (time.perf_counter() - begun)
-    num_tokens = work.num_new + sum(map(len, work.prompts))
-    ours = 2 * transformer.num_params(model) * num_tokens / wall_s
+    limit = max(200 * 2 * 2 * B * D * F / _seconds(chain, x, w) for _ in range(5))
+    held, head = transformer.num_params(model), model.vocab_size * model.model_dim
+    ours = 2 * (held * work.num_new + (held - head) * sum(map(len, work.prompts))) / wall_s
     print(
         f"{ours / 1e9:.0f} GFLOP/s, {ours / limit:.0%} of the {limit / 1e9:.0f} that a matmul of {B} rows reaches here"
     )
     return {"flop_per_s": ours, "limit_flop_per_s": limit}
+
+
+def memory_fraction(model: config_lib.ModelConfig, work: Work, num_slots: int, wall_s: float) -> dict:
+    """Bytes that decoding has to read over those that a plain sum reads in that time: weights once a step, keys once a token."""
+    big = jnp.ones((2**26,), jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(big).block_until_ready()
+    limit = max(big.nbytes / _seconds(total, big) for _ in range(5))
+    steps = max(max(work.lengths), work.num_new / num_slots)
+    key_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    read = sum(n * len(p) + n * n / 2 for p, n in zip(work.prompts, work.lengths, strict=True)) * key_bytes
+    ours = (4 * transformer.num_params(model) * steps + read) / wall_s
+    print(f"{ours / 1e9:.1f} GB/s, {ours / limit:.0%} of the {limit / 1e9:.1f} that a sum over 256 MiB reads here")
+    return {"bytes_per_s": ours, "limit_bytes_per_s": limit}
+
+
+def _seconds(function, *args) -> float:
+    begun = time.perf_counter()
+    function(*args).block_until_ready()
+    return time.perf_counter() - begun
 
 
 def _cpu_s() -> float:

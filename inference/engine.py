@@ -6,15 +6,16 @@
 2. `insert_batch` copies prompts into slots; several samples of one prompt share its prefill.
 3. `generate` runs up to K decode steps for all slots in one call, and returns tokens, log-probabilities and validity in
    one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast).
-4. The last hidden states of each slot stay in a ring on the device; `harvest` fetches the rows a proof covers.
+4. The last hidden states of each slot stay in a ring on the device; a call reduces the windows of 32 that it finished
+   to the values that a proof is made of (proof_window.py), and the host fetches those alone.
 
 Programs have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
 neighbours: a rollout is the same whatever ran beside it. A chunk starts at a multiple of `prefill_chunk` in every prompt,
 so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
 Parameters are an argument of every call, so weights change between calls while sequences go on.
 
-Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, W ring rows,
-V vocabulary.
+Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
+N windows, k values of a proof.
 """
 
 import dataclasses
@@ -26,15 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from inference import kv_cache, sampler
+from inference import kv_cache, proof_window, sampler
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
 from models import logprobs, transformer
 from models import tokenizer as tokenizer_lib
 
-PROOF_WINDOW = 32  # rows per proof
-RING = 2 * PROOF_WINDOW  # a call adds at most one window, so the one before it is still whole
 MAX_STOP_IDS = 8  # that end a sequence on the device; the scheduler looks for the others after each call
 
 
@@ -52,9 +51,10 @@ class EngineConfig:
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1")
-        if self.steps_per_call > PROOF_WINDOW:
+        if self.steps_per_call > proof_window.WINDOW:
             raise ValueError(
-                f"inference.steps_per_call = {self.steps_per_call} must be at most {PROOF_WINDOW}, the window of a proof"
+                f"inference.steps_per_call = {self.steps_per_call} must be at most {proof_window.WINDOW}, "
+                "the window of a proof"
             )
 
     @property
@@ -82,6 +82,7 @@ class Request:
     sampling: sampler.Sampling
     max_tokens: jax.Array  # int32, new tokens at most
     stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
+    want_proof: jax.Array  # bool
     want_raw: jax.Array  # bool, also the log-probability under softmax(logits)
     want_top: jax.Array  # bool, also the MAX_TOP likeliest tokens
 
@@ -106,7 +107,7 @@ class DecodeState:
     generated: jax.Array  # int32 [B], new tokens so far
     active: jax.Array  # bool [B]
     request: Request
-    hidden: jax.Array  # bfloat16 [B, W, D]; row j % W belongs to new token j
+    ring: jax.Array  # last hidden states by new token (proof_window.py)
     limit: jax.Array  # int32, steps of the next call at most (K, or fewer when a slot is due for another sample)
 
 
@@ -117,6 +118,10 @@ class Result(engine_api.ResultTokens):
     raw_logps: jax.Array  # float32 [B, K], under softmax(logits)
     top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
     top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the distribution sampled from; -inf where filtered out
+    # Of the window that the call completed, and of the one that a sequence it ended leaves partly filled; only in slots
+    # that want proofs.
+    proof_indices: jax.Array  # int32 [2, B, k]
+    proof_bits: jax.Array  # uint16 [2, B, k]
 
 
 class Engine(engine_api.Engine):
@@ -165,9 +170,9 @@ class Engine(engine_api.Engine):
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
         return _deactivate(state, slots)
 
-    def harvest(self, state: DecodeState, slots) -> jax.Array:
-        """Rings of the given slots, [len(slots), W, D] bfloat16."""
-        return _harvest(state, slots)
+    def top_values(self, state: DecodeState, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
+        """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
+        return _top_values(state, slots, windows, rows)
 
     def bucket(self, length: int) -> int:
         """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
@@ -182,6 +187,10 @@ class Engine(engine_api.Engine):
         K = self.config.steps_per_call
         logprobs = np.ascontiguousarray(data[:, 2 * K + 1 :]).view(np.float32)
         return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
+
+    def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
+        """Host view of `proof_indices` and `proof_bits`."""
+        return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
 
     # JetStream's contract.
 
@@ -201,7 +210,7 @@ class Engine(engine_api.Engine):
                 generated=zeros,
                 active=jnp.zeros((B,), bool),
                 request=request_arrays((), B),
-                hidden=jnp.zeros((B, RING, self.model.model_dim), jnp.bfloat16),
+                ring=proof_window.create(B, self.model.model_dim),
                 limit=jnp.int32(self.config.steps_per_call),
             )
 
@@ -224,7 +233,7 @@ class Engine(engine_api.Engine):
 
     def generate(self, params, decode_state: DecodeState):
         K = self.config.steps_per_call
-        state, data, extras = _generate(self.model, K, self.config.max_model_len, params, decode_state)
+        state, data, extras, proofs = _generate(self.model, K, self.config.max_model_len, params, decode_state)
         result = Result(
             data=data,
             tokens_idx=(0, K),
@@ -234,6 +243,8 @@ class Engine(engine_api.Engine):
             raw_logps=extras[0],
             top_ids=extras[1],
             top_logps=extras[2],
+            proof_indices=proofs[0],
+            proof_bits=proofs[1],
         )
         return state, result
 
@@ -297,6 +308,7 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
         ),
         max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
         stop_ids=jnp.asarray(stop_ids),
+        want_proof=column([r.proofs for r in requests], False, bool),
         want_raw=column([r.raw_logprobs for r in requests], False, bool),
         want_top=column([r.top_logprobs > 0 for r in requests], False, bool),
     )
@@ -343,7 +355,7 @@ def _insert(prefix, rows_N, state, slots_N, request):
         generated=put(state.generated, 0),
         active=put(state.active, True),
         request=jax.tree.map(put, state.request, request),
-        hidden=state.hidden,
+        ring=state.ring,
         limit=state.limit,
     )
 
@@ -354,18 +366,20 @@ def _deactivate(state, slots_B):
 
 
 @jax.jit
-def _harvest(state, slots_N):
-    return state.hidden[slots_N]
+def _top_values(state, slot_N, window_N, rows_N):
+    return proof_window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _generate(model, num_steps, max_len, params, state):
     """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp.
 
-    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for.
+    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for; and
+    (indices, bits) [2, B, k] of finished windows.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
+    start = state
 
     def more(carry):
         step, state, *_ = carry
@@ -384,17 +398,16 @@ def _generate(model, num_steps, max_len, params, state):
         logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
         logp_BV = sampler.scores(logits_BV, state.request.sampling)
         token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
-        active, generated = state.active, state.generated + state.active
+        active, row_B, generated = state.active, state.generated, state.generated + state.active
         stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
         full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
-        ring_B = jnp.where(active, state.generated % RING, RING)
         new_state = state.replace(
             cache=cache,
             token=jnp.where(active, token_B, state.token),
             position=jnp.where(active & ~stopped_B & ~full_B, state.position + 1, state.position),
             generated=generated,
             active=active & ~stopped_B & ~full_B,
-            hidden=state.hidden.at[jnp.arange(B), ring_B].set(hidden_B1D[:, 0].astype(jnp.bfloat16), mode="drop"),
+            ring=proof_window.write(state.ring, hidden_B1D[:, 0], row_B, active),
         )
         return (
             step + 1,
@@ -412,7 +425,9 @@ def _generate(model, num_steps, max_len, params, state):
     carry = (jnp.int32(0), state, blank, blank, zeros, extras)
     _, state, tokens, valid, logps, extras = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    return state, jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1), extras
+    there_2B, window_2B, rows_2B = proof_window.finished(start.generated, state.generated, start.active & ~state.active)
+    proofs = proof_window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
+    return state, jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1), extras, proofs
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from inference import decode_attention
 from models import attention, transformer
 from models import config as config_lib
 
@@ -54,7 +55,8 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Calla
         mask_BTS = key_11S <= position_BT[:, :, None]
         if window:
             mask_BTS &= key_11S > position_BT[:, :, None] - window
-        return attention.attend(q_BTHC, k_BKSC, v_BKSC, mask_BTS, **how), entry
+        step = decode_attention if q_BTHC.shape[1] == 1 else attention
+        return step.attend(q_BTHC, k_BKSC, v_BKSC, mask_BTS, **how), entry
 
     return attend
 

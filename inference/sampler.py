@@ -31,17 +31,18 @@ class Sampling:
 def noise(seed_B: jax.Array, position_B: jax.Array, vocab_size: int) -> jax.Array:
     """Standard Gumbel noise [B, V] of (seed, position); `position` counts tokens from the start of the sequence.
 
-    Spelled out rather than left to `jax.random.gumbel`, whose bits-to-float step has changed between releases: a proof
-    must replay on another version. u = (the top 23 bits + 1/2) / 2^23 lies strictly inside (0, 1).
+    Entry v is made of threefry2x32(key = threefry2x32((0, seed), (0, position)), (0, v)), its two words xored: what
+    `jax.random.bits(fold_in(key(seed), position), (V,))` gives. Spelled out, because a proof must replay on another
+    version (the bits-to-float step of `jax.random.gumbel` has changed between releases), and because JAX's own threefry
+    is a loop on a CPU, four times as slow. u = (the top 23 bits + 1/2) / 2^23 lies strictly inside (0, 1).
     """
-
-    def draw(seed, position):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-        bits_V = jax.random.bits(key, (vocab_size,), jnp.uint32)
-        u_V = ((bits_V >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
-        return -jnp.log(-jnp.log(u_V))
-
-    return jax.vmap(draw)(seed_B, position_B)
+    zero_B = jnp.zeros_like(seed_B, jnp.uint32)
+    key = _threefry2x32(zero_B, seed_B.astype(jnp.uint32), zero_B, position_B.astype(jnp.uint32))
+    entry_1V = jnp.arange(vocab_size, dtype=jnp.uint32)[None]
+    key_BV = [jnp.broadcast_to(word_B[:, None], (len(seed_B), vocab_size)) for word_B in key]
+    first_BV, second_BV = _threefry2x32(*key_BV, jnp.zeros_like(key_BV[0]), jnp.broadcast_to(entry_1V, key_BV[0].shape))
+    u_BV = (((first_BV ^ second_BV) >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+    return -jnp.log(-jnp.log(u_BV))
 
 
 def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
@@ -71,6 +72,19 @@ def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple
     noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
     token_B = jnp.argmax(noised_BV, axis=-1).astype(jnp.int32)
     return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _threefry2x32(key0, key1, x0, x1):
+    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011) of uint32 arrays of one shape."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for block in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
+        x0 = x0 + keys[(block + 1) % 3]
+        x1 = x1 + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x0, x1
 
 
 def _add_bias(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

@@ -7,8 +7,10 @@ Each turn of the loop:
 3. runs one chunk of a long prompt, if one is under way;
 4. while slots are free, prefills up to `prefill_batch` waiting prompts and starts their samples; a prompt whose keys are
    kept (prefix_cache.py) is not prefilled again;
-5. runs one `generate` call and hands out its tokens; a finished request's future is set, its slots are free. While others
-   wait the call ends with the step that is known to free a slot, so that none stands empty for the rest of it.
+5. starts one `generate` call, and while it runs does what is left to do of the call before: makes proofs, tells
+   listeners, sets the futures of finished requests;
+6. takes the call's tokens; the slots of finished samples are free. While others wait the call ends with the step that is
+   known to free a slot, so that none stands empty for the rest of it.
 
 Requests start in the order they came, but none holds more than half of the slots while others wait. A request that the
 engine cannot finish (NaN, no memory) fails alone or with those beside it; the thread goes on. A bug ends it, loudly, with
@@ -33,7 +35,7 @@ import jax
 import numpy as np
 
 from inference import engine as engine_lib
-from inference import prefix_cache, toploc
+from inference import prefix_cache, proof_window, toploc
 from inference import request as request_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
@@ -82,6 +84,25 @@ class _Sample:
     text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
     tail: str = ""  # of that text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """Rows of a sample that a proof is due of, as their top values."""
+
+    sample: _Sample
+    num_rows: int
+    indices_k: np.ndarray
+    bits_k: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What is left to do of a call once its tokens are taken."""
+
+    told: list[_Sample]
+    windows: list[_Window]
+    finished: list[_Sample]
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,6 +170,7 @@ class Scheduler:
         self._waiting: collections.deque[_Job] = collections.deque()
         self._ready: collections.deque[_Job] = collections.deque()
         self._long: _LongPrompt | None = None
+        self._outcome: _Outcome | None = None
         self._slots: list[_Sample | None] = [None] * engine.config.num_slots
         self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
         self._num_pending = 0
@@ -260,7 +282,10 @@ class Scheduler:
 
     def _turn(self) -> bool:
         idle = self.is_paused or not (self._waiting or self._ready or self._long or self.num_running)
+        if idle:
+            self._settle()
         if not self._take_messages(block=idle):
+            self._settle()
             return False
         self._drop_done()
         if self.is_paused:
@@ -270,10 +295,11 @@ class Scheduler:
             self._start_samples()
             if self.num_running:
                 self._generate()
-        except (
-            jax.errors.JaxRuntimeError
-        ) as error:  # out of memory, a device that failed: the state was donated, and is lost
+            else:
+                self._settle()
+        except jax.errors.JaxRuntimeError as error:  # out of memory, a lost device: the state was donated, and is gone
             self.stats["faults"] += 1
+            self._settle()
             self._fail_all(Fault(f"the device failed: {error}"))
             self._prefixes.clear()
             self._state = self._engine.init_decode_state()
@@ -464,6 +490,7 @@ class Scheduler:
             steps = min(steps, *(self._num_left(s) for s in self._slots if s is not None))
         self._state = self._state.replace(limit=np.int32(steps))
         self._state, result = self._engine.generate(self._params, self._state)
+        self._settle()
         tokens, logprobs, counts = self._engine.read(result)
         self.stats["generate_calls"] += 1
         self.stats["decode_steps"] += int(counts.max())
@@ -492,22 +519,17 @@ class Scheduler:
                 sample.completion.raw_logprobs += raw[slot, : after - before].tolist()
             if sample.job.request.top_logprobs:
                 self._take_top(sample, tops[0][slot, : after - before], tops[1][slot, : after - before])
-            reason = sample.completion.finish_reason
-            if sample.job.request.proofs:
-                for start in range(before - before % engine_lib.PROOF_WINDOW, after, engine_lib.PROOF_WINDOW):
-                    if after >= start + engine_lib.PROOF_WINDOW or reason:
-                        windows.append((slot, sample, start, min(after, start + engine_lib.PROOF_WINDOW)))
-            if reason:
+            if sample.completion.finish_reason:
                 finished.append((slot, sample))
                 if active:
                     cut.append(slot)
-        self._prove(windows)
+            if sample.job.request.proofs:
+                windows += self._windows(slot, sample, before, after, result, by_host=slot in cut)
         if cut:  # what ended them the device does not know of
             self._state = self._engine.deactivate(self._state, self._pad(cut, len(self._slots)))
-        self._tell(running)  # before a future is set: who streams must not see the end before the last piece
-        for slot, sample in finished:
+        for slot, _ in finished:
             self._release(slot)
-            self._finish(sample)
+        self._outcome = _Outcome([sample for _, sample in running], windows, [sample for _, sample in finished])
 
     def _num_left(self, sample: _Sample) -> int:
         """New tokens after which this sample ends in any case."""
@@ -555,26 +577,38 @@ class Scheduler:
             pairs = zip(row_ids, row_logps, strict=True)
             sample.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
-    def _prove(self, windows: list) -> None:
-        """Builds the proofs of finished windows, before the ring overwrites their rows; all of a call at once, because
-        512 proofs of 7 x 128 values take 0.65 s one by one."""
-        if not windows:
-            return
-        slots = sorted({slot for slot, *_ in windows})
-        size = 1 << (len(slots) - 1).bit_length()  # a handful of shapes instead of one per count
-        rings = np.asarray(self._engine.harvest(self._state, self._pad(slots, slots[-1], size)))
-        ring_of = dict(zip(slots, rings, strict=False))
-        proved, hiddens = [], []
-        for slot, sample, start, end in windows:
-            rows = ring_of[slot][np.arange(start, end) % engine_lib.RING]
-            if np.isfinite(rows.astype(np.float32)).all():
-                proved.append(sample)
-                hiddens.append(rows)
+    def _windows(self, slot: int, sample: _Sample, before: int, after: int, result, *, by_host: bool) -> list[_Window]:
+        """The windows that a sample finished when it grew from `before` to `after` tokens."""
+        size, out = proof_window.WINDOW, []
+        if after // size > before // size:
+            indices, bits = self._engine.read_proofs(result)
+            out.append(_Window(sample, size, indices[0, slot], bits[0, slot]))
+        if sample.completion.finish_reason and after % size:
+            if by_host:  # the device does not see the end here
+                where = (np.array([value], np.int32) for value in (slot, after // size, after % size))
+                indices, bits = map(np.asarray, self._engine.top_values(self._state, *where))
+                out.append(_Window(sample, after % size, indices[0], bits[0]))
             else:
-                self._fail(sample.job, "a hidden state is not finite, so there is no proof of it")
-        if hiddens:
-            for sample, proofs in zip(proved, toploc.build_proofs_batch(hiddens), strict=True):
-                sample.proofs += proofs
+                indices, bits = self._engine.read_proofs(result)
+                out.append(_Window(sample, after % size, indices[1, slot], bits[1, slot]))
+        return out
+
+    def _settle(self) -> None:
+        """What is left to do of the last call: proofs, listeners, futures."""
+        if self._outcome is None:
+            return
+        windows = self._outcome.windows
+        if windows:  # all of a call at once: 512 proofs of 7 x 128 values take 0.65 s one by one
+            tops = np.stack([w.indices_k for w in windows]), np.stack([w.bits_k for w in windows])
+            proofs = proof_window.encode([w.num_rows for w in windows], *tops, self._engine.model.model_dim)
+            for window, proof in zip(windows, proofs, strict=True):
+                window.sample.proofs.append(proof)
+                if not proof:
+                    self._fail(window.sample.job, "a hidden state is not finite, so there is no proof of it")
+        self._tell(self._outcome.told)  # before a future is set: who streams must not see the end before the last piece
+        for sample in self._outcome.finished:
+            self._finish(sample)
+        self._outcome = None
 
     def _finish(self, sample: _Sample) -> None:
         job = sample.job
@@ -585,8 +619,8 @@ class Scheduler:
         if all_there and not job.future.done() and job.future.set_running_or_notify_cancel():
             job.future.set_result(job.completions)
 
-    def _tell(self, running: list[tuple[int, _Sample]]) -> None:
-        for _, sample in running:
+    def _tell(self, samples: list[_Sample]) -> None:
+        for sample in samples:
             if sample.job.listener is not None:
                 try:
                     sample.job.listener(sample.index, sample.completion)
@@ -602,6 +636,8 @@ class Scheduler:
     def _fail_all(self, error: Exception) -> None:
         jobs = {id(s.job): s.job for s in self._slots if s is not None}
         jobs |= {id(j): j for j in [*self._ready, *self._waiting]}
+        if self._outcome is not None:
+            jobs |= {id(s.job): s.job for s in self._outcome.finished}
         if self._long is not None:
             jobs[id(self._long.job)] = self._long.job
         for job in jobs.values():
@@ -610,7 +646,7 @@ class Scheduler:
         self._slots = [None] * len(self._slots)
         self._ready.clear()
         self._waiting.clear()
-        self._long = None
+        self._long = self._outcome = None
 
     def _empty_inbox(self) -> None:
         closed = Closed("the server is shutting down")

@@ -4,7 +4,8 @@ In time:
 1. The engine keeps the final-norm hidden state of every row it samples from: row j is the state that produced
    output token j. 32 rows are one chunk; the last chunk may be shorter.
 2. Per chunk, take the k = 128 values of largest magnitude in bf16; ties go to the lowest index. On the host this
-   is `np.partition`; inside a jitted program it is `topk_indices`, so only k indices and k values leave the device.
+   is `np.partition`; inside a jitted program it is `topk_indices`, so only k indices and k values leave the device
+   (proof_window.py, part of the decode program).
 3. Fold the indices by the largest m <= p = 65497 that keeps them distinct, and interpolate the one polynomial f of
    degree < k with f(index mod m) = the value's 16 bits, mod p.
 4. The proof is m, then the coefficients from c0 upward, all big-endian uint16.
@@ -19,7 +20,7 @@ at indices its author does not know. Hence constant-like polynomials are refused
 Left out:
 - The polynomial as a jitted program: 4.6 ms against 8.6 ms for 128 chunks on 2 CPU cores, but it compiles 0.3 s per
   batch shape and queues behind the decode steps on an accelerator. numpy runs in any thread.
-- `jax.lax.top_k`: it sorts, 1.7 s for the same chunks.
+- `jax.lax.top_k` of bf16: it sorts, 1.7 s for the same chunks. (Of float32, XLA on a CPU keeps a heap.)
 - The reference's list path with an unhashed modulus, its null proofs, and float16: each crashed or misjudged.
 
 Letters here: T tokens, D model, N chunks, M values of one chunk (rows x D), k coefficients of one proof.
@@ -86,8 +87,8 @@ def build_proofs(hidden_TD, *, chunk: int = 32, topk: int = 128) -> list[bytes]:
     proofs = build_proofs_batch([hidden_TD], chunk=chunk, topk=topk)[0]
     if b"" in proofs:
         raise ValueError(
-            f"hidden states of chunk {proofs.index(b'')} hold NaN or inf: no verifier would accept a proof of them; "
-            "drop the sequence and check the weights"
+            f"hidden states of chunk {proofs.index(b'')} hold NaN or inf (or no modulus keeps its indices apart): no "
+            "verifier would accept a proof of them; drop the sequence and check the weights"
         )
     return proofs
 
@@ -114,7 +115,8 @@ def encode(indices_Nk, bits_Nk) -> list[bytes]:
     """N proofs from the top-k indices (row * D + column) and their bf16 bit patterns, e.g. from `topk_indices`.
 
     b"" for a row that holds NaN or inf: those have the largest magnitude patterns, so if a chunk holds one then its
-    top k do.
+    top k do. Also for indices that no modulus keeps apart, which nobody has seen: a bad row must not take its neighbours,
+    or a thread, with it.
     """
     indices_Nk, bits_Nk = np.asarray(indices_Nk, np.int64), np.asarray(bits_Nk, np.uint16)
     assert indices_Nk.shape == bits_Nk.shape and indices_Nk.ndim == 2
@@ -122,8 +124,9 @@ def encode(indices_Nk, bits_Nk) -> list[bytes]:
     proofs = [b""] * len(indices_Nk)
     for start in range(0, len(good), BATCH):
         members = good[start : start + BATCH]
+        modulus_N = _injective_modulus(indices_Nk[members])
+        members, modulus_N = members[modulus_N > 0], modulus_N[modulus_N > 0]
         indices, bits = indices_Nk[members], bits_Nk[members]
-        modulus_N = _injective_modulus(indices)
         coefficients_Nk = _interpolate((indices % modulus_N[:, None]).astype(np.uint32), bits.astype(np.uint32))
         wire = np.concatenate([modulus_N[:, None], coefficients_Nk], axis=1).astype(">u2")
         for n, row in zip(members.tolist(), wire, strict=True):
@@ -131,31 +134,42 @@ def encode(indices_Nk, bits_Nk) -> list[bytes]:
     return proofs
 
 
-def topk_indices(values_NM, k: int):
-    """The k largest magnitudes of each row of bf16 values, inside a jitted program, without a sort.
+def topk_indices(bits_NM, k: int):
+    """The k largest magnitudes of each row of bf16 values, given as their bits (uint16), inside a jitted program.
 
-    A bf16 magnitude is a 15-bit integer, so 15 counting passes find the k-th one exactly. Returns
-    (indices_Nk int32 ascending, bits_Nk uint16), equal to the host path ties included. A partly filled chunk must be
-    zero after its last row: zeros tie and the lowest index wins, so padding enters only when rows * D < k, and
-    then behind the real values: keep the first rows * D entries.
+    Returns (indices_Nk int32, bits_Nk uint16), the same set as the host path, ties included, in no promised order: the
+    polynomial does not depend on it. A partly filled chunk must be zero after its last row: zeros tie and the lowest
+    index wins, so padding enters only when rows * D < k, and then with indices behind the real values.
+
+    A CPU keeps a heap of k (XLA's TopK); elsewhere `jax.lax.top_k` would sort all M, and k-th magnitudes are counted out.
     """
-    N, M = values_NM.shape
-    assert values_NM.dtype == jnp.bfloat16 and k <= M
-    bits_NM = jax.lax.bitcast_convert_type(values_NM, jnp.uint16)
-    magnitude_NM = (bits_NM & 0x7FFF).astype(jnp.int32)
+    assert bits_NM.dtype == jnp.uint16 and k <= bits_NM.shape[1]
+    indices_Nk = jax.lax.platform_dependent(
+        bits_NM & 0x7FFF, cpu=functools.partial(_by_heap, k=k), default=functools.partial(_by_counting, k=k)
+    )
+    return indices_Nk, jnp.take_along_axis(bits_NM, indices_Nk, axis=1)
+
+
+def _by_heap(magnitude_NM, k: int):
+    # float32, for which TopK is fast; the lower index wins a tie there
+    return jax.lax.top_k(magnitude_NM.astype(jnp.float32), k)[1]
+
+
+def _by_counting(magnitude_NM, k: int):
+    """A bf16 magnitude is a 15-bit integer, so 15 counting passes find the k-th one exactly."""
+    magnitude_NM = magnitude_NM.astype(jnp.int32)
 
     def bisect(i, threshold_N1):
         candidate_N1 = threshold_N1 | (1 << (14 - i))
         enough_N1 = (magnitude_NM >= candidate_N1).sum(axis=1, keepdims=True, dtype=jnp.int32) >= k
         return jnp.where(enough_N1, candidate_N1, threshold_N1)
 
-    threshold_N1 = jax.lax.fori_loop(0, 15, bisect, jnp.zeros((N, 1), jnp.int32))
+    threshold_N1 = jax.lax.fori_loop(0, 15, bisect, jnp.zeros((magnitude_NM.shape[0], 1), jnp.int32))
     above_NM = jnp.cumsum(magnitude_NM > threshold_N1, axis=1, dtype=jnp.int32)
     ties_NM = jnp.cumsum(magnitude_NM == threshold_N1, axis=1, dtype=jnp.int32)
     # How many of positions 0..i are chosen; the j-th choice is where this count first reaches j.
     chosen_NM = above_NM + jnp.minimum(ties_NM, k - above_NM[:, -1:])
-    indices_Nk = jax.vmap(lambda chosen_M: jnp.searchsorted(chosen_M, jnp.arange(1, k + 1)))(chosen_NM)
-    return indices_Nk.astype(jnp.int32), jnp.take_along_axis(bits_NM, indices_Nk, axis=1)
+    return jax.vmap(lambda chosen_M: jnp.searchsorted(chosen_M, jnp.arange(1, k + 1)))(chosen_NM).astype(jnp.int32)
 
 
 def verify_proofs(
@@ -165,12 +179,30 @@ def verify_proofs(
 
     `proofs` is untrusted and may be anything; what `split` returned goes straight in.
     """
-    blocks = list(_chunks(_bf16_bits(hidden_TD), chunk))
-    if not blocks:
-        return [_refused("empty", 0)]
-    if not isinstance(proofs, list | tuple) or len(proofs) != len(blocks):
-        return [_refused("count", min(topk, bits_M.size)) for bits_M in blocks]
+    return verify_proofs_batch([hidden_TD], [proofs], chunk=chunk, topk=topk, thresholds=thresholds)[0]
 
+
+def verify_proofs_batch(
+    hiddens, proofs_of, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
+) -> list[list[ProofResult]]:
+    """`verify_proofs` of several sequences at once: the chunks of short ones are evaluated together."""
+    results: list[list[ProofResult | None]] = []
+    blocks, claims, places = [], [], []  # of chunks that have a proof, whatever it may be
+    for sequence, (hidden_TD, proofs) in enumerate(zip(hiddens, proofs_of, strict=True)):
+        own = list(_chunks(_bf16_bits(hidden_TD), chunk))
+        if isinstance(proofs, list | tuple) and len(proofs) == len(own) > 0:
+            results.append([None] * len(own))
+            places += [(sequence, n) for n in range(len(own))]
+            blocks += own
+            claims += proofs
+        else:
+            results.append([_refused("count", min(topk, bits_M.size)) for bits_M in own] or [_refused("empty", 0)])
+    for (sequence, n), result in zip(places, _verify(blocks, claims, topk, thresholds), strict=True):
+        results[sequence][n] = result
+    return results
+
+
+def _verify(blocks: list[np.ndarray], proofs: list, topk: int, thresholds: Thresholds) -> list[ProofResult]:
     top = _top_values(blocks, topk)
     results: list[ProofResult | None] = [None] * len(blocks)
     whole = []
@@ -284,18 +316,15 @@ def _batches(chunks, top) -> list[list[int]]:
 
 
 def _injective_modulus(indices_Nk: np.ndarray) -> np.ndarray:
-    modulus_N = np.full(len(indices_Nk), PRIME)
-    while True:
-        folded_Nk = np.sort(indices_Nk % modulus_N[:, None], axis=1)
-        clash_N = (folded_Nk[:, 1:] == folded_Nk[:, :-1]).any(axis=1)
-        if not clash_N.any():
-            return modulus_N
-        modulus_N[clash_N] -= 1
-        if modulus_N.min() <= MIN_MODULUS:
-            raise ValueError(
-                f"no modulus in ({MIN_MODULUS}, {PRIME}] keeps the top-k indices of chunk {int(modulus_N.argmin())} "
-                "apart; lower topk or chunk"
-            )
+    """The largest modulus that keeps each row's indices apart; 0 where none above MIN_MODULUS does."""
+    modulus_N, left = np.full(len(indices_Nk), PRIME), np.arange(len(indices_Nk))
+    while len(left):
+        folded = np.sort(indices_Nk[left] % modulus_N[left, None], axis=1)
+        left = left[(folded[:, 1:] == folded[:, :-1]).any(axis=1)]
+        modulus_N[left] -= 1
+        modulus_N[left[modulus_N[left] == MIN_MODULUS]] = 0
+        left = left[modulus_N[left] > 0]
+    return modulus_N
 
 
 @functools.cache

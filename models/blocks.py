@@ -95,15 +95,19 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     dtype, N = h_BTD.dtype, config.head_dim - config.rope_dim
     weights = {name: param.astype(dtype) for name, param in params.items()}
 
+    def down(name):
+        x = layers.project(h_BTD, weights[name])
+        return x + _broadcast(params[f"{name}_bias"], x) if config.qkv_bias else x
+
     def latent_norm(x, name):
         return layers.rms_norm(x, params[name], LATENT_NORM_EPS, config.norm)
 
     q_in, q_kernel = h_BTD, "q"
     if config.q_latent_dim:
-        q_in, q_kernel = latent_norm(layers.project(h_BTD, weights["q_down"]), "q_latent_norm"), "q_up"
+        q_in, q_kernel = latent_norm(down("q_down"), "q_latent_norm"), "q_up"
     q_BTHC = layers.project(q_in, weights[q_kernel])
-    latent_BTR = latent_norm(layers.project(h_BTD, weights["kv_down"]), "kv_latent_norm")
-    k_BT1P = layers.project(h_BTD, weights["k_rope"])[:, :, None]
+    latent_BTR = latent_norm(down("kv_down"), "kv_latent_norm")
+    k_BT1P = down("k_rope")[:, :, None]
     q_BTHP = layers.rotate(q_BTHC[..., N:], rotation, interleaved=config.rope_interleaved)
     k_BT1P = layers.rotate(k_BT1P, rotation, interleaved=config.rope_interleaved)
     options = _options(params, config, sliding)
@@ -168,6 +172,9 @@ def _latent_attention_specs(config) -> Params:
     }
     if config.out_bias:
         tree["o_bias"] = _bias(config, (D,), ("norm",))
+    if config.qkv_bias:  # of the projections that make latents, and of the shared key
+        sizes = {"kv_down_bias": R, "k_rope_bias": P} | ({"q_down_bias": Q} if Q else {})
+        tree |= {name: _bias(config, (size,), ("head_dim",)) for name, size in sizes.items()}
     if not Q:
         return tree | {"q": kernel(config, (D, H, C), up, D)}
     return tree | {

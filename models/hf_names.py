@@ -119,6 +119,13 @@ def _latent_attention(config) -> dict:
         }
     else:
         out = {"self_attn.q_proj.weight": ((H * C, D), [(("attn", "q"), heads_out)])}
+    if config.qkv_bias:
+        key_and_value = [(("attn", "kv_down_bias"), lambda x: x[:R]), (("attn", "k_rope_bias"), lambda x: x[R:])]
+        out["self_attn.kv_a_proj_with_mqa.bias"] = (R + P,), key_and_value
+        if Q:
+            out["self_attn.q_a_proj.bias"] = (Q,), [(("attn", "q_down_bias"), _same)]
+    if config.out_bias:
+        out["self_attn.o_proj.bias"] = (D,), [(("attn", "o_bias"), _same)]
     return out | {
         "self_attn.kv_a_proj_with_mqa.weight": (
             (R + P, D),

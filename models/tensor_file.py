@@ -1,7 +1,7 @@
 """The safetensors format: a length, a JSON header, the bytes of the tensors.
 
 1. `Reader` maps the files of a folder (one, or several under an index) and shows each tensor as an array over the mapping;
-   nothing is read before it is copied from. `forget` gives back the pages of a tensor that was copied.
+   nothing is read before it is copied from. `forget` gives back the pages of what was copied.
 2. `write` streams tensors into one file: the header needs shapes only, so no more than one tensor is in memory.
 
 A header is a stranger's word: lengths, offsets, dtypes and shapes are checked against the file before anything is mapped.
@@ -61,14 +61,14 @@ class Reader:
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self._files[path], dtype, count, offset).reshape(shape)
 
-    def forget(self, name: str) -> None:
-        """Lets the system drop the tensor's pages from this process; a later look reads the file again."""
-        path, dtype, shape, offset = self._tensors[name]
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = offset - offset % mmap.PAGESIZE
-            end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            if end > start:
-                self._files[path].madvise(mmap.MADV_DONTNEED, start, end - start)
+    def forget(self, name: str, view: np.ndarray) -> None:
+        """Lets the system drop the pages under `view`, a view of the tensor, from this process; a later look reads again."""
+        file = self._files[self._tensors[name][0]]
+        if hasattr(mmap, "MADV_DONTNEED") and view.size:
+            base = np.frombuffer(file, np.uint8).ctypes.data
+            low, high = (address - base for address in np.lib.array_utils.byte_bounds(view))
+            start = low - low % mmap.PAGESIZE
+            file.madvise(mmap.MADV_DONTNEED, start, high - start)
 
     def _open(self, path: pathlib.Path) -> dict:
         size = path.stat().st_size

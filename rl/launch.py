@@ -1,8 +1,10 @@
 """The rollout side of a run: the orchestrator, and on this machine a rollout server and workers as child processes.
 
-0. The validator and the orchestrator run in our process; with `topology.mode = "remote"` nothing else is started.
+0. The validator and the orchestrator run in our process.
 1. The server starts on the published weights, compiles, and writes its address to a file.
 2. Workers start on the orchestrator's URL.
+   With `topology.mode = "remote"` a relay on the published weights starts instead of both; the run says where it is, which key
+   signs the weights, and what to start elsewhere, and waits until somebody listens at `topology.servers`.
 3. Children hold the read end of a pipe from us as standard input: when we die, however suddenly, they stop.
 4. A child that dies takes the run down with the last lines of its log (`<workdir>/logs/`), rather than leave it waiting.
 """
@@ -10,16 +12,19 @@
 import contextlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 
 from rl import experiment as experiment_lib
 from rl import orchestrator, validator
 
 START_TIMEOUT_S = 600.0
+NOTICE_S = 30.0  # how often a run that waits for servers elsewhere says so
 
 
 @contextlib.contextmanager
@@ -61,6 +66,11 @@ def rollout_side(
             rollouts.connect([stack.enter_context(_server(experiment, workdir, weights, rollouts.fail))])
             stack.enter_context(_workers(experiment, workdir, url, rollouts.fail))
         else:
+            relay = stack.enter_context(_relay(experiment, workdir, weights, rollouts.fail))
+            key = experiment_lib.signing_key(workdir).worker
+            on_wait(f"servers elsewhere: python -m inference.serve --weights {relay} --weights_key {key} --port PORT")
+            on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
+            _await_servers(config.topology.servers, on_wait)
             rollouts.connect(config.topology.servers)
         rollouts.publish(version)
         yield rollouts
@@ -71,22 +81,66 @@ def _server(
     experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
 ) -> Iterator[str]:
     """A rollout server on `weights`; gives its URL once it answers."""
-    address_file = workdir / "logs" / "server.address"
-    address_file.unlink(missing_ok=True)
     engine = experiment.engine
-    command = ["inference.serve", "--weights", str(weights), "--port", "0", "--address_file", str(address_file)]
+    command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if (workdir / "weights.key").exists():
         command += ["--weights_key", experiment_lib.signing_key(workdir).worker]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
-    with _child("server", command, workdir, on_death) as process:
+    with _answering("server", command, workdir, on_death) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _relay(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
+) -> Iterator[str]:
+    """A relay that serves `weights` in place, to servers and to relays below it; gives its URL."""
+    topology = experiment.raw.topology
+    command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
+    command += ["--port", str(topology.relay_port), "--trusted_key", experiment_lib.signing_key(workdir).worker]
+    with _answering("relay", command, workdir, on_death) as url:
+        yield url
+
+
+def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
+    """Until each accepts connections: people start them with what they have just been told."""
+    begun_s = told_s = time.monotonic()
+    for url in urls:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"topology.servers has {url!r}, which is no URL such as http://host:8100")
+        while True:
+            try:
+                port = parts.port or (443 if parts.scheme == "https" else 80)
+                socket.create_connection((parts.hostname, port), timeout=5).close()
+                break
+            except OSError as error:
+                now_s = time.monotonic()
+                if now_s > begun_s + START_TIMEOUT_S:
+                    raise ValueError(
+                        f"no rollout server at {url} within {START_TIMEOUT_S:.0f} s ({error}); start it, or correct "
+                        "topology.servers"
+                    ) from error
+                if now_s > told_s + NOTICE_S:
+                    on_wait(f"waiting for the rollout server at {url}: {error}")
+                    told_s = now_s
+                time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _answering(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[str]:
+    """A child that writes its address to a file once it answers; gives the URL."""
+    address_file = workdir / "logs" / f"{name}.address"
+    address_file.unlink(missing_ok=True)
+    with _child(name, [*command, "--address_file", str(address_file)], workdir, on_death) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not address_file.exists():
             if process.poll() is not None:
-                raise ValueError(_obituary("server", process, workdir))
+                raise ValueError(_obituary(name, process, workdir))
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"the rollout server did not start within {START_TIMEOUT_S:.0f} s; see {workdir}/logs/server.log"
+                    f"the {name} process did not answer within {START_TIMEOUT_S:.0f} s; see {workdir}/logs/{name}.log"
                 )
             time.sleep(0.02)
         yield address_file.read_text()

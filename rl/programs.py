@@ -9,7 +9,6 @@ weights in the dtype of the activations. The batch is the largest there can be: 
 """
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import os
@@ -83,14 +82,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
         raise ValueError(f"the compiler refuses topology {topology!r} ({error}); sizes of that kind: {sizes}") from None
-    try:
-        return mesh_lib.create(axes, devices)
-    except NotImplementedError:
-        spelled = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise ValueError(
-            f"mesh {spelled} cannot be laid out on {topology}: every axis must be a product of whole dims of the "
-            f"topology; change config.mesh (or config.plan.server_mesh)"
-        ) from None
+    return mesh_lib.create(axes, devices)
 
 
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
@@ -98,7 +90,16 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
     config, model = exp.raw, exp.model
     optimizer = learner.make_optimizer(exp.optimizer, model, exp.lora)
     state = learner.abstract_state(model, optimizer, mesh, exp.lora)
-    step = learner.make_train_step(model, optimizer, exp.loss, exp.loss_options, mesh, exp.objective, exp.lora)
+    step = learner.make_train_step(
+        model,
+        optimizer,
+        exp.loss,
+        exp.loss_options,
+        mesh,
+        exp.objective,
+        exp.lora,
+        share_prompts=config.train.share_prompts,
+    )
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -136,6 +137,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
     """rl/learner.py's scoring of a batch without gradient, as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
+    score = learner.make_score(model, mesh, share_prompts=exp.raw.train.share_prompts)
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -143,7 +145,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
-        lower=lambda: _lower(mesh, jax.jit(functools.partial(learner._score, model)), params, batch),
+        lower=lambda: _lower(mesh, score.jitted, params, batch),
         held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
         needed={},
         num_tokens=num_tokens,

@@ -30,7 +30,8 @@ def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
       devices: the devices to use; all of them when None.
 
     Raises:
-      ValueError: an unknown axis, or sizes whose product is not the number of devices.
+      ValueError: an unknown axis, sizes whose product is not the number of devices, or axes that do not fold onto a TPU's
+        torus.
     """
     devices = jax.devices() if devices is None else devices
     unknown = set(sizes) - set(AXES)
@@ -38,15 +39,26 @@ def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
         raise ValueError(f"mesh axis {sorted(unknown)[0]!r} does not exist; the axes are {', '.join(AXES)}")
     shape = _fill([int(sizes.get(axis, 1)) for axis in AXES], len(devices))
     if devices[0].platform == "tpu":
-        device_array = mesh_utils.create_device_mesh(shape, devices)
+        device_array = _on_torus(shape, devices)
     else:
         device_array = np.asarray(devices).reshape(shape)
     return jax.sharding.Mesh(device_array, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
+def _on_torus(shape: list[int], devices) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:
+        torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
+        raise ValueError(
+            f"mesh {_spell(shape)} cannot be laid out on the torus {torus} of these chips; every axis must be a product of "
+            f"whole dims of the torus: change config.mesh (one axis may be -1 and takes what is left)"
+        ) from None
+
+
 def _fill(shape: list[int], num_devices: int) -> list[int]:
     """Replaces the one -1 in `shape` and checks that the product is `num_devices`."""
-    spelled = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+    spelled = _spell(shape)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
         raise ValueError(f"mesh {spelled} is malformed; every axis is a positive size, and at most one is -1")
     known = math.prod(size for size in shape if size != -1)
@@ -58,3 +70,7 @@ def _fill(shape: list[int], num_devices: int) -> list[int]:
             f"{num_devices}: change config.mesh (one axis may be -1 and takes what is left)"
         )
     return shape
+
+
+def _spell(shape: list[int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))

@@ -23,6 +23,7 @@ from sharding import manifest as manifest_lib
 from sharding import store as store_lib
 
 NUM_FETCHES = 8  # objects on their way at the same time
+REUSED_BYTES = 64 << 20  # a fetching thread keeps memory for an object of at most this size
 MAX_PHANTOMS = 8  # refused in one look at the upstreams, so that a liar with many does not hold up the rest
 PHANTOM_S = 5.0
 
@@ -45,6 +46,7 @@ class Mirror:
         self._manifests: dict[int, manifest_lib.Manifest] = {}
         self._phantoms: dict[int, float] = {}  # versions whose manifest could not be had, until when to leave them
         self._lock = threading.Lock()  # of the counters
+        self._local = threading.local()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
@@ -150,8 +152,7 @@ class Mirror:
 
     def _manifest(self, number: int) -> manifest_lib.Manifest:
         if number not in self._manifests:
-            data = self.upstream.manifest_bytes(number)
-            self._manifests[number] = manifest_lib.parse(data, version=number, trusted_key=self._trusted_key)
+            self._manifests[number] = self.upstream.manifest(number)
         return self._manifests[number]
 
     def _complete(self) -> list[int]:
@@ -202,7 +203,8 @@ class Mirror:
                 raise journal.CorruptSource(f"object {entry.path} of version {number} has not {entry.size} bytes")
             self._store.add(number, entry, None)
         else:
-            data = self.upstream.read(number, entry.path, size=entry.size, sha256=entry.sha256)
+            data = self._buffer(entry.size)
+            self.upstream.read(number, entry.path, size=entry.size, sha256=entry.sha256, into=[data])
             try:
                 self._store.add(number, entry, data)
             except OSError as error:
@@ -211,6 +213,15 @@ class Mirror:
                 self._store.add(number, entry, data)
         self._count("objects")
         self._count("bytes", entry.size)
+
+    def _buffer(self, size: int) -> memoryview:
+        """Memory of this thread, for one object after the other: fresh memory costs a page fault for every 4 kB."""
+        if size > REUSED_BYTES:
+            return memoryview(bytearray(size))
+        held = getattr(self._local, "buffer", b"")
+        if len(held) < size:
+            held = self._local.buffer = bytearray(size)
+        return memoryview(held)[:size]
 
     def _collect(self, pending: set, wait: str | None = None) -> set:
         """Takes the results of what is done; an object that failed is counted, and asked for again in the next pass."""

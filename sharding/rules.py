@@ -1,7 +1,7 @@
 """From what a dim means to where it lives.
 
 1. A model states each parameter once, as a `ParamSpec` with a logical name per dim.
-2. `RULES` maps each logical name to mesh axes; `shardings` reads the tree of specs and gives a tree of
+2. `RULES` maps each logical name to mesh axes (`partition`); `shardings` reads the tree of specs and gives a tree of
    `NamedSharding`, and refuses what does not divide, naming the parameter.
 3. `constrain` states the layout of an activation by the same names; without a mesh it does nothing, so that
    the same model function runs on one device.
@@ -27,9 +27,13 @@ RULES = {
     "ffn": ("tensor",),
     "vocab": ("tensor",),
     "experts": ("expert",),
+    "expert_ffn": ("tensor",),
     "router": (),
     "norm": (),
 }
+# Experts take the tensor axis as well where it divides their number, and their ffn then stays whole: a quarter of an ffn of
+# 1,408 would be 352 columns, no multiple of the 128 of a TPU register, and its stack would be laid out anew at every call.
+EXPERTS, EXPERT_FFN = "experts", "expert_ffn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ def shardings(specs, mesh: jax.sharding.Mesh):
     """Returns the tree of `NamedSharding` for a tree of `ParamSpec`; ValueError names what does not divide."""
 
     def sharding(path, spec):
-        axes = [_present(mesh, RULES[name]) for name in spec.logical_axes]
+        axes = _axes(mesh, spec.shape, spec.logical_axes)
         for dim, name, mesh_axes in zip(spec.shape, spec.logical_axes, axes, strict=True):
             ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
             if dim % ways:
@@ -66,6 +70,11 @@ def shardings(specs, mesh: jax.sharding.Mesh):
         return NamedSharding(mesh, PartitionSpec(*(_entry(a) for a in axes)))
 
     return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=is_spec)
+
+
+def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
+    """The layout of one parameter, as `shardings` gives it."""
+    return PartitionSpec(*(_entry(axes) for axes in _axes(mesh, shape, logical_axes)))
 
 
 def abstract(specs, mesh: jax.sharding.Mesh | None = None):
@@ -100,6 +109,18 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
         return x
     axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*(_entry(a) for a in axes)))
+
+
+def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim of a parameter."""
+    axes = [_present(mesh, RULES[name]) for name in logical_axes]
+    if EXPERTS in logical_axes:
+        at = logical_axes.index(EXPERTS)
+        spread = _present(mesh, (*RULES[EXPERTS], *RULES[EXPERT_FFN]))
+        if shape[at] % math.prod(mesh.shape[axis] for axis in spread) == 0:
+            axes[at] = spread
+            axes = [() if name == EXPERT_FFN else of_dim for name, of_dim in zip(logical_axes, axes, strict=True)]
+    return axes
 
 
 def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sharding import journal, manifest, swarm, transfer
+from sharding import journal, swarm, transfer
+from sharding import manifest as manifest_lib
 
 POLL_S = 0.01  # how often a directory is looked at by whoever waits for it
 MAX_TRIES = 3  # of an object that a bucket delivers wrong
@@ -27,6 +28,8 @@ class Source(Protocol):
     def versions(self) -> list[int]: ...
 
     def manifest_bytes(self, version: int) -> bytes: ...
+
+    def manifest(self, version: int) -> manifest_lib.Manifest: ...
 
     def read(
         self,
@@ -105,14 +108,19 @@ class Directory:
             time.sleep(POLL_S)
 
     def manifest_bytes(self, version: int) -> bytes:
+        return self._manifest(version)[0]
+
+    def manifest(self, version: int) -> manifest_lib.Manifest:
+        return self._manifest(version)[1]
+
+    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         path = self.root / journal.dirname(version) / "manifest.json"
         try:
             with builtins.open(path, "rb") as file:
                 data = file.read(journal.MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise journal.no_version(version, self.root, self._scan().complete) from error
-        check_manifest(data, version, self._trusted_key, path)
-        return data
+        return data, _parsed(data, version, self._trusted_key, path)
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
         """(Objects finished since the last call, whether the manifest is there); waits for either."""
@@ -244,14 +252,20 @@ class Bucket:
             time.sleep(min(1.0, max(0.0, deadline_s - time.monotonic())))
 
     def manifest_bytes(self, version: int) -> bytes:
+        return self._manifest(version)[0]
+
+    def manifest(self, version: int) -> manifest_lib.Manifest:
+        return self._manifest(version)[1]
+
+    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         data = self._get(f"{journal.dirname(version)}/manifest.json")
         if data is None:
             with self._lock:
                 self._complete.discard(version)
                 known = sorted(self._complete)
             raise journal.no_version(version, self.url, known)
-        check_manifest(data, version, self._trusted_key, f"{self.url}{journal.dirname(version)}/manifest.json")
-        return data
+        where = f"{self.url}{journal.dirname(version)}/manifest.json"
+        return data, _parsed(data, version, self._trusted_key, where)
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
         deadline_s = time.monotonic() + wait_s
@@ -310,8 +324,8 @@ class Bucket:
         return None if result.state == "missing" else result.value
 
 
-def check_manifest(data: bytes, version: int, trusted_key: str | None, where: str | os.PathLike) -> manifest.Manifest:
+def _parsed(data: bytes, version: int, trusted_key: str | None, where: str | os.PathLike) -> manifest_lib.Manifest:
     try:
-        return manifest.parse(data, version=version, trusted_key=trusted_key)
+        return manifest_lib.parse(data, version=version, trusted_key=trusted_key)
     except journal.CorruptSource as error:
         raise journal.CorruptSource(f"{where}: {error}") from error

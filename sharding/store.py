@@ -133,7 +133,7 @@ class Store:
         with self.lock:
             return number in self.versions and self.versions[number].manifest is not None
 
-    def add(self, number: int, entry: journal.Object, data: bytes | None) -> None:
+    def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None) -> None:
         """Exposes a verified object; `data` None: it lies in place already."""
         version = self._version(number)
         if data is not None:
@@ -176,7 +176,7 @@ class Store:
         with self.lock:
             return sum(version.num_bytes for version in self.versions.values())
 
-    def _write(self, directory: pathlib.Path, name: str, data: bytes) -> None:
+    def _write(self, directory: pathlib.Path, name: str, data: bytes | memoryview) -> None:
         """Whole under its name, or not at all."""
         with self.lock:
             used = sum(version.num_bytes for version in self.versions.values()) + self._reserved_bytes

@@ -28,7 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharding import choice as choice_lib
-from sharding import journal, manifest, transfer
+from sharding import journal, transfer
+from sharding import manifest as manifest_lib
 
 MIN_BYTES_PER_S = 32_000  # below this an object is given up: a 4 MB chunk may take two minutes
 MAX_LIES_PER_OBJECT = 3  # how often one object may arrive wrong from the only relay: wires flip bits, too
@@ -55,7 +56,7 @@ class Relays:
         self._asks = concurrent.futures.ThreadPoolExecutor(4 * len(urls) + 4, "weights-ask")
         self._lock = threading.Lock()  # of what follows
         self._polls: dict[transfer.Relay, tuple[transfer.Get, concurrent.futures.Future]] = {}
-        self._manifests: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+        self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
         self._whole: collections.OrderedDict[tuple, bytes] = collections.OrderedDict()
         self._phantoms: dict[int, float] = {}  # versions that were claimed and not delivered, until when to ignore them
         self._counters = collections.Counter()
@@ -136,17 +137,23 @@ class Relays:
     # -- manifests and journals
 
     def manifest_bytes(self, version: int) -> bytes:
+        return self._manifest(version)[0]
+
+    def manifest(self, version: int) -> manifest_lib.Manifest:
+        return self._manifest(version)[1]
+
+    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         with self._lock:
             if version in self._manifests:
                 return self._manifests[version]
-        data = self._agreed_manifest(version) if self._trusted_key is None else self._signed_manifest(version)
+        found = self._agreed_manifest(version) if self._trusted_key is None else self._signed_manifest(version)
         with self._lock:
-            self._manifests[version] = data
+            self._manifests[version] = found
             while len(self._manifests) > 16:
                 self._manifests.popitem(last=False)
-        return data
+        return found
 
-    def _signed_manifest(self, version: int) -> bytes:
+    def _signed_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """The first good one: a signature needs no second opinion. A few are asked at once, since one may hang."""
         deadline_s = time.monotonic() + self.options.patience_s
         num_missing, num_wrong, refused = collections.Counter(), collections.Counter(), None
@@ -164,8 +171,7 @@ class Relays:
             for relay, answer in answers.items():
                 if isinstance(answer, bytes):
                     try:
-                        manifest.parse(answer, version=version, trusted_key=self._trusted_key)
-                        return answer
+                        return answer, manifest_lib.parse(answer, version=version, trusted_key=self._trusted_key)
                     except journal.CorruptSource as error:
                         self.choice.convict(relay, str(error))
                         num_wrong[relay] += 1
@@ -180,7 +186,7 @@ class Relays:
                 )
             time.sleep(0.02)
 
-    def _agreed_manifest(self, version: int) -> bytes:
+    def _agreed_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """From all relays at once: without a key, two that differ cannot be told apart, and neither is taken."""
         deadline_s = time.monotonic() + self.options.patience_s
         while True:
@@ -189,18 +195,19 @@ class Relays:
             for relay, answer in answers.items():
                 if isinstance(answer, bytes):
                     try:
-                        manifest.parse(answer, version=version)
-                        good[answer] = relay
+                        parsed = good[answer][1] if answer in good else manifest_lib.parse(answer, version=version)
+                        good[answer] = relay, parsed
                     except journal.CorruptSource as error:
                         self.choice.convict(relay, str(error))
                         refused = refused or journal.CorruptSource(f"{relay.url}: {error}")
             if len(good) > 1:
-                urls = ", ".join(relay.url for relay in good.values())
+                urls = ", ".join(relay.url for relay, _ in good.values())
                 raise journal.CorruptSource(
                     f"{urls} hold different manifests of version {version}: pass the trusted key"
                 )
             if good:
-                return next(iter(good))
+                ((data, (_, parsed)),) = good.items()
+                return data, parsed
             if all(isinstance(answer, transfer.Missing) for answer in answers.values()):
                 raise journal.no_version(version, self.choice.urls(), self._union().complete)
             if refused is not None and not any(type(answer) is transfer.Failed for answer in answers.values()):

@@ -20,6 +20,7 @@ from inference import engine as engine_lib
 from inference import (
     jetstream_shim,  # noqa: F401  (before jetstream itself)
     kv_cache,
+    toploc,
 )
 from models import tokenizer as tokenizer_lib
 from models import transformer
@@ -46,6 +47,7 @@ class Ask:
     max_tokens: int = 12
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    proofs: bool = False
     raw_logprobs: bool = False
     top_logprobs: int = 0
 
@@ -176,7 +178,7 @@ def test_filtered_logprobs_are_normalised_over_what_is_kept():
         assert logprob == pytest.approx(log_softmax(logits[kept] / 1.3)[kept.tolist().index(token)], abs=1e-5)
 
 
-def test_harvest_gives_the_hidden_states_that_predicted_the_last_tokens():
+def test_the_ring_holds_the_hidden_states_that_predicted_the_last_tokens():
     """A window while it is fresh, and the last 64 rows once the ring has gone round."""
     ask = dataclasses.replace(HELLO, max_tokens=1000)
     bench = Bench()
@@ -184,20 +186,43 @@ def test_harvest_gives_the_hidden_states_that_predicted_the_last_tokens():
     rings = {}
     for _ in range(7):
         bench.generate()
-    rings[35] = np.asarray(bench.engine.harvest(bench.state, np.array([2, 2])))
+    rings[35] = np.asarray(bench.state.ring).view(jnp.bfloat16)
     bench.run()
     tokens, _ = bench.result(2)
     assert len(tokens) == CAPACITY - len(ask.prompt)
-    rings[len(tokens)] = np.asarray(bench.engine.harvest(bench.state, np.array([2, 0])))
+    rings[len(tokens)] = np.asarray(bench.state.ring).view(jnp.bfloat16)
     hidden_JD, _ = teacher_forced(ask.prompt, tokens)
     for count, ring in rings.items():
-        assert ring.shape == (2, engine_lib.RING, MODEL.model_dim) and ring.dtype == jnp.bfloat16
-        for j in range(max(0, count - engine_lib.RING), count):
-            got = ring[0, j % engine_lib.RING].astype(np.float64)
+        assert ring.shape == (4, 2, 32, MODEL.model_dim)
+        for j in range(max(0, count - 64), count):
+            got = ring[2].reshape(64, -1)[j % 64].astype(np.float64)
             # Half a unit of bfloat16 (2^-8 of the value) for the rounding, and what float32 differs by before it.
             assert (np.abs(got - hidden_JD[j]) <= 2**-8 * np.abs(hidden_JD[j]) + 2e-5).all(), (count, j)
-    np.testing.assert_array_equal(rings[35][0], rings[35][1])
-    assert not rings[len(tokens)][1].astype(np.float32).any()  # slot 0 was never used
+    assert not rings[len(tokens)][0].astype(np.float32).any()  # slot 0 was never used
+
+
+def test_proofs_are_of_windows_that_were_asked_for():
+    """Two samples of which one wants proofs: indices and values of its windows in the calls that complete them."""
+    bench = Bench()
+    ask = dataclasses.replace(HELLO, max_tokens=38, proofs=True)
+    bench.insert(bench.prefill(ask, dataclasses.replace(ask, proofs=False)), (0, 1, ask.seed), (1, 3, ask.seed))
+    found = {}
+    while bench.state.active.any():
+        before = len(bench.tokens[1])
+        bench.state, result = bench.engine.generate(params(), bench.state)
+        tokens, _, counts = bench.engine.read(result)
+        bench.tokens[1] += tokens[1, : counts[1]].tolist()
+        indices, bits = bench.engine.read_proofs(result)
+        for which in range(2):
+            for slot in range(CONFIG.num_slots):
+                if indices[which, slot].any():
+                    found[which, slot] = before, toploc.encode(indices[which, [slot]], bits[which, [slot]])[0]
+    assert {key: before for key, (before, _) in found.items()} == {(0, 1): 30, (1, 1): 35}
+    hidden_JD, _ = teacher_forced(ask.prompt, bench.tokens[1])
+    results = toploc.verify_proofs(hidden_JD, [found[0, 1][1], found[1, 1][1]])
+    assert [result.reason for result in results] == ["ok", "ok"]
+    # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are there.
+    assert max(result.exp_mismatches for result in results) <= 2
 
 
 # ---- against itself --------------------------------------------------------------------------------------------------

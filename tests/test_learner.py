@@ -312,6 +312,7 @@ def test_the_objective_is_the_sum_of_its_components():
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_losses_over_streams_are_the_same_on_one_device_and_eight():
     """GSPO sums over the tokens of a stream, here cut over `context`, and counts streams over all rows and micro-batches."""
     found = []

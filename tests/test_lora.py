@@ -106,7 +106,13 @@ def test_only_targets_are_adapted_and_wrong_ones_are_refused():
         assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=["one", "eight"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="one"),
+        pytest.param({"expert": 2, "fsdp": 2, "tensor": 2}, id="eight", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_step_trains_adapters_alone(sizes):
     """Against the gradient of the merged parameters, pulled back through the product by hand; the base keeps every bit."""
     mesh = mesh_lib.create(sizes, devices=None if sizes else jax.devices()[:1])

@@ -3,6 +3,7 @@
 Layouts are checked by what a device holds (the shape of its shard, the rows it sees), not by how a spec is spelled.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -83,6 +84,27 @@ def test_a_bad_mesh_is_refused_with_value_rule_and_remedy(sizes, words):
         assert word in str(error.value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """As much of a TPU v4 device as `jax.experimental.mesh_utils` asks for."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v4"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+def test_axes_that_do_not_fold_onto_the_torus_are_refused():
+    """Of a torus 4 x 4 x 4 a mesh axis is a product of whole dims: 4 or 16, never 32."""
+    chips = [Chip(n, coords) for n, coords in enumerate(itertools.product(range(4), repeat=3))]
+    with pytest.raises(ValueError, match="fsdp=32 .* tensor=2 cannot be laid out on the torus 4x4x4.*config.mesh"):
+        mesh_lib.create({"fsdp": 32, "tensor": 2}, chips)
+    with pytest.raises(ValueError, match="fsdp=32"):
+        mesh_lib.create({"fsdp": -1, "tensor": 2}, chips)
+
+
 # ---- rules ----------------------------------------------------------------------------------------------------------
 
 # How many ways each dim of each parameter is split, by axis; written from the axes' meanings in sharding/mesh.py.
@@ -103,9 +125,10 @@ WAYS = {
     "mlp.up": ("fsdp", "tensor"),
     "mlp.down": ("tensor", "fsdp"),
     "moe.router": ("fsdp", None),
-    "moe.gate": ("expert", "fsdp", "tensor"),
-    "moe.up": ("expert", "fsdp", "tensor"),
-    "moe.down": ("expert", "tensor", "fsdp"),
+    # ... and experts by tensor, too, which then leaves their ffn whole.
+    "moe.gate": ("expert+tensor", "fsdp", None),
+    "moe.up": ("expert+tensor", "fsdp", None),
+    "moe.down": ("expert+tensor", None, "fsdp"),
 }
 
 
@@ -124,8 +147,31 @@ def test_every_parameter_is_split_as_the_table_says(sizes):
     layout = jax.tree_util.tree_leaves_with_path(transformer.abstract(CONFIG, mesh))
     assert {".".join(k.key for k in path[-2:]) for path, _ in layout} >= {"attn.q_norm", "moe.gate", "mlp.down"}
     for path, leaf in layout:
-        expected = tuple(dim // sizes.get(axis, 1) for dim, axis in zip(leaf.shape, ways(path), strict=True))
+        expected = tuple(
+            dim // math.prod(sizes.get(one, 1) for one in (axis or "").split("+"))
+            for dim, axis in zip(leaf.shape, ways(path), strict=True)
+        )
         assert leaf.sharding.shard_shape(leaf.shape) == expected, jax.tree_util.keystr(path)
+
+
+def test_experts_that_tensor_does_not_divide_have_their_ffn_split():
+    """6 experts over 4: the ffn of each is split. 6 over expert = 2 x tensor = 3: a single one per device. 7: refused."""
+    for count, sizes, gate, down_bias in (
+        (6, {"fsdp": 2, "tensor": 4}, (6, 4, 3), (6, 8)),
+        (6, {"expert": 2, "tensor": 3}, (1, 8, 12), (1, 8)),
+    ):
+        specs = {
+            "gate": rules.ParamSpec((count, 8, 12), "float32", ("experts", "model", "expert_ffn"), None),
+            "down_bias": rules.ParamSpec((count, 8), "float32", ("experts", "norm"), None),
+        }
+        mesh = mesh_lib.create(sizes, jax.devices()[: math.prod(sizes.values())])
+        layout = rules.shardings(specs, mesh)
+        assert layout["gate"].shard_shape((count, 8, 12)) == gate
+        assert layout["down_bias"].shard_shape((count, 8)) == down_bias
+        assert layout["gate"].spec == rules.partition(mesh, (count, 8, 12), ("experts", "model", "expert_ffn"))
+    spec = rules.ParamSpec((7, 8, 12), "float32", ("experts", "model", "expert_ffn"), None)
+    with pytest.raises(ValueError, match="experts = 7.*2-way mesh axis expert"):
+        rules.shardings({"gate": spec}, mesh_lib.create({"expert": 2, "fsdp": 4}))
 
 
 def test_shards_put_together_are_the_array():

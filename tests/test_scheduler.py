@@ -352,7 +352,7 @@ def test_no_future_hangs_when_submitters_race_with_close(start):
     assert len(done) >= 50 and not hanging
 
 
-@pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "harvest"])
+@pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "read_proofs"])
 def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, monkeypatch, method):
     """Those in slots, those prefilled, those in the very call, and those that wait."""
 
@@ -560,7 +560,7 @@ def test_more_stop_ids_than_the_device_holds(alone):
 
 
 class Poisoned(Stepped):
-    """Reads a NaN for slot 0, or harvests one, while told to."""
+    """Reads a NaN for slot 0, as a log-probability or as the top value of a window, while told to."""
 
     logprob = hidden = False
 
@@ -571,11 +571,12 @@ class Poisoned(Stepped):
             logprobs[0, 0] = np.nan
         return tokens, logprobs, counts
 
-    def harvest(self, state, slots):
-        rings = np.array(super().harvest(state, slots))
+    def read_proofs(self, result):
+        indices, bits = super().read_proofs(result)
         if self.hidden:
-            rings[0] = np.nan
-        return rings
+            bits = bits.copy()
+            bits[:, 0, 5] = 0x7FC0  # NaN in bfloat16
+        return indices, bits
 
 
 @pytest.mark.parametrize("what", ["logprob", "hidden"])

@@ -138,6 +138,7 @@ def test_evaluate_scores_a_checkpoint(finished):
     assert result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr  # names what exists
 
 
+@pytest.mark.slow
 def test_export_writes_a_folder_that_loads(finished, tmp_path):
     """The best by held-out score: of the run's two, and 4 if it was scored before."""
     workdir, _ = finished
@@ -167,6 +168,7 @@ def test_another_config_is_refused_in_the_same_workdir(finished):
     assert (workdir / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
     result = run(tmp_path / "w", rl__max_lag=1, rl__loss="masked_importance_sampling")
     assert result.returncode == 0, result.stderr

@@ -4,10 +4,15 @@ Slow: the environments are installed from the package index (minutes). INTELLAX_
 The server is tests/scripted_server.py: the product, but that its model says what the clients need to hear.
 """
 
+import base64
+import importlib.util
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 
 import pytest
@@ -19,19 +24,28 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENVS = {
     "new": ("verifiers==0.3.0", "prime-sandboxes==0.2.36", "renderers==0.1.10", "openai"),
     "old": ("verifiers==0.1.12",),
+    # Of JetStream itself the one installed here is used: what its benchmark imports and its metadata does not name.
+    "jetstream": ("pandas", "tqdm", "nltk", "evaluate"),
 }
+INSTALL_S, START_S, CLIENT_S = 1200, 240, 240
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory):
     """python(name) -> the interpreter of that environment, installed on first use."""
-    folder = pathlib.Path(os.environ.get("INTELLAX_CLIENT_VENVS") or tmp_path_factory.mktemp("venvs"))
+    kept = os.environ.get("INTELLAX_CLIENT_VENVS")
+    folder = pathlib.Path(kept or tmp_path_factory.mktemp("venvs"))
 
     def python(name):
         root = folder / name
-        if not (root / "bin" / "python").exists():
-            subprocess.run([sys.executable, "-m", "venv", root], check=True)
-            subprocess.run([root / "bin" / "pip", "-q", "install", *VENVS[name]], check=True)
+        if not (root / "installed").exists():  # a half-installed one is made again
+            shutil.rmtree(root, ignore_errors=True)
+            child([sys.executable, "-m", "venv", root], INSTALL_S)
+            child([root / "bin" / "pip", "-q", "install", *VENVS[name]], INSTALL_S)
+            if name == "jetstream":
+                (pure,) = root.glob("lib/python*/site-packages")
+                (pure / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            (root / "installed").write_text("\n".join(VENVS[name]) + "\n")
         return root / "bin" / "python"
 
     return python
@@ -44,24 +58,44 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "tests.scripted_server", "--address_file", str(folder / "address")]
     command += ["--tokenizer", str(folder / "tokenizer")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 120
-        while not (folder / "address").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        yield (folder / "address").read_text(), (folder / "address.grpc").read_text(), str(folder / "tokenizer")
-        process.stdin.close()
-        assert process.wait(30) == 0
+    with (
+        open(folder / "output", "w+") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + START_S
+            while not (folder / "address").exists():
+                said = (folder / "output").read_text()[-6000:]
+                assert process.poll() is None and time.monotonic() < deadline, f"the server did not start:\n{said}"
+                time.sleep(0.1)
+            yield (folder / "address").read_text(), (folder / "address.grpc").read_text(), str(folder / "tokenizer")
+            process.stdin.close()
+            assert process.wait(60) == 0, (folder / "output").read_text()[-6000:]
+        finally:
+            process.kill()
+
+
+def child(command, limit_s, **how):
+    """Runs a program to its end; what it said is in the failure, also when it ran out of time."""
+    command = [str(part) for part in command]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, **how
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode(errors="replace")[-6000:]
+        pytest.fail(f"{command[0]} took over {limit_s} s; it said:\n{said}")
+    if done.returncode:
+        pytest.fail(f"{command[0]} ended with {done.returncode}; it said:\n{done.stdout[-8000:]}")
+    return done.stdout
 
 
 def run(python, server, script):
     """Runs a client's script; what it asserts is what is tested."""
     environment = os.environ | {"KEY": "none", "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    done = subprocess.run(
-        [python, "-c", script, *server], env=environment, capture_output=True, text=True, timeout=300, cwd="/"
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
+    return child([python, "-c", script, *server], CLIENT_S, env=environment, cwd="/")
 
 
 OPENAI = """
@@ -199,3 +233,21 @@ def test_verifiers_v1_train_client(python, server):
 
 def test_jetstreams_client(server):
     run(sys.executable, server, JETSTREAM)
+
+
+def test_jetstreams_benchmark(python, server, tmp_path):
+    """Its own program as installed: it tokenizes (Llama 3's format, here single bytes), asks by token ids and decodes."""
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
+    (tmp_path / "bytes.model").write_text("\n".join(lines) + "\n")
+    turns = [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "a golden answer of 29 tokens."}]
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": turns}] * 20))
+    program = pathlib.Path(importlib.util.find_spec("benchmarks").origin).with_name("benchmark_serving.py")
+    command = [python("jetstream"), program, "--server", "127.0.0.1", "--port", server[1], "--num-prompts", "12"]
+    command += ["--model", "llama-3", "--tokenizer", tmp_path / "bytes.model", "--disable-tqdm"]
+    command += ["--dataset", "sharegpt", "--dataset-path", tmp_path / "data.json", "--save-request-outputs"]
+    command += ["--request-outputs-file-path", tmp_path / "out.json"]
+    environment = os.environ | {"TIKTOKEN_CACHE_DIR": "", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    said = child(command, CLIENT_S, env=environment, cwd=tmp_path)
+    assert "Successful requests: 12" in said, said
+    got = json.loads((tmp_path / "out.json").read_text())
+    assert [(one["success"], one["generated_text"]) for one in got] == [(True, "Hello, é!")] * 12

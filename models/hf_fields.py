@@ -1,0 +1,109 @@
+"""Entries of a `config.json` that all families have: rotary positions, kinds of layers, the activation.
+
+Both spellings are read: `rope_theta` beside `rope_scaling` (transformers 4), and `rope_parameters`, nested by kind of layer
+where the kinds differ (transformers 5). What has no counterpart here is refused: to ignore it would be wrong logits.
+"""
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
+
+
+def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = False) -> dict:
+    """The rope fields of either spelling. `default_theta` is the family's in transformers.
+
+    Raises:
+      ValueError: a stretch that has no counterpart; a part of each head that rotates, unless the caller reads that.
+    """
+    stated = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    local = stated.get("sliding_attention") or {}
+    if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):
+        stated = dict(stated.get("full_attention") or {})
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_type {local['rope_type']!r} of sliding layers is not supported; only 'default' is")
+    for part in (hf.get("partial_rotary_factor"), *(x.get("partial_rotary_factor") for x in (stated, local))):
+        if part not in (None, 1.0) and not may_be_partial:
+            raise ValueError(
+                f"partial_rotary_factor {part} in config.json is not supported for model_type {hf.get('model_type')!r}; only "
+                "1.0 is"
+            )
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    fields = {
+        "rope_theta": float(stated.get("rope_theta") or hf.get("rope_theta") or default_theta),
+        "rope_local_theta": float(local.get("rope_theta", 10000.0)) if is_nested else 0.0,
+    }
+    if kind == "default":
+        return fields
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"rope_type {kind!r} in config.json is not supported; default, linear, llama3 and yarn are")
+    original = stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+    if not original and kind != "linear":
+        raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json")
+    factor = stated.get("factor")
+    if factor is None and kind == "yarn" and hf.get("max_position_embeddings"):
+        factor = hf["max_position_embeddings"] / original
+    fields |= {"rope_scaling": kind, "rope_factor": float(need({"factor": factor}, "factor", "rope scaling"))}
+    if kind == "linear":
+        return fields
+    fields["rope_original_positions"] = int(original)
+    optional = {
+        "llama3": {"low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
+        "yarn": {
+            "beta_fast": "rope_beta_fast",
+            "beta_slow": "rope_beta_slow",
+            "attention_factor": "rope_attention_factor",
+            "mscale": "rope_mscale",
+            "mscale_all_dim": "rope_mscale_all_dim",
+        },
+    }[kind]
+    fields |= {ours: float(stated[name]) for name, ours in optional.items() if stated.get(name)}
+    return fields | ({"rope_truncate": bool(stated.get("truncate", True))} if kind == "yarn" else {})
+
+
+def write_rope_scaling(config) -> dict | None:
+    kind = config.rope_scaling
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": config.rope_factor}
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = config.rope_original_positions
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": config.rope_low_freq, "high_freq_factor": config.rope_high_freq}
+    if kind == "yarn":
+        scaling |= {"beta_fast": config.rope_beta_fast, "beta_slow": config.rope_beta_slow}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if value := getattr(config, f"rope_{name}"):
+                scaling[name] = value
+        if not config.rope_truncate:
+            scaling["truncate"] = False
+    return scaling
+
+
+def layers(hf: dict, default: list[bool]) -> dict:
+    """`layer_pattern` and `window` of `layer_types`, or of `default` (True: sliding) where the file has none."""
+    sliding = default
+    if hf.get("layer_types"):
+        if unknown := set(hf["layer_types"]) - set(LAYER_TYPES):
+            raise ValueError(f"layer type {sorted(unknown)[0]!r} in config.json is not one of {', '.join(LAYER_TYPES)}")
+        sliding = [LAYER_TYPES[name] == "S" for name in hf["layer_types"]][: hf["num_hidden_layers"]]
+    if not any(sliding):
+        return {}
+    return {"layer_pattern": _shortest_cycle(sliding), "window": need(hf, "sliding_window")}
+
+
+def _shortest_cycle(sliding: list[bool]) -> str:
+    L = len(sliding)
+    period = next(p for p in range(1, L + 1) if all(sliding[i] == sliding[i % p] for i in range(L)))
+    return "".join("FS"[s] for s in sliding[:period])
+
+
+def need(hf: dict, key: str, where: str = "config.json"):
+    if hf.get(key) is None:
+        raise ValueError(f"{where} has no {key!r}")
+    return hf[key]
+
+
+def activation(hf: dict, key: str = "hidden_act") -> str:
+    name = hf.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{key} {name!r} in config.json is not supported; {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[name]

@@ -1,0 +1,113 @@
+"""`topology.mode = "remote"` as a user runs it: learner, two relays in a row, a server and workers, each started by itself.
+
+The learner runs the first relay; the second knows only the first's URL, the server only the second's. So what the second
+holds went through both, and what the server samples with came from there.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from inference import rollout
+from rl import metrics
+from sharding import broadcast
+from tests import proxy, test_train
+
+NUM_STEPS = 4
+
+
+@pytest.mark.slow
+def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
+    server_port, relay_port = free_port(), free_port()
+    workdir = tmp_path / "run"
+    overrides = {
+        "topology.mode": "remote",
+        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.relay_port": relay_port,
+        "broadcast.snapshot_every": 3,
+        "rl.num_steps": NUM_STEPS,
+    }
+    start = Starter(tmp_path, request)
+    learner = start("learner", *test_train.command(workdir, **overrides)[1:])
+    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
+    proxy.wait_until(lambda: re.search(said, learner.text()) or learner.poll() is not None, 200, "what to start")
+    first, key, orchestrator = re.search(said, learner.text()).groups()
+    assert first == f"http://127.0.0.1:{relay_port}"
+
+    relay = ["--upstream", first, "--dir", str(tmp_path / "mirror"), "--trusted_key", key, "--port", "0"]
+    start("relay", "-m", "sharding.relay", *relay, "--address_file", str(tmp_path / "address"))
+    proxy.wait_until((tmp_path / "address").exists, 60, "the second relay")
+    second = (tmp_path / "address").read_text()
+    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
+    start(
+        *("server", "-m", "inference.serve", "--weights", second, "--weights_key", key, "--port", str(server_port)),
+        *sizes,
+    )
+    for i in range(2):
+        start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
+    proxy.wait_until(lambda: learner.poll() is not None, 400, "the run")
+    assert learner.returncode == 0, learner.text()[-3000:]
+
+    steps = [line for line in metrics.read(workdir / "metrics.jsonl") if line["phase"] == "rl"]
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert all(line["trust/num_refused"] == 0 for line in steps)
+    manifests = [broadcast.read_manifest(workdir / "weights", v, key=key) for v in range(NUM_STEPS + 1)]
+    assert len({m.digest for m in manifests}) == len(manifests) and {m.base is None for m in manifests} == {True, False}
+    # The second relay fetched each object of each version once, the server is on the last one, and each was sampled from.
+    assert broadcast.versions(second) == list(range(NUM_STEPS + 1))
+    counted = dict(re.findall(r"^intellax_relay_(\S+) (\d+)$", get(f"{second}/metrics"), re.MULTILINE))
+    assert int(counted['mirrored_total{what="bytes"}']) == sum(m.size_bytes for m in manifests)
+    assert int(counted['served_total{what="sent_bytes"}']) > 0
+    assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS
+    sampled = [rollout.read(file) for file in sorted((workdir / "rollouts").rglob("*.parquet"))]
+    versions = {
+        v
+        for rollouts in sampled
+        for r in rollouts
+        for v, by_us in zip(r.versions, r.sampled_mask, strict=True)
+        if by_us
+    }
+    assert versions >= set(range(NUM_STEPS))
+    assert len({r.worker for rollouts in sampled for r in rollouts}) == 2
+
+
+class Starter:
+    """Starts processes as from a shell, and ends them with the test."""
+
+    def __init__(self, directory, request):
+        self._directory, self._request = directory, request
+
+    def __call__(self, name, *arguments):
+        log = self._directory / f"{name}.log"
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONUNBUFFERED": "1"}
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=test_train.ROOT, env=environment, stdout=file, stderr=file
+            )
+
+        def end():
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+        self._request.addfinalizer(end)
+        process.text = log.read_text
+        return process
+
+
+def free_port() -> int:
+    with proxy.socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def get(url) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()
