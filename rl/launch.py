@@ -55,6 +55,7 @@ def rollout_side(
         workdir,
         credit=experiment.credit,
         check=judge.check,
+        screen=judge.screen,
         secret=experiment_lib.secret(workdir, config.seed),
         on_wait=on_wait,
     )

@@ -5,8 +5,8 @@ In time, for batch n (1-based) of P groups:
 2. A worker leases groups (`POST /lease`, signed: rl/lease.py), rolls them out against the servers, and submits signed
    rollouts as Parquet (`POST /submit`). A lease that runs out goes to the next worker.
 3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
-   force; then, for a part of the groups that no worker can foresee, the validator's replay. A refused group is leased
-   again: a batch is always its P prescribed groups.
+   force; what the validator can say without weights (prompt, ending, reward made again); then, for a part of the groups that
+   no worker can foresee, its replay. A refused group is leased again: a batch is always its P prescribed groups.
 4. `next_batch(n)` waits for them, drops what became too stale (and leases it again), turns rewards into advantages and
    gives token streams to pack. The rollouts are kept as Parquet under `rollouts/step_N/`.
 
@@ -66,6 +66,7 @@ class Orchestrator:
       workdir: where rollouts are kept.
       credit: how rewards become what the learner trains on.
       check: the validator's verdict on one group; called in a thread of its own.
+      screen: the same without weights, on every group of a batch; called by the thread that brings it.
       secret: decides which groups are checked; unknown to workers.
       on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
     """
@@ -77,11 +78,12 @@ class Orchestrator:
         *,
         credit: credit_lib.Credit,
         check: Check,
+        screen: Check = lambda rollouts: None,
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit = config, workdir, credit
-        self._check, self._secret = check, secret
+        self._check, self._screen, self._secret = check, screen, secret
         self._on_wait = on_wait
         self._servers: tuple[str, ...] = ()
         self._changed = threading.Condition()
@@ -92,6 +94,7 @@ class Orchestrator:
         self._leases: dict[tuple, _Lease] = {}
         self._to_check: set[tuple] = set()  # groups drawn for the validator
         self._checking: set[tuple] = set()  # those it has
+        self._screening: set[tuple] = set()  # groups that a submitting thread looks at
         self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
         self._attempts: collections.Counter = collections.Counter()
         self._refusals: collections.Counter = collections.Counter()
@@ -270,16 +273,26 @@ class Orchestrator:
     def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> str:
         with self._changed:
             lease = self._leases.get(key)
-            if lease is None or key in self._checking:
+            if lease is None or key in self._checking or key in self._screening:
                 self._counts["unleased"] += len(rollouts)
                 return "refused: not leased (or already submitted)"
             if not all(r.worker == lease.worker and rollout_lib.signature_ok(r) for r in rollouts):
                 self._counts["unleased"] += len(rollouts)  # a stranger's word must not cost the holder its lease
                 return "refused: signature: not signed by the worker that holds the lease"
             reason = self._refusal(lease, rollouts)
+            if reason is not None:
+                return self._settle(key, rollouts, reason)
+            self._screening.add(key)
+            lease.deadline = float("inf")
+        try:  # scoring may take its time: without the lock
+            reason = self._screen(rollouts) if key[0] == "train" else None
+        except BaseException as error:  # as in `_check_later`
+            self.fail(error)
+            raise
+        with self._changed:
+            self._screening.discard(key)
             if reason is None and key in self._to_check:
                 self._checking.add(key)
-                lease.deadline = float("inf")
                 self._checker.submit(self._check_later, key, rollouts)
                 return "checking"
             return self._settle(key, rollouts, reason)

@@ -19,6 +19,7 @@ Letters: G rollouts, N sampled tokens of one.
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -34,10 +35,11 @@ from models import config as config_lib
 from models import transformer
 from rl import data, envs, sequential, verdicts
 from rl import replay as replay_lib
+from rl.envs import environment
 from sharding import broadcast
 
 Tolerance = verdicts.Tolerance
-MAX_REPLAY_ROWS = 64  # rollouts replayed together
+MAX_REPLAY_ROWS = 256  # rollouts replayed together
 
 
 class Validator:
@@ -71,6 +73,11 @@ class Validator:
     def check(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
         """Returns the reason to refuse this group, or None."""
         return next((str(verdict) for verdict in self.judge(rollouts) if not verdict.accepted), None)
+
+    def screen(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
+        """The reason to refuse this group that can be known without weights, or None."""
+        found = (self.judge_cheaply(rollout) for rollout in rollouts)
+        return next((str(verdict) for verdict in found if not verdict.accepted), None)
 
     def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
         """A verdict per rollout. `newest`: the last version published; None does not ask.
@@ -118,11 +125,23 @@ class Validator:
             if len(rollouts) == 1:
                 return [verdicts.Verdict("weights", f"a version that it names cannot be had ({error})")]
             return [self._judge_batch([rollout])[0] for rollout in rollouts]  # one bad claim is not its neighbours'
-        return [self._judge_one(rollout, replay, i) for i, rollout in enumerate(rollouts)]
+        scored = [verdicts.scores(rollout, replay, i) for i, rollout in enumerate(rollouts)]
+        # The proofs of all rollouts at once: a few chunks at a time, numpy's calls cost more than the arithmetic.
+        proofs = [toploc.split(r.proofs, *s.hidden_ND.shape) for r, s in zip(rollouts, scored, strict=True)]
+        results = toploc.verify_proofs_batch([s.hidden_ND for s in scored], proofs, thresholds=self._tolerance.proofs)
+        return [self._judge_one(*one) for one in zip(rollouts, scored, results, strict=True)]
 
-    def _judge_one(self, rollout: rollout_lib.Rollout, replay: replay_lib.Replay, i: int) -> verdicts.Verdict:
-        scored = verdicts.scores(rollout, replay, i)
-        verdict, results = verdicts.replayed(rollout, scored, self._tolerance, self._rules)
+    def _judge_one(
+        self, rollout: rollout_lib.Rollout, scored: verdicts.Scores, results: list[toploc.ProofResult]
+    ) -> verdicts.Verdict:
+        verdict = verdicts.sampling(scored, self._tolerance)
+        verdict = verdicts.logprob(scored, self._tolerance) if verdict.accepted else verdict
+        verdict = verdicts.stopping(rollout, scored, self._rules) if verdict.accepted and self._rules else verdict
+        verdict = verdicts.shape(rollout, scored) if verdict.accepted else verdict
+        failed = [result for result in results if not result.accepted]
+        if verdict.accepted and failed:
+            detail = f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)"
+            verdict = verdicts.Verdict("toploc", detail)
         if not verdict.accepted or self._bands is None:
             return verdict
         with self._lock:
@@ -150,8 +169,11 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
     """The rules of a run, from its resolved config: tasks, prompts and rewards are made by its environment."""
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
-    task = _remembered(lambda group: env.make_task(group.index, group.split), keep=1024)
+    @functools.lru_cache(1024)  # a batch of 256 rollouts asks for the same 32 groups 256 times
+    def task(group: data.Group) -> environment.Task:
+        return env.make_task(group.index, group.split)
 
+    @functools.lru_cache(1024)
     def prompt(group: data.Group) -> list[int]:
         return list(tokenizer.render(task(group).messages, add_generation_prompt=True).token_ids)
 
@@ -165,26 +187,12 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
         max_model_len=config.inference.max_model_len,
         max_tokens=config.sampling.max_tokens,
         stop_ids=tuple(tokenizer.stop_ids),
-        groups=_remembered(lambda step: data.train_groups(config, step)),
+        groups=functools.lru_cache(16)(lambda step: data.train_groups(config, step)),
         num_steps=config.rl.num_steps,
         max_lag=config.rl.max_lag,
-        prompt=_remembered(prompt, keep=1024),
+        prompt=prompt,
         score=score,
     )
-
-
-def _remembered(function: Callable, keep: int = 16) -> Callable:
-    """The last few results: a batch of 256 rollouts asks for the same 32 groups 256 times."""
-    held: dict = {}
-
-    def call(argument):
-        if argument not in held:
-            while len(held) >= keep:
-                del held[next(iter(held))]
-            held[argument] = function(argument)
-        return held[argument]
-
-    return call
 
 
 def load_bands(path: str | pathlib.Path) -> tuple[Tolerance, sequential.Bands]:

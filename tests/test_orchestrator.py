@@ -51,11 +51,11 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, **changes):
+    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, screen=lambda rollouts: None, **changes):
         exp = resolve(**changes)
         made.append(
             orchestrator_lib.Orchestrator(
-                exp.raw, tmp_path, credit=exp.credit, check=check, secret=secret, on_wait=on_wait
+                exp.raw, tmp_path, credit=exp.credit, check=check, screen=screen, secret=secret, on_wait=on_wait
             )
         )
         return made[-1]
@@ -377,6 +377,32 @@ def test_the_verdict_of_the_check_is_honoured(make):
     counts = orchestrator.next_batch(1).metrics
     assert counts["trust/num_checked"] == 6 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
     assert counts["trust/num_refused_sampling"] == 1
+
+
+def test_every_group_is_screened_and_nobody_waits_for_it(make):
+    """Drawn or not; of held-out tasks none. While one is screened, others lease and submit, but not the same group again."""
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def screen(rollouts):
+        seen.append(rollouts[0].task.group)
+        if len(seen) == 1:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+            return "reward: 0.5 was claimed"
+        return None
+
+    orchestrator = make(screen=screen, trust__check_fraction=0.4)  # two of three
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    slow = later(submit, orchestrator, answers(groups[0]))
+    assert begun.wait(WAIT_S)
+    assert sorted(submit(orchestrator, answers(group)) for group in groups[1:]) == ["accepted", "checking"]
+    assert submit(orchestrator, answers(groups[0])).startswith("refused: not leased (or already submitted)")
+    go_on.set()
+    assert slow.result(WAIT_S) == "refused: reward: 0.5 was claimed"
+    assert [group.key for group in lease(orchestrator)] == [groups[0].key]
+    assert submit(orchestrator, answers(groups[0])) in ("accepted", "checking")
+    assert seen == [groups[0].group, groups[1].group, groups[2].group, groups[0].group]
 
 
 def test_a_group_refused_too_often_stops_the_run(make):
