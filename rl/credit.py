@@ -2,9 +2,8 @@
 
 1. The reward of a sample is shaped (`overlong_buffer`), then `advantages.ADVANTAGES`, `NORMALIZERS` and `AVERAGES` in turn make
    it the advantage of each of its sampled tokens.
-2. A group whose advantages are all zero has no gradient and is left out, unless another component trains its tokens.
-3. `environment_coef` weighs the cross-entropy of what the environment said between turns, `teacher_coef` the distillation of what
-   was sampled (rl/divergences.py).
+2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
+3. `teacher_coef` weighs the distillation of what was sampled (rl/divergences.py); for it, those groups stay in the batch.
 4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample a stream of its own.
 
 Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
@@ -28,7 +27,6 @@ class Credit:
     average: str = "tokens"
     overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: off
     max_tokens: int = 0  # of a completion; read where overlong_buffer is set
-    environment_coef: float = 0.0  # of the cross-entropy on the environment's tokens
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
 
@@ -49,8 +47,7 @@ class Credit:
     @property
     def streams(self) -> tuple[str, ...]:
         """Which of `packing.OPTIONAL` the trees carry."""
-        coefs = {"ce_weight": self.environment_coef, "ref_kl_weight": self.teacher_coef}
-        return tuple(name for name, coef in coefs.items() if coef)
+        return ("ref_kl_weight",) if self.teacher_coef else ()
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
         """(The trees of a batch of P groups, the part of the groups that reward teaches nothing)."""
@@ -60,35 +57,32 @@ class Credit:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
         credits = advantages.NORMALIZERS[self.normalize]([advantages.ADVANTAGES[self.advantage](r) for r in rewards])
-        is_flat = [not np.any(np.abs(credit_G) > 1e-9) for credit_G in credits]
-        kept = [i for i, flat in enumerate(is_flat) if self.streams or not flat]
-        factors = advantages.AVERAGES[self.average]([lengths[i] for i in kept])
+        is_flat = np.array([not np.any(np.abs(credit_G) > 1e-9) for credit_G in credits])
+        taught = np.flatnonzero(~is_flat)  # by reward
+        factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
-        for i, factor_G in zip(kept, factors, strict=True):
-            trees += self._trees(groups[i], credits[i] * factor_G)
-        return trees, float(np.mean(is_flat))
+        for i, group in enumerate(groups):
+            if i in factors:
+                trees += self._trees(group, credits[i] * factors[i], trains=True)
+            elif self.streams:
+                trees += self._trees(group, credits[i], trains=False)
+        return trees, float(is_flat.mean())
 
-    def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray) -> list[packing.Tree]:
+    def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray, *, trains: bool) -> list[packing.Tree]:
         P = int(np.argmax(group[0].sampled_mask))  # tokens of the prompt
         start = P if self.share_prompts else 0
-        branches = [self._branch(r, credit, P, start) for r, credit in zip(group, credit_G, strict=True)]
+        branches = [self._branch(r, credit, start, trains) for r, credit in zip(group, credit_G, strict=True)]
         if self.share_prompts:
             return [packing.Tree(group[0].tokens[:P], tuple(branches))]
         return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
 
-    def _branch(self, rollout: rollout_lib.Rollout, credit: float, P: int, start: int) -> packing.Branch:
-        mask_T = rollout.sampled_mask.astype(np.float32)
-        answer_T = 1 - mask_T
-        answer_T[:P] = 0  # the prompt is nobody's answer
-        weights = {
-            "ce_weight": answer_T * np.float32(self.environment_coef),
-            "ref_kl_weight": mask_T * np.float32(self.teacher_coef),
-        }
+    def _branch(self, rollout: rollout_lib.Rollout, credit: float, start: int, trains: bool) -> packing.Branch:
+        mask_T = rollout.sampled_mask[start:].astype(np.float32)
         return packing.Branch(
             rollout.tokens[start:],
-            mask_T[start:],
+            mask_T * np.float32(trains),
             rollout.logprobs[start:],
-            (mask_T * np.float32(credit))[start:],
+            mask_T * np.float32(credit),
             rollout.temperature,
-            **{name: weights[name][start:] for name in self.streams},
+            ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
         )

@@ -28,6 +28,11 @@ def module_norms(grads) -> dict[str, jax.Array]:
     return {f"grad_norm/{name}": optax.tree.norm(leaves) for name, leaves in modules.items()}
 
 
+def not_finite(values: dict[str, float]) -> str | None:
+    """The first metric that is infinite or no number at all; None where there is none."""
+    return next((name for name, value in values.items() if not math.isfinite(value)), None)
+
+
 def derived(values: dict[str, float]) -> dict[str, float]:
     """What follows from a step's metrics; absent where the loss has no ratios.
 
@@ -112,7 +117,10 @@ def _collapsed(last, history):
 
 def _off_at_once(last, history):
     """A ratio away from 1 with hardly any staleness is an error of numbers, not of policy."""
-    kl, lag = _mean(last, "loss/mismatch_kl"), _mean(last, "sync/lag")
+    sampler = (
+        "loss/sampler_kl" if "loss/sampler_kl" in last[-1] else "loss/mismatch_kl"
+    )  # the former of a recomputed policy
+    kl, lag = _mean(last, sampler), _mean(last, "sync/lag")
     return (kl, lag) if lag < 0.5 and kl > 0.01 else None
 
 
@@ -126,17 +134,7 @@ def _few_effective(last, history):
     return (part,) if part < 0.3 else None
 
 
-def _skipped(last, history):
-    num = sum(step.get("loss/skipped", 0.0) > 0 for step in last)
-    return (num, len(last)) if num else None
-
-
 PATHOLOGIES = (  # the first that holds is told: causes before consequences
-    (
-        _skipped,
-        "{} of the last {} steps had a gradient that was not finite and were skipped: lower optimizer.learning_rate or "
-        "optimizer.clip_norm; the batch was saved for replay",
-    ),
     (
         _flat_rewards,
         "in {:.0%} of the groups all rewards are equal (mean reward {:.2f}), so there is nothing to prefer: make the tasks "
@@ -163,6 +161,11 @@ PATHOLOGIES = (  # the first that holds is told: causes before consequences
     (
         _above("rollout/truncated_frac", 0.5),
         "{:.0%} of the samples end at the length limit before they can be rewarded: raise sampling.max_tokens, or shape long answers",
+    ),
+    (
+        _above("loss/optimizer_steps_missing", 0.0),
+        "a batch fills too few micro-batches: {:.1f} of objective.optimizer_steps found none; lower train.rows or "
+        "train.row_length, or take fewer steps",
     ),
     (
         _no_gradient,

@@ -73,6 +73,11 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     return result | {"num_tasks": len(groups)}
 
 
+def is_done(workdir: pathlib.Path, step: int) -> bool:
+    """Whether `step` was scored before: a run may end between a checkpoint and its evaluation."""
+    return any(entry["step"] == step for entry in _entries(workdir / "evaluations.json"))
+
+
 def headline(result: dict[str, float]) -> float:
     """The one number of `scores` that checkpoints are ranked by: avg@k."""
     return next(value for name, value in result.items() if name.startswith("avg@"))

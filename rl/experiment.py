@@ -147,13 +147,16 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         )
     if config.topology.mode == "remote" and not config.topology.servers:
         raise ValueError("topology.mode = 'remote' needs topology.servers, the URLs of running rollout servers")
+    for holds, words in CONTRADICTIONS:
+        if holds(config):
+            raise ValueError(words)
     return Experiment(
         raw=config_dict.FrozenConfigDict(config),
         model=model,
         engine=engine.EngineConfig(**config.inference),
         optimizer=learner.OptimizerConfig(**config.optimizer),
         loss=loss,
-        loss_options=config.loss_options[config.rl.loss].to_dict(),
+        loss_options=_loss_options(config),
         objective=learner.Objective(**config.objective),
         credit=credit_lib.Credit(
             config.rl.advantage,
@@ -161,13 +164,75 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
             config.rl.average,
             config.rl.overlong_buffer,
             config.sampling.max_tokens,
-            config.objective.environment_coef,
             config.objective.teacher_coef,
             config.train.share_prompts,
         ),
         lora=lora.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )
+
+
+# Configs that run, and do not do what they say.
+CONTRADICTIONS = (
+    (
+        lambda c: c.objective.policy_coef == 0 and not c.objective.teacher_coef,
+        "objective.policy_coef = 0 leaves nothing to learn from; set it above 0, or objective.teacher_coef",
+    ),
+    (
+        lambda c: c.objective.policy_coef == 0 and c.objective.teacher_coef and not c.objective.reference_model,
+        "objective.policy_coef = 0 with a teacher that is the policy itself learns nothing; name another in "
+        "objective.reference_model",
+    ),
+    (
+        lambda c: (
+            c.objective.reference_model
+            and not c.objective.teacher_coef
+            and not (c.objective.kl_coef and c.objective.kl_reference == "reference")
+        ),
+        "objective.reference_model is set and nothing reads it; set objective.teacher_coef, or objective.kl_coef with "
+        "objective.kl_reference = 'reference'",
+    ),
+    (
+        lambda c: (
+            c.rl.loss in ("decoupled_ppo", "truncated_importance_sampling") and c.objective.old_logprobs != "learner"
+        ),
+        "this loss corrects the sampler's policy to the learner's old one, so that it needs both; set "
+        "objective.old_logprobs = 'learner'",
+    ),
+    (
+        lambda c: c.rl.average != "tokens" and c.rl.loss in ("grpo", "dr_grpo", "gspo", "gmpo"),
+        "this loss averages over samples itself; set rl.average = 'tokens'",
+    ),
+    (
+        lambda c: c.rl.samples_per_prompt == 1 and c.rl.advantage != "given" and not c.objective.teacher_coef,
+        "rl.samples_per_prompt = 1: a sample alone has nothing to be compared with, and its advantage is always 0; take more, "
+        "or rl.advantage = 'given'",
+    ),
+    (
+        lambda c: c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0,
+        "evaluation.samples_per_task is above 1 at temperature 0, where all samples are the same; raise "
+        "evaluation.temperature",
+    ),
+    (
+        lambda c: c.warmup.patience > 0 and not c.warmup.eval_every,
+        "warmup.patience waits for held-out losses and none is taken; set warmup.eval_every",
+    ),
+    (
+        lambda c: (
+            c.optimizer.schedule != "constant"
+            and c.optimizer.total_steps < c.rl.num_steps * c.objective.optimizer_steps
+        ),
+        "optimizer.total_steps is less than rl.num_steps x objective.optimizer_steps: the rate would lie at its floor for the "
+        "rest of the run; raise it",
+    ),
+)
+
+
+def _loss_options(config: config_dict.ConfigDict) -> dict:
+    options = config.loss_options[config.rl.loss].to_dict()
+    if config.rl.loss == "dr_grpo" and not options["length"]:
+        options["length"] = float(config.sampling.max_tokens)
+    return options
 
 
 def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
@@ -207,18 +272,24 @@ def open_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]
 
 
 def _claim(path: pathlib.Path, experiment: Experiment) -> None:
-    """Saves the resolved config, or checks that the one saved is the same but for where things run.
+    """Saves the resolved config, or checks that the one saved is the same but for where things run, and how long.
 
     The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
     """
     wanted = json.loads(experiment.raw.to_json())
+    free = ["topology.", "mesh.", "checkpoint.", "evaluation.every"]
+    if experiment.optimizer.schedule == "constant":  # then no step depends on how many follow
+        free.append("rl.num_steps")
+    if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut
+        free.append("train.rows")
+    free = tuple(free)
     file, steps = path / "config.json", path / "metrics.jsonl"
     if file.exists() and steps.exists() and steps.stat().st_size:
         saved = json.loads(file.read_text())["config"]
         differs = sorted(
             name
             for name in _flat(saved).keys() | _flat(wanted).keys()
-            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith(("topology.", "mesh."))
+            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith(free)
         )
         if differs:
             old, new = _flat(saved).get(differs[0], "absent"), _flat(wanted).get(differs[0], "absent")

@@ -58,7 +58,6 @@ class Objective:
     kl_reference: str = "sampler"  # or "reference": the batch carries ref_logp
     policy_coef: float = 1.0  # of the policy loss; 0 beside a teacher is distillation alone
     teacher_coef: float = 0.0  # distil the reference on sampled tokens (a weight in the batch: rl/credit.py)
-    environment_coef: float = 0.0  # cross-entropy on the environment's tokens (likewise)
     reference_model: str = ""  # what the reference is (rl/reference.py)
     router_balance_coef: float = 0.0  # auxiliary loss on the load of experts (`moe.balance_loss`)
     router_balance_rate: float = 0.0  # step of the routers' correction by load (`moe.balanced_correction`)
@@ -72,6 +71,16 @@ class Objective:
         ):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} = {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}")
+        for field in (
+            "entropy_coef",
+            "kl_coef",
+            "policy_coef",
+            "teacher_coef",
+            "router_balance_coef",
+            "router_balance_rate",
+        ):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} = {getattr(self, field)} must be at least 0")
         if self.optimizer_steps < 1:
             raise ValueError(f"optimizer_steps = {self.optimizer_steps} must be at least 1")
         if self.kl_coef and self.kl_place == "loss" and self.kl_estimator == "k1":
@@ -223,14 +232,17 @@ def make_train_step(
         )
         return _components(loss_fn, objective, work, logp_BT, entropy_BT, routing, counts)
 
-    def optimizer_step(params, opt_state, frozen, work: _Work, first, stride):
-        """One step on the micro-batches first, first + stride, ..."""
+    def optimizer_step(params, opt_state, frozen, work: _Work, first, stride, is_good=True):
+        """One step on the micro-batches first, first + stride, ...; not applied unless what came before `is_good`."""
         counts = _count(work, first, stride)
         grads, metrics = _accumulate(
             jax.grad(forward, has_aux=True), params, frozen, work, first, stride, counts, barrier=mesh.size > 1
         )
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
+        keeps = (
+            is_good & finite & counts.trains_any
+        )  # without a token there is no direction: momentum alone must not move anything
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         if (load_LE := metrics.pop("moe/load", None)) is not None:
@@ -238,7 +250,7 @@ def make_train_step(
             if objective.router_balance_rate:
                 new_params = _rebalance(model, new_params, load_LE, objective.router_balance_rate)
         new = new_params, new_opt_state
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, opt_state))
+        kept = jax.tree.map(lambda new, old: jnp.where(keeps, new, old), new, (params, opt_state))
         metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | diagnostics.module_norms(grads)
         return *kept, metrics, counts.tokens
 
@@ -290,6 +302,7 @@ class _Counts:
 
     tokens: jax.Array
     positions: jax.Array  # that are no padding
+    trains_any: jax.Array  # bool: whether any token has a part in any component
     denom: jax.Array
     streams: jax.Array
     ce: jax.Array
@@ -340,10 +353,8 @@ def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT,
     total = objective.policy_coef * policy
     entropy = ratios.total(entropy_BT, mask_BT, counts.denom)
     metrics = metrics | {"loss/policy": policy, "loss/entropy": entropy}
-    if (
-        objective.old_logprobs == "learner"
-    ):  # the loss's own mismatch is then that of this batch's optimizer steps alone
-        log_ratio_BT = jax.lax.stop_gradient(ratios.log_ratio(logp_BT, rows.behavior_logp, mask_BT))
+    if objective.old_logprobs == "learner":  # the loss's own mismatch is that of this batch's optimizer steps alone
+        log_ratio_BT = ratios.log_ratio(work.old_logp, rows.behavior_logp, mask_BT)
         sampler_kl = ratios.total(jnp.expm1(log_ratio_BT) - log_ratio_BT, mask_BT, counts.denom)
         metrics |= {"loss/sampler_kl": sampler_kl}
     if objective.entropy_coef:
@@ -440,16 +451,18 @@ def _count(work: _Work, first, stride) -> _Counts:
 
     streams = jnp.sum(jax.vmap(num_streams)(mask, batch.segment_ids, batch.branch_ids))
 
-    def weights(x):
-        return divergences.count(jnp.zeros(()) if x is None else jnp.where(mine_M[:, None, None], x, 0.0))
+    def mine(x):
+        return jnp.zeros(()) if x is None else jnp.where(mine_M[:, None, None], x, 0.0)
+
+    weights = [mine(batch.ce_weight), mine(batch.ref_kl_weight)]
 
     return _Counts(
         tokens,
         jnp.maximum(jnp.sum(jnp.where(mine_M[:, None, None], batch.segment_ids != 0, False)).astype(jnp.float32), 1.0),
+        (tokens > 0) | functools.reduce(jnp.logical_or, [jnp.any(weight != 0) for weight in weights]),
         jnp.maximum(tokens, 1.0),
         jnp.maximum(streams, 1.0),
-        weights(batch.ce_weight),
-        weights(batch.ref_kl_weight),
+        *(divergences.count(weight) for weight in weights),
     )
 
 
@@ -475,22 +488,23 @@ def _steps(most: int, optimizer_step, params, opt_state, frozen, work: _Work):
     """`most` optimizer steps, or as many as there are micro-batches; metrics are means over the batch's tokens.
 
     Step k takes the micro-batches k, k + n, ...: rows are packed by length, so neighbours are alike, and every step shall see
-    long and short ones.
+    long and short ones. After one whose gradient was not finite, no other is applied.
     """
     stride = jnp.clip(work.batch.num_micro_batches, 1, most)
 
     def one(k, carry):
-        params, opt_state, total = carry
-        params, opt_state, metrics, tokens = optimizer_step(params, opt_state, frozen, work, k, stride)
+        params, opt_state, total, is_good = carry
+        params, opt_state, metrics, tokens = optimizer_step(params, opt_state, frozen, work, k, stride, is_good)
         weighted = jax.tree.map(lambda x: x * tokens, metrics) | {"loss/num_tokens": tokens}
-        return params, opt_state, jax.tree.map(jnp.add, total, weighted)
+        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good & (metrics["loss/skipped"] == 0)
 
     shape = jax.eval_shape(lambda p, o: optimizer_step(p, o, frozen, work, 0, stride)[2], params, opt_state)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape) | {"loss/num_tokens": jnp.zeros(())}
-    params, opt_state, total = jax.lax.fori_loop(0, stride, one, (params, opt_state, zeros))
+    params, opt_state, total, _ = jax.lax.fori_loop(0, stride, one, (params, opt_state, zeros, jnp.array(True)))
     tokens = total.pop("loss/num_tokens")
     means = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total)
-    return params, opt_state, means | {"loss/num_tokens": tokens, "loss/optimizer_steps": stride.astype(jnp.float32)}
+    steps = {"loss/optimizer_steps": stride.astype(jnp.float32), "loss/optimizer_steps_missing": (most - stride) / 1.0}
+    return params, opt_state, means | {"loss/num_tokens": tokens} | steps
 
 
 def _between_memories(opt_state, layout, kind: str):

@@ -21,7 +21,7 @@ from rl import optimizers
 from sharding import rules
 
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
-RANK_AXIS = "norm"  # the rank is never split: the logical axis that no mesh axis takes
+RANK_AXIS = "rank"  # never split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,7 +289,7 @@ def truncated_importance_sampling(
         w = exp(behavior_logp - sampler_logp)
 
     TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") with cap = 2. `r` is
-    against `behavior_logp`, so train.old_logprobs must be "learner"; otherwise w = 1. Denominator: global sampled tokens. No
+    against `behavior_logp`, so objective.old_logprobs must be "learner"; otherwise w = 1. Denominator: global sampled tokens. No
     gradient through w.
     """
     log_ratio_BT = ratios.log_ratio(logp_BT, behavior_logp_BT, mask_BT)

@@ -4,6 +4,7 @@ It is the policy that RL began with, or, with `objective.reference_model`, a Hug
 reads the same token ids (on-policy distillation: a large teacher grades what the student itself wrote).
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -29,6 +30,8 @@ def make(
         params = initial()
     else:
         model = hf.read_config(path, dtype=exp.model.param_dtype, scan_layers=exp.model.scan_layers)
+        how = ("dtype", "attention", "grouped_matmul")  # it computes as the policy does
+        model = dataclasses.replace(model, **{field: getattr(exp.model, field) for field in how})
         if model.vocab_size < exp.tokenizer.vocab_size:
             raise ValueError(
                 f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
@@ -36,5 +39,5 @@ def make(
             )
         shardings = rules.shardings(transformer.specs(model), mesh)
         params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
-    score = learner.make_score(model, mesh)
+    score = learner.make_score(model, mesh, exp.credit.share_prompts)
     return lambda batch: score(params, batch)

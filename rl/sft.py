@@ -24,7 +24,7 @@ from absl import flags
 
 from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from rl import data, envs, experiment, learner, metrics, packing
+from rl import data, diagnostics, envs, experiment, learner, metrics, packing
 from rl.envs import environment
 from sharding import checkpoint, rules
 from sharding import mesh as mesh_lib
@@ -56,7 +56,7 @@ def train(
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
-        step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh)
+        step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh, share_prompts=False)
         source = _from_file(exp) if config.warmup.data else _from_tasks(exp)
         layout = packing.Layout.for_streams(
             config.warmup.tasks_per_step,
@@ -72,6 +72,11 @@ def train(
                 batch = packing.pack(source.batch(step), layout)
                 state, step_metrics = step_fn(state, packing.place(batch, mesh))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                if bad := diagnostics.not_finite(values):
+                    raise ValueError(
+                        f"{bad} is {values[bad]} at warm-up step {step}; the last good checkpoint is step "
+                        f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
+                    )
                 if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
                     values["loss/held_out"] = evaluate(state.params)
                     patience = patience.after(values["loss/held_out"])
@@ -253,7 +258,7 @@ def _evaluator(exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Sou
         len(trees), exp.raw.inference.max_model_len, row_length=exp.raw.train.row_length, rows=exp.rows(mesh)
     )
     batch = packing.place(packing.pack(trees, layout), mesh)
-    score = learner.make_score(exp.model, mesh)
+    score = learner.make_score(exp.model, mesh, share_prompts=False)
 
     def evaluate(params) -> float:
         return float(-jnp.sum(score(params, batch) * batch.loss_mask) / jnp.sum(batch.loss_mask))

@@ -13,7 +13,6 @@ moment, the same command resumes from the last complete checkpoint; with `rl.max
 """
 
 import contextlib
-import math
 import pathlib
 import time
 
@@ -39,6 +38,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
         mesh,
         exp.objective,
         exp.lora,
+        config.train.share_prompts,
     )
     publisher = broadcast.Publisher(
         str(weights),
@@ -77,8 +77,8 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
             result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
             checkpointer.score(step, evaluate.headline(result))
 
-        if start == 0:
-            score(0)
+        if start < config.rl.num_steps and _is_scored(config, start) and not evaluate.is_done(workdir, start):
+            score(start)
 
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
             history = []
@@ -92,17 +92,16 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                         packed = packed.replace(ref_logp=reference(packed))
                     state, step_metrics = train_step(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    if values["loss/skipped"]:  # the state is as it was before the batch: the two can be replayed
-                        packing.save(packed, workdir / "failed_batch.npz")
-                    _check_finite(step, values, checkpointer, workdir)
+                    if bad := diagnostics.not_finite(values):
+                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, checkpointer, workdir)
                 with clock("publish"):
                     publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
                     rollouts.publish(step)
-                scored = config.evaluation.every and step % config.evaluation.every == 0 and step < config.rl.num_steps
+                is_last, scored = step == config.rl.num_steps, _is_scored(config, step)
                 with clock("checkpoint"):
-                    checkpointer.save(step, state, {"step": step}, force=scored or step == config.rl.num_steps)
+                    checkpointer.save(step, state, {"step": step}, force=scored or is_last)
                 with clock("eval"):
-                    if scored:
+                    if scored and not is_last:
                         score(step)
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
                 values |= diagnostics.derived(values)
@@ -123,6 +122,11 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
     restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
     if restored:
         step, state, _ = restored
+        if step > exp.raw.rl.num_steps:
+            raise ValueError(
+                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.raw.rl.num_steps}; raise it, or export "
+                f"an earlier checkpoint (python -m rl.export)"
+            )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step
     params = sft.train(exp, workdir, mesh, writer, progress)
@@ -131,15 +135,23 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
     return state, 0
 
 
-def _check_finite(
-    step: int, values: dict[str, float], checkpointer: checkpoint.Checkpointer, workdir: pathlib.Path
-) -> None:
-    if bad := [name for name, value in values.items() if not math.isfinite(value)]:
-        raise ValueError(
-            f"{bad[0]} is {values[bad[0]]} at step {step}; nothing of this step was published or saved. Its rollouts are "
-            f"in {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}; "
-            f"look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
-        )
+def _is_scored(config, step: int) -> bool:
+    """Whether the held-out tasks are rolled out after `step`, beside the last."""
+    return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
+
+
+def _stop(step: int, reason: str, exp, packed, state, checkpointer: checkpoint.Checkpointer, workdir: pathlib.Path):
+    """Raises, and leaves what a replay needs: the batch, and the state that met it (unless it took several optimizer steps)."""
+    packing.save(packed, workdir / "failed_batch.npz")
+    checkpointer.wait()
+    if exp.objective.optimizer_steps == 1 and step - 1 > (checkpointer.latest_step() or 0):
+        checkpointer.save(step - 1, state.replace(step=state.step - 1), {"step": step - 1}, force=True)
+        checkpointer.wait()
+    raise ValueError(
+        f"{reason} at step {step}; nothing of this step was published. Its batch is {workdir / 'failed_batch.npz'}, its "
+        f"rollouts are in {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step "
+        f"{checkpointer.latest_step()}; look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
+    )
 
 
 class _Clock:

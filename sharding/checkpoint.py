@@ -109,6 +109,9 @@ class Checkpointer:
                 self._manager.reload()
         if found is None:
             return None
+        best = _best(self._directory)
+        if step is None and best is not None and best["step"] > found:  # of steps that will be taken again
+            (self._directory / "best.json").unlink()
         _check(self._directory / str(found) / "state", abstract_state, prefix="")
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))

@@ -30,6 +30,7 @@ RULES = {
     "expert_ffn": ("tensor",),
     "router": (),
     "norm": (),
+    "rank": (),  # of adapters
 }
 # Experts take the tensor axis as well where it divides their number, and their ffn then stays whole: a quarter of an ffn of
 # 1,408 would be 352 columns, no multiple of the 128 of a TPU register, and its stack would be laid out anew at every call.

@@ -174,7 +174,9 @@ def test_the_best_is_kept_however_old(tmp_path):
                 checkpointer.score(step, value)
         assert checkpoint.best_step(tmp_path) == 2  # the first of equals
         assert checkpoint.complete_steps(tmp_path) == [2, max(scores)]
+    (tmp_path / "best.json").write_text('{"step": 6, "score": 2.0}')  # of a save that never ended
     with checkpoint.Checkpointer(tmp_path, keep=1) as checkpointer:
+        assert checkpointer.restore(_abstract(state))[0] == 5
         checkpointer.save(6, state, {})
         checkpointer.score(6, 1.0)
         checkpointer.save(7, state, {})

@@ -77,23 +77,23 @@ def test_shared_prompts_train_the_same_tokens(advantage):
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_the_environments_words_and_a_teacher_have_weights_of_their_own(share_prompts):
-    """Written out by hand: sampled tokens carry 0.5 for the teacher, the environment's 0.25 of cross-entropy, prompts nothing."""
-    rule = credit.Credit("group_mean", environment_coef=0.25, teacher_coef=0.5, share_prompts=share_prompts)
-    assert rule.streams == ("ce_weight", "ref_kl_weight")
+def test_a_teacher_sees_every_group_and_takes_nothing_from_reward(share_prompts):
+    """Written out by hand: sampled tokens weigh 0.5 for the teacher, those of the flat group nothing for the policy."""
+    rule = credit.Credit("group_mean", teacher_coef=0.5, share_prompts=share_prompts)
+    assert rule.streams == ("ref_kl_weight",)
     trees, flat = rule.assign(GROUPS)
     assert flat == 1 / 3
     expected = []
-    for group in GROUPS:  # the flat one, too: it has words to learn
+    for group in GROUPS:
         mean = np.mean([r.reward for r in group])
         for r in group:
-            P = int(np.argmax(r.sampled_mask))
-            for t in range(P, len(r.tokens)):
-                sampled = bool(r.sampled_mask[t])
-                numbers = (float(r.logprobs[t]), float(np.float32(r.reward - mean)) if sampled else 0.0, 0.5)
-                weights = (0.0, 0.5) if sampled else (0.25, 0.0)
-                expected.append((tuple(r.tokens[:t].tolist()), int(r.tokens[t]), *numbers, *weights))
+            for t in np.flatnonzero(r.sampled_mask):
+                numbers = (float(r.logprobs[t]), float(np.float32(r.reward - mean)), 0.5)
+                expected.append((tuple(r.tokens[:t].tolist()), int(r.tokens[t]), *numbers, 0.5))
     assert trained(trees, rule.streams) == sorted(expected)
+    plain, _ = credit.Credit("group_mean", share_prompts=share_prompts).assign(GROUPS)
+    masked = [sum(branch.loss_mask.sum() for tree in found for branch in tree.branches) for found in (trees, plain)]
+    assert masked[0] == masked[1]  # the policy's denominator
 
 
 def test_a_long_answer_is_worth_less():

@@ -96,7 +96,6 @@ def test_metrics_of_groups():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss/skipped": 1.0}, ("5 of the last 5 steps", "optimizer.learning_rate")),
         ({"rollout/zero_advantage_frac": 0.95, "rollout/reward": 0.0}, ("95% of the groups", "0.00", "partial credit")),
         ({"loss/mismatch_kl": 0.05}, ("0.05", "temperature", "dtype")),
         ({"loss/mismatch_kl": 0.05, "sync/lag": 2.0, "loss/effective_sample_frac": 0.2}, ("20%", "rl.max_lag")),
@@ -104,6 +103,8 @@ def test_metrics_of_groups():
         ({"loss/entropy": 0.05}, ("1", "0.05", "entropy_coef")),
         ({"rollout/truncated_frac": 0.8}, ("80%", "sampling.max_tokens")),
         ({"loss/grad_norm": 0.0}, ("no token trains",)),
+        ({"loss/optimizer_steps_missing": 6.0}, ("6.0 of objective.optimizer_steps", "train.rows")),
+        ({"loss/sampler_kl": 0.07}, ("0.07", "temperature", "dtype")),
     ],
 )
 def test_advice_names_the_pathology(changes, words):

@@ -62,6 +62,17 @@ def resolved(**changes):
         ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
         ({"topology__mode": "remote"}, "needs topology.servers"),
+        ({"objective__policy_coef": 0.0}, "leaves nothing to learn from"),
+        ({"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0}, "name another in objective.reference_model"),
+        ({"objective__reference_model": "dir"}, "nothing reads it; set objective.teacher_coef"),
+        ({"objective__entropy_coef": -0.1}, "entropy_coef = -0.1 must be at least 0"),
+        ({"rl__loss": "decoupled_ppo"}, "set objective.old_logprobs = 'learner'"),
+        ({"rl__loss": "gspo", "rl__average": "samples"}, "set rl.average = 'tokens'"),
+        ({"rl__samples_per_prompt": 1}, "nothing to be compared with"),
+        ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 must lie in 1..12"),
+        ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
+        ({"warmup__patience": 2}, "set warmup.eval_every"),
+        ({"optimizer__schedule": "cosine", "optimizer__total_steps": 20}, "its floor for the rest of the run"),
         ({"model__vocab_size": 64}, "model.vocab_size = 64 is smaller than the tokenizer's 265 entries"),
     ],
 )
@@ -71,15 +82,15 @@ def test_what_no_single_field_can_check(changes, message):
 
 
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
-    one, other, moved = resolved(), resolved(rl__num_steps=7), resolved(topology__num_workers=3, mesh__fsdp=1)
+    one, other, moved = resolved(), resolved(rl__prompts_per_step=7), resolved(mesh__fsdp=1, rl__num_steps=7)
     for chosen in (other, one, moved, one):  # nothing was done yet: a mistake may be corrected
         with experiment.open_workdir(tmp_path / "w", chosen) as workdir:
             saved = json.loads((workdir / "config.json").read_text())["config"]
             assert saved == json.loads(chosen.raw.to_json())
     (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
-    with experiment.open_workdir(tmp_path / "w", moved):  # where it runs may change
+    with experiment.open_workdir(tmp_path / "w", moved):  # where it runs and how long may change
         pass
-    with pytest.raises(ValueError, match="rl.num_steps was 140, now 7;"), experiment.open_workdir(workdir, other):
+    with pytest.raises(ValueError, match="rl.prompts_per_step was 32, now 7;"), experiment.open_workdir(workdir, other):
         pass
     with (
         experiment.open_workdir(workdir, one),

@@ -208,6 +208,16 @@ def test_nothing_to_learn_is_a_gradient_of_zero():
         jax.tree.map(np.testing.assert_array_equal, state.params, params_of(DENSE))
 
 
+def test_momentum_alone_moves_nothing():
+    """Late in a run all groups of a batch may be flat: no tree is left, and the last direction is no news."""
+    step, fresh, mesh = compiled(DENSE, ())
+    state, _ = step(fresh(), packing.place(pack(), mesh))
+    before = jax.tree.map(np.array, state)
+    state, metrics = step(state, packing.place(packing.pack([], packing.Layout(ROW, 2, 6)), mesh))
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (before.params, before.opt_state))
+    assert float(metrics["loss/skipped"]) == 0 and int(state.step) == 2
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied():
     """Nothing of the state moves but the count of batches, so that the batch can be replayed on the state that met it."""
     batch = pack()

@@ -53,7 +53,7 @@ def scored(score, mesh):
 
 
 def test_nobody_asks_for_a_reference():
-    for objective in ({}, {"kl_coef": 0.1}, {"environment_coef": 0.1}):
+    for objective in ({}, {"kl_coef": 0.1}):
         assert reference.make(resolve(**objective), one_device(), lambda: pytest.fail("not needed")) is None
 
 

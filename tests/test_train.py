@@ -6,6 +6,7 @@ A run here is the quickstart with fewer steps and tasks: same model function, en
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from models import hf, tokenizer, transformer
-from rl import metrics, train
+from rl import metrics, packing
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 
@@ -110,13 +111,21 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     assert curve(workdir) == curve(finished[0])
 
 
-def test_a_number_that_is_none_stops_the_run_and_names_what_is_left(finished):
-    workdir, _ = finished
-    with checkpoint.Checkpointer(workdir / "checkpoints") as checkpointer:
-        with pytest.raises(ValueError, match="loss/total is nan at step 7; .*rollouts/step_7, .* checkpoint is step 6"):
-            train._check_finite(7, {"loss/entropy": 1.0, "loss/total": float("nan")}, checkpointer, workdir)
-        train._check_finite(7, {"loss/total": 0.0}, checkpointer, workdir)
-    assert (workdir / "rollouts" / "step_6" / "accepted.parquet").exists()
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rl", "warm-up"])
+def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_path, phase):
+    """A rate of 1e30 makes the first step's parameters useless: the second step finds out."""
+    rate = {"rl": "optimizer__learning_rate", "warm-up": "warmup__learning_rate"}[phase]
+    result = run(tmp_path / "w", checkpoint__every=100, optimizer__warmup_steps=0, **{rate: 1e30})
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    if phase == "warm-up":
+        assert re.search(r"is (nan|inf) at warm-up step [23]; .* or lower warmup.learning_rate", line)
+    else:
+        step = int(re.search(r"is (?:nan|inf) at step (\d+); ", line)[1])
+        assert f"the last good checkpoint is step {step - 1}" in line and len(curve(tmp_path / "w")) == step - 1
+        assert packing.load(tmp_path / "w" / "failed_batch.npz").tokens.shape[0]
+        assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1] == step - 1
 
 
 def test_evaluate_scores_a_checkpoint(finished):
