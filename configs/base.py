@@ -202,7 +202,7 @@ def get_config() -> config_dict.ConfigDict:
     # Trust: what is checked of each rollout beyond its form.
     c.trust = tr = config_dict.ConfigDict()
     tr.check_fraction = 0.125  # of groups whose proofs and sampling are replayed
-    tr.max_attempts = 5  # a group refused this often stops the run
+    tr.max_attempts = 5  # a worker refused this often gets no more work; the run ends when nobody else is there
     tr.margin = 0.02  # noised-logit gap, in nats, up to which a claimed token counts as the argmax
     tr.max_wrong_tokens = 0  # per rollout, beyond the margin
     tr.logprob_tolerance = 1e-3  # claimed against replayed log-probability; 0.05 for bfloat16

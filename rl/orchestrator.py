@@ -6,7 +6,8 @@ In time, for batch n (1-based) of P groups:
    rollouts as Parquet (`POST /submit`). A lease that runs out goes to the next worker.
 3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
    force; what the validator can say without weights (prompt, ending, reward made again); then, for a part of the groups that
-   no worker can foresee, its replay. A refused group is leased again: a batch is always its P prescribed groups.
+   no worker can foresee, its replay. A refused group is leased again: a batch is always its P prescribed groups. Whose
+   groups are refused loses its standing (rl/standing.py).
 4. `next_batch(n)` waits for them, drops what became too stale (and leases it again), turns rewards into advantages and
    gives token streams to pack. The rollouts are kept as Parquet under `rollouts/step_N/`.
 
@@ -34,12 +35,13 @@ from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
 from rl import credit as credit_lib
-from rl import data, packing
+from rl import data, packing, standing
 from rl import lease as lease_lib
 from sharding import listening
 
 WAIT_NOTICE_S = 30.0
 Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
+Screen = Callable[[Sequence[rollout_lib.Rollout], str], "str | None"]  # the same of a group and its split
 
 
 @dataclasses.dataclass
@@ -47,6 +49,7 @@ class _Lease:
     group: data.Group
     worker: str
     deadline: float
+    is_answered: bool = False  # rollouts came, and are being judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Orchestrator:
       workdir: where rollouts are kept.
       credit: how rewards become what the learner trains on.
       check: the validator's verdict on one group; called in a thread of its own.
-      screen: the same without weights, on every group of a batch; called by the thread that brings it.
+      screen: the same without weights, on every group; called by the thread that brings it.
       secret: decides which groups are checked; unknown to workers.
       on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
     """
@@ -78,7 +81,7 @@ class Orchestrator:
         *,
         credit: credit_lib.Credit,
         check: Check,
-        screen: Check = lambda rollouts: None,
+        screen: Screen = lambda rollouts, split: None,
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
@@ -93,10 +96,9 @@ class Orchestrator:
         self._todo: collections.deque[data.Group] = collections.deque()
         self._leases: dict[tuple, _Lease] = {}
         self._to_check: set[tuple] = set()  # groups drawn for the validator
-        self._checking: set[tuple] = set()  # those it has
-        self._screening: set[tuple] = set()  # groups that a submitting thread looks at
         self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
-        self._attempts: collections.Counter = collections.Counter()
+        self._checked: set[tuple] = set()  # of those, the ones that the validator has replayed
+        self._standing = standing.Standing(max_refusals=config.trust.max_attempts, lease_s=config.topology.lease_s)
         self._refusals: collections.Counter = collections.Counter()
         self._counts: collections.Counter = collections.Counter()
         self._failure: BaseException | None = None
@@ -152,9 +154,12 @@ class Orchestrator:
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Rolls out the held-out tasks with `version` and returns them by task."""
+        """Rolls out the held-out tasks with `version`, once the servers have it, and returns them by task."""
         groups = data.held_out_groups(self._config, version)
         with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._version >= version)
+            if self._failure:
+                raise self._failure
             self._todo.extendleft(reversed(groups))  # before training work: the version in force moves on
             self._changed.notify_all()
         return self._collect([group.key for group in groups], None)
@@ -187,16 +192,20 @@ class Orchestrator:
         """Up to `capacity` groups for `worker`; none when there is nothing to do."""
         with self._changed:
             now = time.monotonic()
+            self._standing.asked(worker, now)
             for key, lease in list(self._leases.items()):
                 if lease.deadline < now:
                     del self._leases[key]
                     self._counts["lease_expired"] += 1
+                    self._standing.expired(lease.worker, key)
                     self._todo.appendleft(lease.group)
-            groups = []
-            while self._todo and len(groups) < capacity:
-                group = self._todo.popleft()
+            held = sum(lease.worker == worker for lease in self._leases.values())
+            room = self._standing.room(worker, held, len(self._todo) + len(self._leases), now)
+            allowed = [group for group in self._todo if self._standing.may_take(worker, group.key, now)]
+            groups = allowed[: max(0, min(room, capacity))]
+            for group in groups:
+                self._todo.remove(group)
                 self._leases[group.key] = _Lease(group, worker, now + self._config.topology.lease_s)
-                groups.append(group)
             return groups
 
     def submit(self, body: bytes) -> dict:
@@ -250,6 +259,7 @@ class Orchestrator:
                 stale = [] if step is None else [k for k in keys if self._staleness(k, step) > self._max_off_policy]
                 if not stale:
                     self._to_check.difference_update(keys)
+                    self._checked.difference_update(keys)
                     return [self._done.pop(key) for key in keys]
                 groups = {group.key: group for group in data.train_groups(self._config, step)}
                 for key in stale:
@@ -271,31 +281,41 @@ class Orchestrator:
         return "held_out" if lease and lease.group.index == rollout.task.index else "train"
 
     def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> str:
+        """Judges one group; whatever takes its time does so without the lock."""
         with self._changed:
             lease = self._leases.get(key)
-            if lease is None or key in self._checking or key in self._screening:
+            is_holders = lease is not None and all(r.worker == lease.worker for r in rollouts)
+        if lease is None or lease.is_answered:
+            return self._turn_away(rollouts, "refused: not leased (or already submitted)")
+        # A stranger's word must not cost the holder its lease. One sample too many is enough to refuse the group.
+        if not is_holders or not all(map(rollout_lib.signature_ok, rollouts[: lease.group.num_samples + 1])):
+            return self._turn_away(rollouts, "refused: signature: not signed by the worker that holds the lease")
+        with self._changed:
+            if self._leases.get(key) is not lease or lease.is_answered:
                 self._counts["unleased"] += len(rollouts)
                 return "refused: not leased (or already submitted)"
-            if not all(r.worker == lease.worker and rollout_lib.signature_ok(r) for r in rollouts):
-                self._counts["unleased"] += len(rollouts)  # a stranger's word must not cost the holder its lease
-                return "refused: signature: not signed by the worker that holds the lease"
+            lease.is_answered, lease.deadline = True, float("inf")
             reason = self._refusal(lease, rollouts)
-            if reason is not None:
-                return self._settle(key, rollouts, reason)
-            self._screening.add(key)
-            lease.deadline = float("inf")
-        try:  # scoring may take its time: without the lock
-            reason = self._screen(rollouts) if key[0] == "train" else None
-        except BaseException as error:  # as in `_check_later`
-            self.fail(error)
-            raise
+        if reason is None:
+            try:
+                reason = self._screen(rollouts, key[0])
+            except BaseException as error:  # as in `_check_later`
+                self.fail(error)
+                raise
         with self._changed:
-            self._screening.discard(key)
-            if reason is None and key in self._to_check:
-                self._checking.add(key)
+            if (
+                reason is None
+                and key[0] == "train"
+                and (key in self._to_check or self._standing.is_suspect(lease.worker))
+            ):
                 self._checker.submit(self._check_later, key, rollouts)
                 return "checking"
             return self._settle(key, rollouts, reason)
+
+    def _turn_away(self, rollouts: list[rollout_lib.Rollout], reason: str) -> str:
+        with self._changed:
+            self._counts["unleased"] += len(rollouts)
+        return reason
 
     def _check_later(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> None:
         try:
@@ -304,31 +324,46 @@ class Orchestrator:
             self.fail(error)
             raise
         with self._changed:
-            self._checking.discard(key)
             self._counts["checked"] += len(rollouts)
-            self._settle(key, rollouts, reason)
+            if reason is None:
+                self._checked.add(key)
+            self._settle(key, rollouts, reason, by_replay=True)
 
-    def _settle(self, key: tuple, rollouts: list[rollout_lib.Rollout], reason: str | None) -> str:
+    def _settle(self, key: tuple, rollouts: list[rollout_lib.Rollout], reason: str | None, *, by_replay=False) -> str:
         """Accepts the group, or refuses it and leases it again; the lock is held."""
         lease = self._leases.pop(key)
         if reason is None:
             self._counts["accepted"] += len(rollouts) if key[0] == "train" else 0
+            self._standing.delivered(lease.worker, key)
             self._done[key] = sorted(rollouts, key=lambda r: r.sample)
             self._changed.notify_all()
             return "accepted"
         self._counts["refused"] += len(rollouts)
         self._refusals[reason.split(":")[0]] += 1
-        self._attempts[key] += 1
-        if self._attempts[key] >= self._config.trust.max_attempts:
+        self._standing.refused(lease.worker, by_replay=by_replay)
+        if by_replay:
+            self._call_back(lease.worker)
+        if self._standing.is_barred(lease.worker) and not self._standing.others(lease.worker, time.monotonic()):
             self.fail(
                 ValueError(
-                    f"group {lease.group.group} of step {lease.group.step} was refused {self._attempts[key]} times, the "
-                    f"last time for: {reason}; look at the worker {rollouts[0].worker[:16]} or raise trust.max_attempts"
+                    f"worker {lease.worker[:16]} was refused {self._config.trust.max_attempts} times, the last time group "
+                    f"{lease.group.group} of step {lease.group.step} for: {reason}; no other worker is there. Look at that "
+                    f"worker and its server, or raise trust.max_attempts"
                 )
             )
         self._todo.appendleft(lease.group)
         self._changed.notify_all()
         return f"refused: {reason}"
+
+    def _call_back(self, worker: str) -> None:
+        """Replays what a new suspect has brought before, as far as no batch has taken it."""
+        for key, rollouts in list(self._done.items()):
+            if key[0] == "train" and key not in self._checked and rollouts[0].worker == worker:
+                del self._done[key]
+                group = next(g for g in data.train_groups(self._config, key[1]) if g.key == key)
+                self._counts["accepted"] -= len(rollouts)
+                self._leases[key] = _Lease(group, worker, float("inf"), is_answered=True)
+                self._checker.submit(self._check_later, key, rollouts)
 
     def _refusal(self, lease: _Lease, rollouts: list[rollout_lib.Rollout]) -> str | None:
         """The cheap checks: everything that the lease alone decides."""
@@ -354,10 +389,8 @@ class Orchestrator:
                 return f"tokens: id {int(r.tokens.max())} is outside the vocabulary of {self._config.model.vocab_size}"
             if not np.array_equal(r.tokens[: _prompt_length(r)], prompt):
                 return "prompt: the samples of one group have different prompts"
-            if sampled.min() < group.min_version:
-                return (
-                    f"versions: {int(sampled.min())} is older than {group.min_version}, the oldest this batch may use"
-                )
+            if (oldest := int(r.versions.min())) < group.min_version:  # of the prompt's keys, too
+                return f"versions: {oldest} is older than {group.min_version}, the oldest this batch may use"
             if np.any(np.diff(r.versions) < 0):
                 return "versions: they fall along the sequence"
             if sampled.max() > self._announced:
@@ -417,7 +450,9 @@ def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.Fas
     @app.post("/submit")
     async def submit(request: fastapi.Request):
         body = await web.read_body(request)
-        return {"verdicts": await asyncio.to_thread(orchestrator.submit, body)}
+        verdicts = await asyncio.to_thread(orchestrator.submit, body)
+        # Which groups are replayed is nobody's business.
+        return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
 
     @app.exception_handler(ValueError)
     async def refuse(request, error):

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from inference import rollout as rollout_lib
 from inference import toploc
@@ -39,7 +40,8 @@ from rl.envs import environment
 from sharding import broadcast
 
 Tolerance = verdicts.Tolerance
-MAX_REPLAY_ROWS = 256  # rollouts replayed together
+MAX_REPLAY_ROWS = 64  # rollouts replayed together, whatever their length
+MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
 
 
 class Validator:
@@ -74,10 +76,10 @@ class Validator:
         """Returns the reason to refuse this group, or None."""
         return next((str(verdict) for verdict in self.judge(rollouts) if not verdict.accepted), None)
 
-    def screen(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
-        """The reason to refuse this group that can be known without weights, or None."""
-        found = (self.judge_cheaply(rollout) for rollout in rollouts)
-        return next((str(verdict) for verdict in found if not verdict.accepted), None)
+    def screen(self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train") -> str | None:
+        """The reason to refuse this group that can be known without weights, or None; whose lease it is was asked before."""
+        judge = self.judge_cheaply if split == "train" else self._judge_held_out
+        return next((str(verdict) for verdict in map(judge, rollouts) if not verdict.accepted), None)
 
     def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
         """A verdict per rollout. `newest`: the last version published; None does not ask.
@@ -109,14 +111,28 @@ class Validator:
         ]
         return next((verdict for check in checks if not (verdict := check()).accepted), verdicts.OK)
 
+    def _judge_held_out(self, rollout: rollout_lib.Rollout) -> verdicts.Verdict:
+        verdict = verdicts.form(rollout)
+        if self._rules is None or not verdict.accepted:
+            return verdict
+        rules = dataclasses.replace(self._rules, groups=self._rules.held_out, first_step=0)
+        checks = (verdicts.bounds, verdicts.ending, verdicts.prompt, verdicts.reward)
+        return next((verdict for check in checks if not (verdict := check(rollout, rules)).accepted), verdicts.OK)
+
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> replay_lib.Replay:
         """Runs the tokens again; see rl/replay.py for the arrays, which have at least one row per rollout."""
         return replay_lib.replay(self._model, self._weights, self._filters, rollouts, self._length)
 
     def judge_replayed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
         """What the replay says of rollouts that passed `judge_cheaply`."""
-        starts = range(0, len(rollouts), MAX_REPLAY_ROWS)
-        return [v for start in starts for v in self._judge_batch(rollouts[start : start + MAX_REPLAY_ROWS])]
+        out: list[verdicts.Verdict] = []
+        while len(out) < len(rollouts):
+            rest = rollouts[len(out) :]
+            longest = np.maximum.accumulate([len(rollout.tokens) for rollout in rest])
+            padded = longest * np.arange(1, len(rest) + 1)
+            num = max(1, int(np.searchsorted(padded, MAX_REPLAY_TOKENS, side="right")))
+            out += self._judge_batch(rest[:num])
+        return out
 
     def _judge_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
         try:
@@ -191,6 +207,7 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
         num_steps=config.rl.num_steps,
         max_lag=config.rl.max_lag,
         prompt=prompt,
+        held_out=functools.lru_cache(4)(lambda version: data.held_out_groups(config, version)),
         score=score,
     )
 

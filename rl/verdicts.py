@@ -20,6 +20,7 @@ by chance: over T positions an honest stream ends where P(stop) < q with probabi
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,6 +29,9 @@ from inference import rollout as rollout_lib
 from inference import toploc
 from rl import data, sequential
 
+NOISE_SPAN = (
+    20.0  # nats between the largest Gumbel noise of 23 bits (16.6) and the smallest (-2.8), and some for rounding
+)
 CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
 
 
@@ -67,6 +71,8 @@ class Rules:
     min_stop_probability: float = 0.0
     prompt: Callable[[data.Group], Sequence[int]] | None = None  # made by the environment
     score: Callable[[data.Group, Sequence[int]], dict[str, float]] | None = None  # of a completion's tokens
+    held_out: Callable[[int], list[data.Group]] | None = None  # version -> the groups of its evaluation
+    first_step: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +172,9 @@ def prescribed(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
 
 def policy_version(rollout: rollout_lib.Rollout, rules: Rules, newest: int) -> Verdict:
     """Step n takes versions n - 1 - max_lag .. n - 1, of those that are out, in the order in which they came out."""
-    versions, sampled = rollout.versions, rollout.versions[rollout.sampled_mask]
+    versions = rollout.versions
     oldest = max(0, rollout.step - 1 - rules.max_lag)
-    if (low := int(sampled.min())) < oldest:
+    if (low := int(versions.min())) < oldest:  # of the prompt's keys, too
         return Verdict("versions", f"{low} is older than {oldest}, the oldest that step {rollout.step} takes")
     latest = min(newest, rollout.step - 1)
     if (high := int(versions.max())) > latest:
@@ -186,6 +192,8 @@ def bounds(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     if (top := int(rollout.tokens.max())) >= rules.vocab_size:
         return Verdict("tokens", f"id {top} is outside the vocabulary of {rules.vocab_size}")
+    if (least := float(rollout.logprobs.min())) < -(math.log(rules.vocab_size) + NOISE_SPAN):
+        return Verdict("logprob", f"{least} of a token is less than the noise can make up for")
     low, high = rules.reward_bounds
     if not low <= rollout.reward <= high:
         return Verdict("reward", f"{rollout.reward} is outside [{low}, {high}]")
@@ -209,8 +217,11 @@ def ending(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+    """It is the task's own; and nothing was put into the answer, for the environments of one turn that there are."""
     if rules.prompt is None:
         return OK
+    if not rollout.sampled_mask[prompt_length(rollout) :].all():
+        return Verdict("prompt", "tokens that were not sampled stand behind it")
     expected = rules.prompt(_group(rollout, rules))
     found = rollout.tokens[: prompt_length(rollout)].tolist()
     return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
@@ -343,7 +354,7 @@ def prompt_length(rollout: rollout_lib.Rollout) -> int:
 
 
 def _group(rollout: rollout_lib.Rollout, rules: Rules) -> data.Group | None:
-    if not 1 <= rollout.step <= rules.num_steps:
+    if not rules.first_step <= rollout.step <= rules.num_steps:
         return None
     groups = rules.groups(rollout.step)
     at = rollout.task.group - groups[0].group

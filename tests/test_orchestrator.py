@@ -22,6 +22,7 @@ from inference import rollout as rollout_lib
 from rl import data, experiment
 from rl import lease as lease_lib
 from rl import orchestrator as orchestrator_lib
+from tests import proxy
 
 KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
 WAIT_S = 60
@@ -51,7 +52,7 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, screen=lambda rollouts: None, **changes):
+    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, screen=lambda rollouts, split: None, **changes):
         exp = resolve(**changes)
         made.append(
             orchestrator_lib.Orchestrator(
@@ -210,7 +211,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert [group.group for group in first + rest] == [0, 1]
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
     time.sleep(0.3)
-    assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]
+    assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
     # The first worker comes too late; the second's answer counts.
     assert submit(orchestrator, answers(first[0])).startswith("refused: signature")
@@ -356,34 +357,64 @@ def test_exactly_so_many_groups_of_each_batch_are_checked(make, fraction):
 
 
 def test_the_verdict_of_the_check_is_honoured(make):
-    """Seen by the check: the whole group. Refused: leased again. Then accepted."""
-    verdicts, seen = ["sampling: 3 of 12 tokens", None, None], []
+    """Seen by the check: the whole group. Refused: leased again, and all else of that worker is replayed, too. Then accepted."""
+    verdicts, seen = {}, []
 
     def check(rollouts):
-        seen.append([r.task.group for r in rollouts])
-        return verdicts[len(seen) - 1]
+        seen.append(rollouts[0].task.group)
+        assert [r.task.group for r in rollouts] == [seen[-1]] * 2
+        return verdicts.pop(seen[-1], None)
 
-    orchestrator = make(check=check, trust__check_fraction=0.5)  # two of three
+    orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
     publish(orchestrator, 0)
-    groups = lease(orchestrator)
-    replies = {group.group: submit(orchestrator, answers(group)) for group in groups}
-    assert sorted(replies.values()) == ["accepted", "checking", "checking"]
+    (drawn,) = orchestrator._to_check
+    verdicts[drawn[2]] = "sampling: 3 of 12 tokens"
+    groups = sorted(lease(orchestrator), key=lambda group: group.key == drawn)  # the drawn one last
+    assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "checking"]
     checked(orchestrator)
-    assert len(orchestrator._done) == 2
+    assert seen[0] == drawn[2]
+    checked(orchestrator)  # the two that were accepted before
+    assert sorted(seen[1:]) == sorted(group.group for group in groups[:2]) and len(orchestrator._done) == 2
     (again,) = lease(orchestrator)
-    assert again.group == seen[0][0] and submit(orchestrator, answers(again)) == "checking"
+    assert again.key == drawn and submit(orchestrator, answers(again)) == "checking"
     checked(orchestrator)
-    assert len(orchestrator._done) == 3 and seen == [[again.group] * 2, [seen[1][0]] * 2, [again.group] * 2]
     counts = orchestrator.next_batch(1).metrics
-    assert counts["trust/num_checked"] == 6 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
+    assert counts["trust/num_checked"] == 8 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
     assert counts["trust/num_refused_sampling"] == 1
 
 
+def test_a_worker_that_is_refused_too_often_gets_no_more_work(make):
+    """The run goes on with the others; only what nobody else can do ends it."""
+    orchestrator = make(trust__max_attempts=2)
+    publish(orchestrator, 0)
+    assert lease(orchestrator, 1, OTHER)  # somebody else is there
+    for _ in range(2):
+        (group,) = lease(orchestrator, 1)
+        assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
+    assert lease(orchestrator) == []
+    assert orchestrator._failure is None and len(lease(orchestrator, key=OTHER)) == 2
+
+
+def test_an_evaluation_waits_for_its_version(make):
+    """Asked for earlier, it would be answered with the weights before it, and refused."""
+    orchestrator = make()
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.evaluate, 1)
+    time.sleep(0.1)
+    assert all(group.split == "train" for group in lease(orchestrator, 1))
+    publish(orchestrator, 1)
+    proxy.wait_until(lambda: any(group.split == "held_out" for group in orchestrator._todo))
+    for group in lease(orchestrator):
+        submit(orchestrator, answers(group, 1))
+    assert len(waiting.result(WAIT_S)) == 2
+
+
 def test_every_group_is_screened_and_nobody_waits_for_it(make):
-    """Drawn or not; of held-out tasks none. While one is screened, others lease and submit, but not the same group again."""
+    """Drawn or not. While one is screened, others lease and submit, but not the same group again."""
     begun, go_on, seen = threading.Event(), threading.Event(), []
 
-    def screen(rollouts):
+    def screen(rollouts, split):
+        assert split == "train"
         seen.append(rollouts[0].task.group)
         if len(seen) == 1:
             begun.set()
@@ -412,7 +443,7 @@ def test_a_group_refused_too_often_stops_the_run(make):
     for _ in range(2):
         group = lease(orchestrator)[0]
         assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
-    with pytest.raises(ValueError, match="group 0 of step 1 was refused 2 times, the last time for: temperature: exp"):
+    with pytest.raises(ValueError, match="was refused 2 times, the last time group 0 of step 1 for: temperature: exp"):
         waiting.result(WAIT_S)
     with pytest.raises(ValueError, match="raise trust.max_attempts"):
         orchestrator.next_batch(1)
@@ -603,7 +634,7 @@ def test_the_routes(make):
         for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
             reply = http.post("/submit", content=garbage)
             assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]
-        assert http.post("/submit", content=good).json() == {"verdicts": {"train/1/0": "accepted"}}
+        assert http.post("/submit", content=good).json() == {"verdicts": {"train/1/0": "taken"}}
         assert http.post("/submit", content=good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
         assert http.get("/nothing").status_code == 404
     orchestrator.close()

@@ -82,6 +82,7 @@ def task(**changes):
     return dataclasses.replace(make().task, **changes)
 
 
+GAP = np.array([False, False, False, True, False, True])
 FULL = dict(output=(11, 12, 13, 14, 15, 16), finish="length")
 
 
@@ -138,6 +139,12 @@ def test_honest_records_pass(number):
         (lambda: make(output=(11, STOP, 13, 14, 15, 16), finish="length"), "termination: it goes on after a stop"),
         (lambda: make(sampled_mask=np.arange(6) == 4, logprobs=-(np.arange(6) == 4).astype("f4")), "termination: it g"),
         (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the one"),
+        (
+            lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")),
+            "prompt: tokens that were not sampled stand behind",
+        ),
+        (lambda: make(versions=np.array([0, 0, 0, 2, 2, 2], np.int32)), "versions: 0 is older than 1"),  # of the prompt
+        (lambda: make(logprobs=np.where(np.arange(6) == 3, -25.7, 0).astype("f4")), "logprob: -25.7"),  # ln 272 = 5.6
         (lambda: make(reward=1.0), "reward: reward is 1.0, recomputed 0.0"),
         (lambda: make(rewards={"reward": 0.0, "odd": 0.0}), "reward: odd is 0.0, recomputed 1.0"),
         (lambda: make(rewards={"odd": 1.0, "even": 0.0}), r"reward: its parts are \['odd', 'reward'\], got"),
