@@ -4,16 +4,24 @@
    memory from the last one; all are processes on loopback and run before the clock starts. The clock starts when `publish`
    is called; a client is done when it holds the verified arrays. With `--peer`, SHARDCAST moves as many bytes in the same run, by
    the script given: origin, one middle node, as many clients; its clock starts when `broadcast` is called.
-2. `tree`: publish to a directory and pull from it, beside a plain copy of a file of the same size.
+   "busy" is the CPU seconds of all processes over wall time x cores: near 100 %, depth costs what its relays compute, and
+   whether they pipeline cannot be seen. Hence `links`: the same with every relay limited to `--link_mb_per_s` per client.
+2. `tree`: publish to a directory and pull from it, beside a plain copy of a file of the same size; best of three each, and
+   what SHA-256 alone takes of it on all cores.
 3. `delta`: an Adam step in bfloat16, every weight moved by the learning rate: size, and speed of one core.
 
 CPU seconds are of user and system. Ours are counted from the start of the clock; the peer's script counts from the start of
-each process, interpreter and imports included. Nothing is synced to disk on either side.
+each process, interpreter and imports included. Nothing is synced to disk on either side while a clock runs; before it starts all
+that is dirty is. Memory that a virtual machine's host has to provide first costs several times the work measured here, for
+whoever comes first: so before each clock starts, as much as the largest needs is touched and given back (`_memory`).
 """
 
 import argparse
+import concurrent.futures
 import contextlib
+import hashlib
 import json
+import mmap
 import os
 import pathlib
 import re
@@ -23,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -34,28 +43,36 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
 TENSOR_BYTES = 32 << 20
+PARTS = ("fanout", "links", "tree", "delta")
+HASHED_MB = 128  # to find out how fast SHA-256 is
+MEMORY = 8  # times the weights: what all processes of one row write to files and arrays
 TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # of SHARDCAST's
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.broadcast", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["fanout", "tree", "delta"])
+    parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--size_mb", type=int, default=512, help="MiB of random weights for fanout")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 3], help="relays between origin and clients")
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument(
+        "--link_mb_per_s", type=float, default=200.0, help="MB/s from a relay to each client of it, for links"
+    )
     parser.add_argument("--tree_mb", type=int, default=2048)
     parser.add_argument("--delta_mb", type=int, default=512)
     parser.add_argument("--peer", help="path of bench_shardcast.sh")
     parser.add_argument("--peer_python", default=sys.executable, help="a Python that has shardcast")
     parser.add_argument("--work", help="where files are written; default: a temporary directory, removed at the end")
     args = parser.parse_args(argv)
-    unknown = sorted(set(args.parts) - {"fanout", "tree", "delta"})
+    unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
-        parser.error(f"parts {unknown} are none of fanout, tree, delta")
+        parser.error(f"parts {unknown} are none of {', '.join(PARTS)}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         if "fanout" in args.parts:
             fanout(args, pathlib.Path(work))
+        if "links" in args.parts:
+            links(args, pathlib.Path(work))
         if "tree" in args.parts:
             tree(args.tree_mb, pathlib.Path(work))
         if "delta" in args.parts:
@@ -66,24 +83,49 @@ def main(argv: list[str] | None = None) -> int:
 def fanout(args, work: pathlib.Path) -> None:
     rows = {}
     if args.peer:
-        rows["SHARDCAST"] = _shardcast(args)
+        rows["SHARDCAST"] = _shardcast(args, work / "shardcast")
     for depth in args.depth:
         rows[f"ours, depth {depth}"] = _ours(args, depth, work / f"depth{depth}")
-        shutil.rmtree(work / f"depth{depth}")
-    names = ["publish", "mirrored", "last client", "CPU s publisher", "CPU s per relay", "CPU s per client"]
     print(f"\n{args.size_mb} MiB to {args.clients} clients")
-    print(f"{'':16}" + "".join(f"{name:>18}" for name in names))
-    for what, row in rows.items():
-        print(f"{what:16}" + "".join(f"{row[name]:18.2f}" for name in names))
+    _table(rows)
+    sample = random_tree(HASHED_MB)
+    _, hash_s = _best(0, lambda: _hash(sample))
+    for depth in args.depth:
+        cpu_s = hash_s * args.size_mb / HASHED_MB * (1 + depth + args.clients)
+        least_s = cpu_s / os.cpu_count()
+        print(
+            f"SHA-256 alone, depth {depth}: {cpu_s:.2f} CPU s in publisher, relays, clients; {least_s:.2f} s on all cores"
+        )
     first = f"ours, depth {args.depth[0]}"
     for name, target in TARGETS.items() if args.peer else ():
         print(f"{name}: {rows[first][name] / rows['SHARDCAST'][name]:.2f} x SHARDCAST (target {target})")
+    _compare_depths(args, rows)
+
+
+def links(args, work: pathlib.Path) -> None:
+    rows = {f"ours, depth {d}": _ours(args, d, work / f"links{d}", args.link_mb_per_s * 1e6) for d in args.depth}
+    least_s = (args.size_mb << 20) / args.link_mb_per_s / 1e6
+    print(
+        f"\n{args.size_mb} MiB to {args.clients} clients, links of {args.link_mb_per_s:.0f} MB/s: {least_s:.2f} s per link"
+    )
+    _table(rows)
+    _compare_depths(args, rows)
+
+
+def _table(rows: dict[str, dict[str, float]]) -> None:
+    names = list(next(iter(rows.values())))
+    print(f"{'':16}" + "".join(f"{name:>17}" for name in names))
+    for what, row in rows.items():
+        print(f"{what:16}" + "".join(f"{row[name]:17.2f}" for name in names))
+
+
+def _compare_depths(args, rows: dict[str, dict[str, float]]) -> None:
     for depth in args.depth[1:]:
-        ratio = rows[f"ours, depth {depth}"]["last client"] / rows[first]["last client"]
+        ratio = rows[f"ours, depth {depth}"]["last client"] / rows[f"ours, depth {args.depth[0]}"]["last client"]
         print(f"depth {depth}: {ratio:.2f} x the time of depth {args.depth[0]} (target 1.3 for 3 to 1)")
 
 
-def _ours(args, depth: int, work: pathlib.Path) -> dict[str, float]:
+def _ours(args, depth: int, work: pathlib.Path, link_bytes_per_s: float | None = None) -> dict[str, float]:
     work.mkdir()
     with contextlib.ExitStack() as stack:
 
@@ -98,8 +140,11 @@ def _ours(args, depth: int, work: pathlib.Path) -> dict[str, float]:
         relays, upstream = [], work / "pub"
         for i in range(depth + 1):
             address = work / f"address{i}"
-            place = ["--dir", work / f"relay{i}", "--trusted_key", PUBLIC] if i else []
-            command = ["sharding.relay", "--upstream", upstream, *place, "--port", 0, "--address_file", address]
+            command = ["sharding.relay", "--upstream", upstream, "--port", 0, "--address_file", address]
+            if i:
+                command += ["--dir", work / f"relay{i}", "--trusted_key", PUBLIC]
+            if link_bytes_per_s is not None:
+                command += ["--total_bytes_per_s", link_bytes_per_s * (args.clients if i == depth else 1)]
             relays.append(start(*command, stdout=subprocess.DEVNULL))
             _wait(address.exists)
             upstream = address.read_text()
@@ -107,41 +152,59 @@ def _ours(args, depth: int, work: pathlib.Path) -> dict[str, float]:
         clients = [start("bench.broadcast_role", "pull", upstream) for _ in range(args.clients)]
         for process in (publisher, *clients):
             assert process.stdout.readline() == "ready\n", process.args
-        before = [_cpu_s(process) for process in relays]
+        with _memory(MEMORY * args.size_mb << 20):
+            before = [_cpu_s(process) for process in relays]
         for process in (*clients, publisher):
             process.stdin.write("go\n")
             process.stdin.flush()
         published = json.loads(publisher.stdout.readline())
         pulled = [json.loads(client.stdout.readline()) for client in clients]
         cpu_s = [_cpu_s(process) - b for process, b in zip(relays, before, strict=True)]
+    shutil.rmtree(work)
     begun_s = published["begun_s"]
+    last_s = max(p["done_s"] for p in pulled) - begun_s
+    client_s = sum(p["cpu_s"] for p in pulled)
     assert all(p["digest"] == published["digest"] for p in pulled)
     return {
         "publish": published["done_s"] - begun_s,
         "mirrored": max(p["seen_s"] for p in pulled) - begun_s,
-        "last client": max(p["done_s"] for p in pulled) - begun_s,
+        "last client": last_s,
         "CPU s publisher": published["cpu_s"],
+        "CPU s origin": cpu_s[0],
         "CPU s per relay": sum(cpu_s[1:]) / depth,
-        "CPU s per client": sum(p["cpu_s"] for p in pulled) / len(pulled),
+        "CPU s per client": client_s / len(pulled),
+        "busy %": 100 * (published["cpu_s"] + sum(cpu_s) + client_s) / last_s / os.cpu_count(),
     }
 
 
-def _shardcast(args) -> dict[str, float]:
+def _shardcast(args, work: pathlib.Path) -> dict[str, float]:
     environment = {**os.environ, "PY": args.peer_python, "SIZE_MB": str(args.size_mb), "CLIENTS": str(args.clients)}
-    done = subprocess.run(["bash", args.peer], env=environment, capture_output=True, text=True, check=False)
+    environment["WORK"] = str(work)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with _memory(MEMORY * args.size_mb << 20):
+            done = pool.submit(
+                subprocess.run, ["bash", args.peer], env=environment, capture_output=True, text=True, check=False
+            )
+            _wait(lambda: done.done() or (work / "events.log").exists())
+            os.sync()
+            _wait(lambda: done.done() or (work / "go").exists(), pause_s=0.002)
+        done = done.result()
     if done.returncode:
         raise SystemExit(f"error: {args.peer} failed:\n{done.stdout}{done.stderr}")
     events = re.findall(r"^ *([0-9.]+) s +(\S+) +(\S+) *(\S*)$", done.stdout, re.MULTILINE)
     at = {(role, event): float(seconds) for seconds, role, event, _ in events}
     cpu_s = {role: float(value.removeprefix("s=")) for _, role, event, value in events if event == "cpu"}
     names = [f"client{i + 1}" for i in range(args.clients)]
+    last_s = max(at[name, "complete"] for name in names)
     return {
         "publish": at["origin", "broadcast_done"],
         "mirrored": at["middle", "complete"],
-        "last client": max(at[name, "complete"] for name in names),
+        "last client": last_s,
         "CPU s publisher": cpu_s["origin"],
+        "CPU s origin": 0.0,  # the same process
         "CPU s per relay": cpu_s["middle"],
         "CPU s per client": sum(cpu_s[name] for name in names) / len(names),
+        "busy %": 100 * sum(cpu_s.values()) / last_s / os.cpu_count(),
     }
 
 
@@ -151,15 +214,30 @@ def tree(size_mb: int, work: pathlib.Path) -> None:
     with open(plain, "wb") as file:
         for leaf in params.values():
             file.write(leaf.view(np.uint8).data)
-    copy_s = _seconds(lambda: shutil.copyfile(plain, work / "copy"))
-    for path in (plain, work / "copy"):
-        path.unlink()
-    publish_s = _seconds(lambda: broadcast.publish(params, 0, work / "tree", key=KEY))
-    pull_s = _seconds(lambda: broadcast.pull(work / "tree", key=PUBLIC))
-    shutil.rmtree(work / "tree")
-    print(f"\n{size_mb} MiB on this disk: copy of a file {copy_s:.2f} s")
-    for what, seconds in (("publish", publish_s), ("pull", pull_s)):
-        print(f"{what}: {seconds:.2f} s, {seconds / copy_s:.2f} x the copy (target 1.5)")
+    copy_s, copy_cpu_s = _best(size_mb, lambda: shutil.copyfile(plain, work / "copy"), (work / "copy").unlink)
+    plain.unlink()
+    hash_s, hash_cpu_s = _best(0, lambda: _hash(params))
+    tree = work / "tree"
+    publish_s, publish_cpu_s = _best(
+        size_mb, lambda: broadcast.publish(params, 0, tree, key=KEY), lambda: shutil.rmtree(tree)
+    )
+    broadcast.publish(params, 0, tree, key=KEY)
+    pull_s, pull_cpu_s = _best(size_mb, lambda: broadcast.pull(tree, key=PUBLIC))
+    shutil.rmtree(tree)
+    print(f"\n{size_mb} MiB on this disk: copy of a file {copy_s:.2f} s, {copy_cpu_s:.2f} CPU s")
+    least_s = (hash_cpu_s + copy_cpu_s) / os.cpu_count()
+    print(f"SHA-256 alone: {hash_s:.2f} s on all cores, {hash_cpu_s:.2f} CPU s, {hash_s / copy_s:.2f} x the copy")
+    print(f"SHA-256 and the copy spread over all cores: {least_s:.2f} s, {least_s / copy_s:.2f} x the copy")
+    for what, seconds, cpu_s in (("publish", publish_s, publish_cpu_s), ("pull", pull_s, pull_cpu_s)):
+        print(f"{what}: {seconds:.2f} s, {cpu_s:.2f} CPU s, {seconds / copy_s:.2f} x the copy (target 1.5)")
+
+
+def _hash(params: dict[str, np.ndarray]) -> None:
+    """SHA-256 of pieces of 4 MiB on as many threads as there are cores."""
+    flat = [leaf.view(np.uint8) for leaf in params.values()]
+    pieces = [leaf[i : i + (4 << 20)] for leaf in flat for i in range(0, len(leaf), 4 << 20)]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
 
 
 def step(size_mb: int, work: pathlib.Path) -> None:
@@ -218,17 +296,42 @@ def _seconds(function) -> float:
     return time.perf_counter() - begun_s
 
 
+def _best(size_mb: int, function: Callable, undo: Callable = lambda: None) -> tuple[float, float]:
+    """(Wall seconds, CPU seconds) of the quickest of three calls, each with `size_mb` of memory ready."""
+    measured = []
+    for _ in range(3):
+        with _memory(size_mb << 20):
+            pass
+        begun_cpu_s = time.process_time()
+        seconds = _seconds(function)
+        measured.append((seconds, time.process_time() - begun_cpu_s))
+        undo()
+    return min(measured)
+
+
+@contextlib.contextmanager
+def _memory(num_bytes: int) -> Iterator[None]:
+    """Holds memory that was touched, and gives it back at the end of the block; what was dirty is on disk."""
+    with mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a host takes free memory back in large pages; small ones may lie elsewhere
+            held.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, num_bytes, mmap.PAGESIZE):
+            held[start] = 1
+        os.sync()
+        yield
+
+
 def _cpu_s(process: subprocess.Popen) -> float:
     fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _wait(condition, timeout_s: float = 60.0) -> None:
+def _wait(condition, timeout_s: float = 60.0, pause_s: float = 0.02) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             raise SystemExit("error: a relay did not start")
-        time.sleep(0.02)
+        time.sleep(pause_s)
 
 
 def _end(process: subprocess.Popen) -> None:

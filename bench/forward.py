@@ -7,9 +7,9 @@
    "100m" (12 layers, D 768, V 32000, tied; 8 rows of 128).
 2. One process per side and model computes the mean negative log-probability of the next tokens and its gradient by every
    parameter. They take turns, one step each, so that a busy machine is busy for both.
-3. Printed: the best and the median step, tokens per second of the best, their ratio, and our part of the matmul limit: FLOPs
-   counted as 6 per token and parameter of a matmul, plus 12 L T H C per token for attention, over those of a 2048 x 2048
-   float32 product timed in the same process.
+3. Printed: the best and the median step, tokens per second of the best, and the part of the matmul limit that it reaches:
+   FLOPs counted as 6 per token and parameter of a matmul, plus 12 L T H C per token for attention, over those of the best
+   of our 2048 x 2048 float32 products, one of which is timed after each of our steps. Then the ratio of the two sides.
 
 Acceptance: at least 2 times the peer on "tiny", 1.3 times on "100m".
 """
@@ -71,30 +71,31 @@ def compare(name: str, m: dict, args) -> None:
         for side, command in sides.items()
     }
     ready = {side: process.stdout.readline().split() for side, process in processes.items()}
-    seconds = {side: [] for side in sides}
+    seconds, limit = {side: [] for side in sides}, 0.0
     for _ in range(args.turns):
         for side, process in processes.items():
             time.sleep(0.3)  # torch's threads spin for a while after a step
             process.stdin.write("go\n")
             process.stdin.flush()
-            seconds[side].append(float(process.stdout.readline()))
+            step, *rate = map(float, process.stdout.readline().split())
+            seconds[side].append(step)
+            limit = max(limit, *rate, 0.0)
     for process in processes.values():
         process.stdin.close()
         process.wait()
-    count, flops, limit = (float(x) for x in ready["ours"][1:])
+    count, flops = (float(x) for x in ready["ours"][1:])
     tokens = m["rows"] * m["tokens"]
     print(f"{name}: {count / 1e6:.1f} M parameters, {m['rows']} x {m['tokens']} tokens, {args.turns} turns")
+    print(f"  the matmul limit is {limit / 1e9:.0f} GFLOP/s")
     for side, times in seconds.items():
         best = min(times)
         print(
-            f"  {side:13} {best:7.3f} s best, {statistics.median(times):7.3f} s median, {tokens / best:9,.0f} tokens/s"
+            f"  {side:13} {best:7.3f} s best, {statistics.median(times):7.3f} s median, {tokens / best:9,.0f} tokens/s, "
+            f"{flops / best / limit:.2f} of the limit"
         )
-    best = min(seconds["ours"])
-    print(
-        f"  ours: {flops / best / 1e9:.0f} GFLOP/s, {flops / best / limit:.2f} of the matmul limit of {limit / 1e9:.0f}"
-    )
     if args.peer_python:
-        print(f"  ours / transformers: {min(seconds['transformers']) / best:.2f} x by best step")
+        ours, peer = (min(seconds[side]) for side in ("ours", "transformers"))
+        print(f"  ours / transformers: {peer / ours:.2f} x by best step")
 
 
 def serve(m: dict) -> int:
@@ -145,19 +146,16 @@ def serve(m: dict) -> int:
     square = jnp.ones((2048, 2048), jnp.float32)
     product = jax.jit(jnp.dot)
     product(square, square).block_until_ready()
-    rates = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(square, square).block_until_ready()
-        rates.append(2 * 2048**3 / (time.perf_counter() - start))
     count = transformer.num_params(config)
     tokens = m["rows"] * m["tokens"]
     attention = 12 * m["layers"] * m["tokens"] * m["heads"] * m["head_dim"]
-    print("ready", count, tokens * (6 * count + attention), max(rates), flush=True)
+    print("ready", count, tokens * (6 * count + attention), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         jax.block_until_ready(step(params))
-        print(time.perf_counter() - start, flush=True)
+        middle = time.perf_counter()
+        product(square, square).block_until_ready()
+        print(middle - start, 2 * 2048**3 / (time.perf_counter() - middle), flush=True)
     return 0
 
 

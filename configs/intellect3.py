@@ -9,8 +9,9 @@ log-probabilities (a ratio below 1e-5 drops the whole rollout), advantages centr
 one step of lag, rollouts dropped after eight policies, evaluation every 15 of about 600 steps. Its environments (math, code,
 science, logic, search, software) are not shipped; GSM8K from `env.options.path` stands in.
 
-Hardware: a learner on v5p:4x4x8 (128 chips), everything split over all of them (fsdp), one row of 65,536 tokens per chip and,
-as there, no expert parallelism; rollout servers of one v5p host each (4 chips, tensor parallel).
+Hardware: a learner on v5p:4x4x8 (128 chips), everything split over all of them (fsdp), one row of 65,536 tokens per chip,
+inputs of the layers offloaded to the hosts and, as there, no expert parallelism; rollout servers of one v5p host each (4 chips:
+heads, experts and vocabulary split over them).
 
 Plan's estimate: parameters, gradients and moments take 9.4 GiB of 95.74 per chip; a step in which
 every rollout is as long as it may be (268 M tokens) takes at least 1,990 s, and a server decodes at most 490 tokens/s.
@@ -47,7 +48,7 @@ def get_config():
     m.router_correction = True
     m.norm_topk = True
     m.dtype = "bfloat16"
-    m.remat = "block"
+    m.remat = "offload"  # inputs of the layers, 23 GiB per chip, wait in host memory
     m.scan_layers = True
     c.init_from = c.tokenizer = "checkpoints/GLM-4.5-Air-Base"
     c.env.name = "gsm8k"

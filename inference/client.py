@@ -1,7 +1,8 @@
 """An async client of several rollout servers. Imports no jax: a worker starts in a second.
 
 1. A request goes to the server with the fewest requests of ours in flight (ties: the first).
-2. A refused connection, a 429 or a 5xx is tried on the next server, with a pause once all were tried; each retry counts.
+2. A refused connection, a 429, a 5xx or a malformed reply is tried on the next server, with a pause once all were
+   tried; each retry counts. One server that breaks, or lies, costs a retry and not the worker.
 3. A 4xx is the caller's mistake and is raised with the server's own words. What comes back is checked before it is used.
 """
 
@@ -11,9 +12,13 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
+
+from inference import rollout as rollout_lib
+
+MAX_NATS = 1e30  # of a log-probability: more is not finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,11 @@ class Sample:
 
 
 class Unavailable(RuntimeError):
-    """No server answered within the allowed time."""
+    """No server gave a sound answer within the allowed time."""
+
+
+class Malformed(ValueError):
+    """A server answered 200 with something that is no answer."""
 
 
 class Client:
@@ -59,16 +68,12 @@ class Client:
         await self._http.aclose()
 
     async def generate(self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False) -> list[Sample]:
-        """Returns `sampling["n"]` samples of one prompt; `sampling` as in vLLM's sampling_params."""
+        """Returns `sampling["n"]` samples of one prompt; `sampling` as in vLLM's sampling_params.
+
+        ValueError where a server refuses the request; Unavailable where none gives a sound answer within `give_up_s`.
+        """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
-        reply = await self._post("/inference/v1/generate", body)
-        try:
-            samples = [_read_choice(choice) for choice in reply["choices"]]
-        except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"server sent a malformed reply: {type(error).__name__}: {error}") from error
-        if len(samples) != sampling.get("n", 1):
-            raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were asked for")
-        return samples
+        return await self._post("/inference/v1/generate", body, lambda response: _read_reply(response, sampling))
 
     async def update_weights(self, version: int) -> None:
         """Asks every server to serve at least `version`; returns once all do."""
@@ -83,7 +88,7 @@ class Client:
         responses = await asyncio.gather(*(self._http.get(f"{url}/health") for url in self._urls))
         return [response.json() for response in responses]
 
-    async def _post(self, path: str, body: dict) -> dict:
+    async def _post(self, path: str, body: dict, read: Callable[[httpx.Response], list[Sample]]) -> list[Sample]:
         tried: collections.Counter = collections.Counter()
         deadline = asyncio.get_running_loop().time() + self._give_up_s
         while True:
@@ -93,9 +98,11 @@ class Client:
                 response = await self._http.post(url + path, json=body)
                 if response.status_code != 429 and response.status_code < 500:
                     _raise_for(response)
-                    return response.json()
+                    return read(response)
                 reason = f"HTTP {response.status_code}"
-            except httpx.TransportError as error:
+            except Malformed as error:
+                reason = str(error)
+            except httpx.RequestError as error:  # no connection, no whole answer, a content-encoding that is none
                 reason = type(error).__name__
             finally:
                 self._in_flight[url] -= 1
@@ -116,8 +123,21 @@ def _raise_for(response: httpx.Response) -> None:
         raise ValueError(f"{response.request.url} refused the request: {message}")
 
 
-def _read_choice(choice: dict) -> Sample:
-    """Checks one choice of the reply; ValueError names what a server got wrong."""
+def _read_reply(response: httpx.Response, sampling: dict) -> list[Sample]:
+    """The samples that `sampling` asked for; Malformed for whatever else a server may send."""
+    try:
+        samples = [_read_choice(choice, sampling) for choice in response.json()["choices"]]
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Malformed(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
+    except ValueError as error:
+        raise Malformed(str(error)[:500]) from error
+    if len(samples) != sampling.get("n", 1):
+        raise Malformed(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were asked for")
+    return samples
+
+
+def _read_choice(choice: dict, sampling: dict) -> Sample:
+    """Checks one choice, so that it makes a rollout that can be signed; ValueError names what a server got wrong."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     runs = choice["policy_versions"]
@@ -129,13 +149,13 @@ def _read_choice(choice: dict) -> Sample:
     versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
         raise ValueError(f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions")
-    if not tokens or not all(math.isfinite(logprob) for logprob in logprobs):
+    if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
-    return Sample(
-        tokens,
-        logprobs,
-        versions,
-        choice["prompt_policy_version"],
-        choice["finish_reason"],
-        base64.b64decode(choice["proofs"], validate=True),
-    )
+    if len(tokens) > sampling.get("max_tokens", len(tokens)):
+        raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were asked for")
+    if choice["finish_reason"] not in rollout_lib.FINISH_REASONS:
+        raise ValueError(f"server sent the finish_reason {str(choice['finish_reason'])[:80]!r}")
+    proofs = base64.b64decode(choice["proofs"], validate=True)
+    if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
+        raise ValueError(f"server sent {len(proofs)} bytes of proofs; at most {rollout_lib.MAX_PROOF_BYTES} are taken")
+    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], choice["finish_reason"], proofs)

@@ -43,6 +43,7 @@ FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
 MAX_REWARD_PARTS = 64
+MAX_FILE_PARTS = 2**19  # reward parts of all rollouts of a file: each is some 200 bytes of Python objects
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 
@@ -328,6 +329,13 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
     inner = [array.values] if pa.types.is_list(array.type) else inner
     if array.null_count or any(values.null_count for values in inner):
         raise ValueError(f"rollout file: column {name} must not hold nulls")
+    if pa.types.is_map(array.type):  # before they are Python objects: ten million empty ones fit into 7 kB of file
+        counts = np.diff(array.offsets.to_numpy())
+        if counts.max(initial=0) > MAX_REWARD_PARTS or counts.sum() > MAX_FILE_PARTS:
+            raise ValueError(
+                f"rollout file: column {name} has {counts.max()} entries in a row and {counts.sum()} in all; at most "
+                f"{MAX_REWARD_PARTS} and {MAX_FILE_PARTS} are read"
+            )
     if not pa.types.is_list(array.type):
         return array.to_pylist()
     values = array.values.to_numpy(zero_copy_only=False)

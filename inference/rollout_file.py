@@ -14,9 +14,10 @@ A ValueError names the rule; no other exception leaves, whatever the bytes. No j
 
 MAX_ROWS = 2**16
 MAX_FILE_BYTES = 2**28
-MAX_DECODED_BYTES = 2**30
+MAX_DECODED_BYTES = 2**28  # as claimed; pyarrow's table and our copies of it take up to three times that
 MAX_FOOTER_BYTES = 2**20  # ours take 5 KiB per row group
 MAX_PAGE_HEADER_BYTES = 2**14
+MAX_DEPTH = 16  # of structs and lists in one another; Parquet nests eight deep
 CODECS = (0, 1, 6)  # none, snappy, zstd
 ENCODINGS = (0, 3)  # plain, run length
 PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in there
@@ -106,15 +107,15 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int):
         if length > len(data) - at:
             raise IndexError
         return data[at : at + length], at + length
-    if kind in (9, 10):  # list, set
+    if kind in (9, 10) and depth < MAX_DEPTH:  # list, set
         length, item_kind = data[at] >> 4, data[at] & 15
         length, at = _varint(data, at + 1) if length == 15 else (length, at + 1)
         items = []
         for _ in range(length):  # each item takes at least a byte, so the data bound the loop
-            item, at = _thrift_value(data, at, item_kind, depth)
+            item, at = _thrift_value(data, at, item_kind, depth + 1)
             items.append(item)
         return items, at
-    if kind == 12 and depth < 16:  # struct; Parquet nests four deep
+    if kind == 12 and depth < MAX_DEPTH:  # struct
         return _thrift_struct(data, at, depth + 1)
     raise ValueError(f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep")
 

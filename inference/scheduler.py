@@ -10,7 +10,8 @@ Each turn of the loop:
 5. starts one `generate` call, and while it runs does what is left to do of the call before: makes proofs, tells
    listeners, sets the futures of finished requests;
 6. takes the call's tokens; the slots of finished samples are free. While others wait the call ends with the step that is
-   known to free a slot, so that none stands empty for the rest of it.
+   known to free a slot, so that none stands empty for the rest of it; while slots are free and requests keep coming, calls
+   are short, so that the next one does not wait for a whole call.
 
 Requests start in the order they came, but none holds more than half of the slots while others wait. A request that the
 engine cannot finish (NaN, no memory) fails alone or with those beside it; the thread goes on. A bug ends it, loudly, with
@@ -128,6 +129,9 @@ class _Pause:
     done: concurrent.futures.Future
 
 
+SHORT = 4  # a short call has steps_per_call / SHORT steps
+RECENT_S = 0.25  # requests keep coming if the last one is no older
+
 _STOP, _WAKE = object(), object()
 _STATS = (
     "weight_updates",
@@ -176,6 +180,7 @@ class Scheduler:
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
+        self._last_arrival_s = -RECENT_S
         self.is_paused = False
         self.stats = collections.Counter(dict.fromkeys(_STATS, 0))  # all keys at once: other threads copy it
         self._state = engine.init_decode_state() if state is None else state
@@ -316,6 +321,7 @@ class Scheduler:
                 return False
             if isinstance(message, _Job):
                 self._waiting.append(message)
+                self._last_arrival_s = time.monotonic()
             elif message is not _WAKE and message.done.set_running_or_notify_cancel():  # not given up meanwhile
                 if isinstance(message, _Update):
                     self._swap(message.params, message.version)
@@ -485,10 +491,7 @@ class Scheduler:
 
     def _generate(self) -> None:
         begun = time.perf_counter()
-        steps = self._engine.config.steps_per_call
-        if self._waiting or self._ready or self._long:
-            steps = min(steps, *(self._num_left(s) for s in self._slots if s is not None))
-        self._state = self._state.replace(limit=np.int32(steps))
+        self._state = self._state.replace(limit=np.int32(self._num_steps()))
         self._state, result = self._engine.generate(self._params, self._state)
         self._settle()
         tokens, logprobs, counts = self._engine.read(result)
@@ -530,6 +533,15 @@ class Scheduler:
         for slot, _ in finished:
             self._release(slot)
         self._outcome = _Outcome([sample for _, sample in running], windows, [sample for _, sample in finished])
+
+    def _num_steps(self) -> int:
+        """Steps of the next call, at most."""
+        steps = self._engine.config.steps_per_call
+        if self._waiting or self._ready or self._long:
+            return min(steps, *(self._num_left(s) for s in self._slots if s is not None))
+        if None in self._slots and time.monotonic() - self._last_arrival_s < RECENT_S:
+            return -(-steps // SHORT)
+        return steps
 
     def _num_left(self, sample: _Sample) -> int:
         """New tokens after which this sample ends in any case."""

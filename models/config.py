@@ -70,7 +70,7 @@ class ModelConfig:
     attention_scale: float = 0.0  # of q k; 0: head_dim ** -0.5
     attention_softcap: float = 0.0  # scores = cap tanh(scores / cap); 0: off
     # Rotary positions.
-    rope_dim: int = 0  # leading dims of a head that rotate (of MLA: the trailing ones); 0: all
+    rope_dim: int = 0  # leading dims of a head that rotate (of MLA: the trailing ones), in pairs; 0: all
     rope_interleaved: bool = False  # pairs (2i, 2i + 1) instead of (i, i + d / 2)
     rope_local_theta: float = 0.0  # of sliding layers, unscaled; 0: they rotate as the others
     rope_scaling: str = "none"
@@ -174,7 +174,9 @@ def _check(config: ModelConfig) -> None:
             f"is not a multiple of model.num_kv_heads = {config.num_kv_heads}; each key head serves an equal number "
             "of query heads",
         )
-    if config.rotated_dim % 2 or config.rotated_dim > config.head_dim:
+    # An odd part of a head rotates as one dim more (GLM's: half of 10), at the odd number's frequencies.
+    odd = config.rotated_dim % 2 and (not config.rope_dim or config.is_latent or config.rope_scaling == "yarn")
+    if odd or config.rotated_dim + config.rotated_dim % 2 > config.head_dim:
         field = "rope_dim" if config.rope_dim else "head_dim"
         refuse(field, f"must be even and at most head_dim = {config.head_dim}; rotary positions turn pairs of dims")
     if config.num_experts:

@@ -38,6 +38,8 @@ BLOCK = 256  # rows and columns that are transposed at a time
 PIECE_BYTES = 8_000_000  # of a file that stay mapped while they are copied
 WORKERS = 4  # parameters that are copied at one time
 LISTED = 8  # names in an error; the rest are counted
+# What lies beside the weights and does not depend on them; `convert` copies it.
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def load(
@@ -382,6 +384,9 @@ def _convert(args) -> int:
     hf = json.loads((_folder(args.dir) / "config.json").read_text("utf-8"))
     kept = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in hf}
     save(args.out, config, params, extra=kept)
+    for name in BESIDE:
+        if (_folder(args.dir) / name).is_file():
+            shutil.copyfile(_folder(args.dir) / name, pathlib.Path(args.out) / name)
     print(f"wrote {args.out}: {transformer.num_params(config):,} parameters in {config.param_dtype}")
     return 0
 

@@ -20,6 +20,8 @@ COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul"
 
 def read(hf: dict) -> config_lib.ModelConfig:
     """The config of a parsed `config.json`; ValueError names what has no counterpart here."""
+    if not isinstance(hf, dict):
+        raise ValueError(f"config.json holds {type(hf).__name__}, not an object")
     model_type = hf.get("model_type")
     if model_type not in hf_families.READERS:
         raise ValueError(
@@ -84,9 +86,11 @@ def write(config: config_lib.ModelConfig) -> dict:
     hf["hidden_activation" if family == "gemma3" else "hidden_act"] = (
         "gelu_pytorch_tanh" if config.activation == "gelu" else "silu"
     )
-    if "S" in config.layer_pattern:
+    slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
+    if any(slides) or family in ("gpt_oss", "gemma3"):  # where the file says nothing, these two slide
         names = {letter: name for name, letter in hf_fields.LAYER_TYPES.items()}
-        hf["layer_types"] = [names["FS"[config.is_sliding(layer)]] for layer in range(config.num_layers)]
+        hf["layer_types"] = [names["FS"[sliding]] for sliding in slides]
+    if any(slides):
         hf["sliding_window"] = config.window
     hf |= hf_families.WRITERS[family](config)
 

@@ -4,6 +4,8 @@ A reader returns the fields of `ModelConfig` that models/hf_config.py does not r
 in transformers for what is left out; a writer returns the entries that are the family's own.
 """
 
+import math
+
 from models import hf_fields
 
 # What transformers takes where a gpt-oss config states no rope.
@@ -118,9 +120,8 @@ def _read_glm4_moe(hf: dict) -> dict:
 def _read_deepseek_v3(hf: dict) -> dict:
     nope, rope_dim = hf_fields.need(hf, "qk_nope_head_dim"), hf_fields.need(hf, "qk_rope_head_dim")
     rope = hf_fields.rope(hf)
-    if rope.get("rope_scaling") in ("linear", "llama3") and (hf.get("rope_scaling") or hf["rope_parameters"]).get(
-        "mscale_all_dim"
-    ):
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if rope.get("rope_scaling") in ("linear", "llama3") and stated.get("mscale_all_dim"):  # transformers sharpens by it
         raise ValueError(f"mscale_all_dim with rope_type {rope['rope_scaling']!r} in config.json is not supported")
     bias = bool(hf.get("attention_bias", False))
     mixture = _read_sigmoid_mixture(
@@ -267,8 +268,14 @@ def _write_glm4_moe(config) -> dict:
     return _write_sigmoid_mixture(config) | {
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm,
-        "partial_rotary_factor": config.rotated_dim / config.head_dim,
+        "partial_rotary_factor": _fraction(config.rotated_dim, config.head_dim),
     }
+
+
+def _fraction(part: int, whole: int) -> float:
+    """The float that times `whole`, cut to an integer, is `part`: 1 / 49 * 49 is below 1."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
 def _write_deepseek_v3(config) -> dict:
@@ -286,7 +293,8 @@ def _write_deepseek_v3(config) -> dict:
 
 
 def _write_gpt_oss(config) -> dict:
-    return {
+    plain = {"rope_scaling": {"rope_type": "default"}} if config.rope_scaling == "none" else {}
+    return plain | {
         "attention_bias": config.qkv_bias,
         "intermediate_size": config.expert_ffn_dim,
         "num_local_experts": config.num_experts,

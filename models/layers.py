@@ -3,7 +3,6 @@
 Letters: B sequences, T tokens, D model, H heads, C head dim, F ffn, R rotated pairs of a head.
 """
 
-import functools
 import math
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from models import attention
 from models import config as config_lib
 
 SAVED = "projection"  # what rematerialisation by the name "dots" keeps: the results of matmuls with parameters
@@ -20,44 +20,48 @@ Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
 def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
 
-    On one device as a product of matrices: of a product over several dims XLA makes transposed copies on a CPU.
+    On one device as a product of two matrices, of which XLA needs no transposed copies, forward or backward. Over several,
+    B and T may be split, and merging them would gather the rows.
     """
-    if not _is_one_device():
-        return checkpoint_name(_project(x, kernel, 2), SAVED)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and math.prod(mesh.shape.values()) > 1:
+        return checkpoint_name(_project(x, kernel), SAVED)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
-    flat = _project(x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out)), 1)
+    flat = x.reshape(math.prod(rows), -1) @ kernel.reshape(-1, math.prod(out))
     return checkpoint_name(flat, SAVED).reshape(*rows, *out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x, kernel, n: int):
-    """x [n dims, in...] times kernel [in..., out...].
-
-    The gradient is spelled out for its order of operands alone: JAX's own rule puts the cotangent first and transposes the
-    result, which XLA on a CPU multiplies at half the speed.
+@jax.custom_vjp
+def _project(x, kernel):
+    """The gradient is spelled out for its order of operands alone: JAX's own rule puts the cotangent first and transposes
+    the result, which XLA turns into transposed copies of [B, T, F] on a CPU. A gated ffn of 6144 tokens, D 256, F 1024,
+    forward and backward: 760 ms of CPU time before, 350 ms so (2 cores, loaded, the two in turns).
     """
-    k = x.ndim - n
-    return jax.lax.dot_general(x, kernel, ((tuple(range(n, x.ndim)), tuple(range(k))), ((), ())))
+    n = x.ndim - 2
+    return jax.lax.dot_general(x, kernel, ((tuple(range(2, x.ndim)), tuple(range(n))), ((), ())))
 
 
-def _project_forward(x, kernel, n):
-    return _project(x, kernel, n), (x, kernel)
+def _project_forward(x, kernel):
+    return _project(x, kernel), (x, kernel)
 
 
-def _project_backward(n, saved, out):
+def _project_backward(saved, out):
     x, kernel = saved
-    k, rows = x.ndim - n, tuple(range(n))
-    d_x = jax.lax.dot_general(out, kernel, ((tuple(range(n, out.ndim)), tuple(range(k, kernel.ndim))), ((), ())))
-    d_kernel = jax.lax.dot_general(x, out, ((rows, rows), ((), ())))
+    n = x.ndim - 2
+    d_x = jax.lax.dot_general(out, kernel, ((tuple(range(2, out.ndim)), tuple(range(n, kernel.ndim))), ((), ())))
+    d_kernel = jax.lax.dot_general(x, out, (((0, 1), (0, 1)), ((), ())))
     return d_x, d_kernel
 
 
 _project.defvjp(_project_forward, _project_backward)
 
 
-def _is_one_device() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or math.prod(mesh.shape.values()) == 1
+def _computed_again(function):
+    """On a CPU the backward pass computes it again: cheaper than to write and read back what its derivative needs.
+
+    Forward and backward of [64, 96, 256], in CPU time: a norm 7.5 ms with what it keeps, 5.3 ms so (2 cores, loaded).
+    """
+    return jax.checkpoint(function) if attention.platform() == "cpu" else function
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> jax.Array:
@@ -66,12 +70,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> 
     "rms" casts back before it multiplies (Llama, Qwen, GLM, DeepSeek), "rms_float32" after (gpt-oss), "rms_plus_one"
     after it multiplied by 1 + weight (Gemma): the order decides bits in bfloat16.
     """
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    if kind == "rms":
-        return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
-    scale = weight.astype(jnp.float32) + (1.0 if kind == "rms_plus_one" else 0.0)
-    return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+
+    def norm(x, weight):
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+        if kind == "rms":
+            return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
+        scale = weight.astype(jnp.float32) + (1.0 if kind == "rms_plus_one" else 0.0)
+        return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+
+    return _computed_again(norm)(x, weight)
 
 
 def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding: bool) -> Rotation:
@@ -118,13 +126,17 @@ def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.nd
 
 def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax.Array:
     """act(gate) * up (arXiv 2002.05202); "clamped" is gpt-oss's (min(up, l) + 1) * min(gate, l) sigmoid(a gate)."""
-    if config.activation == "silu":
-        return jax.nn.silu(gate) * up
-    if config.activation == "gelu":
-        return jax.nn.gelu(gate, approximate=True) * up
-    gate = jnp.minimum(gate, config.clamp_limit)
-    up = jnp.clip(up, -config.clamp_limit, config.clamp_limit)
-    return (up + 1) * gate * jax.nn.sigmoid(config.clamp_alpha * gate)
+
+    def product(gate, up):
+        if config.activation == "silu":
+            return jax.nn.silu(gate) * up
+        if config.activation == "gelu":
+            return jax.nn.gelu(gate, approximate=True) * up
+        gate = jnp.minimum(gate, config.clamp_limit)
+        up = jnp.clip(up, -config.clamp_limit, config.clamp_limit)
+        return (up + 1) * gate * jax.nn.sigmoid(config.clamp_alpha * gate)
+
+    return _computed_again(product)(gate, up)
 
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:

@@ -19,6 +19,7 @@ R rows of a round, P devices of the expert axis.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,15 @@ AXES = {
     "down_bias": ("experts", "norm"),
 }
 TILE = 128  # a TPU register holds rows of 128, so tiles of a matmul are multiples of it
-MAX_TILE = 1024  # columns of a megablox tile: [1024, 1024] bfloat16, twice, leave room in the 16 MiB of a core
-# Rows of a megablox tile. Every tile reads its expert's weights again, so that r rows give r FLOPs per byte: 128 keep no TPU
-# busy (v5e: 240, v5p: 166), but with few rows per expert more would be padding.
-FEW_ROWS, MANY_ROWS = 128, 512
+# Rows of a megablox tile -> its most columns. Every tile reads its expert's weights again, so that 128 rows give 128 FLOPs
+# per byte and keep no TPU busy (v5p: 166, v5e: 240); with few rows per expert, more would be padding. Compile time grows with
+# the product of a tile's sides.
+TILES = {128: 1024, 512: 512}
 GATHERED = 2**16  # assignments that a device sorts at most when tokens are gathered; beyond, assignments travel
 SLACK = 1.25  # rows of a round, over the average
+ROWS = (
+    2**17
+)  # assignments that a device works on at a time: 1 GiB for 4,096 dims in bfloat16, of which there are several
 
 
 def run(
@@ -59,7 +63,7 @@ def run(
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
-        return _combine(*_run_all(x_BTD, experts_BTX, params, config), weights_BTX)
+        return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
     specs = {name: rules.partition(mesh, x.shape, AXES[name]) for name, x in params.items()}
     return jax.shard_map(
@@ -86,10 +90,10 @@ def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_
     if which == "ragged_dot":
         return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
     A, E = rows_AD.shape[0], kernel_EDF.shape[0]
-    tile = MANY_ROWS if A >= MANY_ROWS * E else FEW_ROWS
+    tile = max(rows for rows in TILES if rows == min(TILES) or A >= rows * E)
     padded_AD = jnp.pad(mask(rows_AD), ((0, -A % tile), (0, 0)))
     out_AF = megablox.gmm(
-        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _TILES[tile], None, None, False, interpret
+        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _TILINGS[tile], None, None, False, interpret
     )
     return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
 
@@ -99,27 +103,84 @@ def _tiles(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
     del m
 
     def even(dim):
-        return -(-dim // (-(-dim // MAX_TILE) * TILE)) * TILE
+        return -(-dim // (-(-dim // TILES[rows]) * TILE)) * TILE
 
     return rows, even(k), even(n)
 
 
-_TILES = {rows: functools.partial(_tiles, rows) for rows in (FEW_ROWS, MANY_ROWS)}  # static arguments: one object each
+_TILINGS = {rows: functools.partial(_tiles, rows) for rows in TILES}  # static arguments: one object each
+
+
+def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
+    """`run` on a part of the tokens at a time, recomputed in the backward pass, so that no more than `ROWS` rows exist."""
+    B, T, X = experts_BTX.shape
+    num_chunks = next(n for n in range(-(-B * T * X // ROWS), B * T + 1) if B * T % n == 0)
+    if num_chunks == 1:
+        return run(x_BTD, weights_BTX, experts_BTX)
+    chunks = [x.reshape(num_chunks, 1, -1, x.shape[-1]) for x in (x_BTD, weights_BTX, experts_BTX)]
+    return jax.lax.map(lambda chunk: jax.checkpoint(run)(*chunk), chunks).reshape(x_BTD.shape)
 
 
 # ---- one device ------------------------------------------------------------------------------------------------------
 
 
-def _run_all(x_BTD, experts_BTX, params, config, group_A=None):
-    """(order_A, results of the sorted assignments [A, D]). `group_A`: the row of `params`, past the end: nothing to do."""
+def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert=0) -> jax.Array:
+    """The sums over the experts `first_expert ..` that `params` holds, [B, T, D]."""
     num_local = params["gate"].shape[0]
-    everything = group_A is None
-    group_A = experts_BTX.reshape(-1) if everything else group_A
-    order_A = jnp.argsort(group_A, stable=True)
-    sorted_A = group_A[order_A]
-    rows_AD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_A // experts_BTX.shape[-1]]
-    sizes = jnp.bincount(group_A, length=num_local + 1)[:num_local].astype(jnp.int32)
-    return order_A, _ffn(rows_AD, sorted_A, sizes, params, config, all_inside=everything)
+    everything = num_local == config.num_experts
+    group_A = experts_BTX.reshape(-1) - first_expert
+    if not everything:
+        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)  # strangers sort last
+    order = _Order.of(group_A, num_local + 1)
+    rows_AD = _spread(experts_BTX.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1]), order)
+    out_AD = _ffn(rows_AD, group_A[order.taken], _sizes(group_A, num_local), params, config, all_inside=everything)
+    return _combine(out_AD, weights_BTX, order)
+
+
+class _Order(NamedTuple):
+    """A permutation and its inverse: row a of what is ordered was row taken[a], and row b went to put[b]."""
+
+    taken: jax.Array
+    put: jax.Array
+
+    @classmethod
+    def of(cls, key_A: jax.Array, num_keys: int) -> "_Order":
+        """By key, in 0 .. num_keys - 1, and where it is equal as before."""
+        A = key_A.shape[0]
+        index_A = jnp.arange(A, dtype=jnp.int32)
+        if num_keys * A < 2**31:  # key and index in one number: a sort of one array, where order cannot be ambiguous
+            taken = jax.lax.sort(key_A.astype(jnp.int32) * A + index_A, is_stable=False) % A
+        else:
+            taken = jnp.argsort(key_A, stable=True).astype(jnp.int32)
+        return cls(taken, jax.lax.sort((taken, index_A), num_keys=1, is_stable=False)[1])
+
+    @property
+    def inverse(self) -> "_Order":
+        return _Order(self.put, self.taken)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(copies: int, x, order: _Order) -> jax.Array:
+    """`copies` of each row, in order. Its transpose is `_collect`, and both read: a TPU writes to given rows one by one."""
+    return x[order.taken // copies]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collect(copies: int, x, order: _Order) -> jax.Array:
+    """Ordered copies -> the sum of the copies of each row."""
+    return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
+
+
+_spread.defvjp(
+    lambda n, x, order: (_spread(n, x, order), order), lambda n, order, grad: (_collect(n, grad, order), None)
+)
+_collect.defvjp(
+    lambda n, x, order: (_collect(n, x, order), order), lambda n, order, grad: (_spread(n, grad, order), None)
+)
+
+
+def _sizes(group_A, num_groups: int) -> jax.Array:
+    return (group_A[:, None] == jnp.arange(num_groups)[None]).sum(axis=0, dtype=jnp.int32)
 
 
 def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> jax.Array:
@@ -138,11 +199,11 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
     return project(hidden_AF, "down")
 
 
-def _combine(order_A, out_AD, weights_BTX) -> jax.Array:
-    """Results of sorted assignments -> their sums by weight, back in the tokens' order."""
-    weighted_AD = out_AD * weights_BTX.reshape(-1)[order_A].astype(out_AD.dtype)[:, None]
-    unsorted_AD = jnp.zeros_like(out_AD).at[order_A].set(weighted_AD, unique_indices=True)
-    return unsorted_AD.reshape(*weights_BTX.shape, -1).sum(axis=2)
+def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
+    """Results of ordered assignments -> their sums by weight, [B, T, D]."""
+    weights_A = _spread(1, weights_BTX.reshape(-1).astype(out_AD.dtype), order)
+    summed_ND = _collect(weights_BTX.shape[-1], out_AD * weights_A[:, None], order)
+    return summed_ND.reshape(*weights_BTX.shape[:2], -1)
 
 
 # ---- on a mesh -------------------------------------------------------------------------------------------------------
@@ -157,26 +218,16 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
         full["down_bias"] = jnp.where(jax.lax.axis_index("tensor") == 0, full["down_bias"], 0)
     first = 0 if splits_ffn else jax.lax.axis_index("tensor") * num_local
     per_shard = config.num_experts // num_shards
-
-    if num_shards * experts_BTX.size > GATHERED and num_shards > 1:
-        within_BTX = experts_BTX % per_shard - first
-        mine_BTX = (within_BTX >= 0) & (within_BTX < num_local)
-        key_BTX = jnp.where(mine_BTX, experts_BTX // per_shard * num_local + within_BTX, num_shards * num_local)
-        average = experts_BTX.size * num_shards * num_local // config.num_experts
-        return jax.lax.psum(_exchange(x_BTD, weights_BTX, key_BTX, full, config, average), "tensor")
-
-    def over_experts(x):
-        return x if num_shards == 1 else jax.lax.all_gather(x, "expert", axis=0, tiled=True)
-
-    x_BTD, weights_BTX, experts_BTX = (over_experts(x) for x in (x_BTD, weights_BTX, experts_BTX))
-    group_A = None
-    if num_local < config.num_experts:
-        group_A = experts_BTX.reshape(-1) - jax.lax.axis_index("expert") * per_shard - first
-        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)  # strangers sort last
-    partial_BTD = _combine(*_run_all(x_BTD, experts_BTX, full, config, group_A), weights_BTX)
-    partial_BTD = jax.lax.psum(partial_BTD, "tensor")
+    arguments = x_BTD, weights_BTX, experts_BTX
     if num_shards == 1:
-        return partial_BTD
+        run_some = functools.partial(_run_all, params=full, config=config, first_expert=first)
+        return jax.lax.psum(_by_chunks(run_some, *arguments), "tensor")
+    if num_shards * experts_BTX.size > GATHERED:
+        run_some = functools.partial(_exchange, params=full, config=config, first_expert=first)
+        return jax.lax.psum(_by_chunks(run_some, *arguments), "tensor")
+    everyone = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in arguments)
+    first += jax.lax.axis_index("expert") * per_shard
+    partial_BTD = jax.lax.psum(_run_all(*everyone, params=full, config=config, first_expert=first), "tensor")
     return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
 
 
@@ -189,25 +240,25 @@ def _gather_model_dim(name: str, param: jax.Array) -> jax.Array:
 # ---- assignments that travel -----------------------------------------------------------------------------------------
 
 
-def _exchange(x_BTD, weights_BTX, key_BTX, params, config, average: int) -> jax.Array:
-    """The sums of a device's tokens over experts on all devices of the expert axis.
-
-    Args:
-      key_BTX: (device of the expert axis) x (experts per device) + (expert there); past the last for those that are none
-        of this exchange's.
-      average: assignments that a device receives if the load is even.
-    """
+def _exchange(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert) -> jax.Array:
+    """The sums of a device's tokens over the experts `first_expert ..` of each device's part of the expert axis, [B, T, D]."""
     P, num_local = jax.lax.axis_size("expert"), params["gate"].shape[0]
+    per_shard = config.num_experts // P
+    within_BTX = experts_BTX % per_shard - first_expert
+    ours_BTX = (within_BTX >= 0) & (within_BTX < num_local)
+    key_BTX = jnp.where(ours_BTX, experts_BTX // per_shard * num_local + within_BTX, P * num_local)  # strangers last
     key_A = key_BTX.reshape(-1)
-    order_A = jnp.argsort(key_A, stable=True)
-    counts_PE = jnp.bincount(key_A, length=P * num_local + 1)[:-1].astype(jnp.int32).reshape(P, num_local)
+    counts_PE = _sizes(key_A, P * num_local).reshape(P, num_local)
     counts_SPE = jax.lax.all_gather(counts_PE, "expert")  # of each source for each target
+    average = experts_BTX.size * P * num_local / config.num_experts
     rows = -(-math.ceil(SLACK * average) // TILE) * TILE
     num_rounds = -(-counts_SPE.sum(axis=(0, 2)).max() // rows)
     # Devices that share no expert take part in each other's rounds all the same: one program, one number of turns.
     num_rounds = jax.lax.pmax(num_rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
     one_round = functools.partial(_round, config=config, rows=rows)
-    return _sum_of_rounds(one_round, num_rounds, (order_A, counts_SPE), (x_BTD, weights_BTX, params))
+    return _sum_of_rounds(
+        one_round, num_rounds, (_Order.of(key_A, P * num_local + 1), counts_SPE), (x_BTD, weights_BTX, params)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -239,8 +290,7 @@ _sum_of_rounds.defvjp(_sum_forward, _sum_backward)
 
 def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Array:
     """Round i: of all that a device is to receive, in order of source and expert, rows i R .. (i + 1) R; out, and back."""
-    order_A, counts_SPE = plan
-    D, X = x_BTD.shape[-1], weights_BTX.shape[-1]
+    order, counts_SPE = plan
     num_local = counts_SPE.shape[2]
     me, window = jax.lax.axis_index("expert"), (i * rows, (i + 1) * rows)
     sizes_SP = counts_SPE.sum(axis=2)
@@ -251,7 +301,7 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
     source_SP = at_source_SP + jnp.clip(begin_SP - at_target_SP, 0, sizes_SP)
     target_SP = begin_SP - window[0]
 
-    sorted_AD = x_BTD.reshape(-1, D)[order_A // X]
+    sorted_AD = _spread(weights_BTX.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1]), order)
     received_RD = _ragged_all_to_all(sorted_AD, rows, source_SP[me], now_SP[me], target_SP[me], now_SP[:, me])
 
     counts = counts_SPE[:, me].reshape(-1)
@@ -260,14 +310,15 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
     index_R = jnp.arange(rows)
     group_R = jnp.repeat(jnp.arange(counts.size) % num_local, counts, total_repeat_length=rows)
     group_R = jnp.where(index_R < counts.sum(), group_R, num_local)
-    order_R = jnp.argsort(group_R, stable=True)
+    by_expert = _Order.of(group_R, num_local + 1)
     group_sizes = counts.reshape(-1, num_local).sum(axis=0).astype(jnp.int32)
-    out_RD = _ffn(received_RD[order_R], group_R[order_R], group_sizes, params, config, all_inside=False)
-    out_RD = jnp.zeros_like(out_RD).at[order_R].set(out_RD, unique_indices=True)
+    rows_RD = _spread(1, received_RD, by_expert)
+    out_RD = _ffn(rows_RD, group_R[by_expert.taken], group_sizes, params, config, all_inside=False)
+    out_RD = _spread(1, out_RD, by_expert.inverse)
 
-    A = order_A.shape[0]
+    A = weights_BTX.size
     returned_AD = _ragged_all_to_all(out_RD, A, target_SP[:, me], now_SP[:, me], source_SP[:, me], now_SP[me])
-    return _combine(order_A, returned_AD, weights_BTX)
+    return _combine(returned_AD, weights_BTX, order)
 
 
 def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P) -> jax.Array:

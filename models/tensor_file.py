@@ -106,7 +106,10 @@ def write(path: pathlib.Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]
 def _file_names(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files of an index, else `model.safetensors`, else the only `.safetensors` there is."""
     if (folder / INDEX).is_file():
-        listed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+        try:
+            listed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} is not an index with a weight_map: {error!r}") from error
         if bad := [name for name in listed if pathlib.PurePath(name).name != name]:
             raise ValueError(f"{folder / INDEX} names {bad[0]!r}, which is not a file of that folder")
         if missing := [name for name in listed if not (folder / name).is_file()]:

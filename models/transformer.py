@@ -86,11 +86,6 @@ def num_params(config: config_lib.ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=rules.is_spec))
 
 
-def is_decayed(config: config_lib.ModelConfig) -> Params:
-    """A tree of bool: True for matrices, which weight decay acts on; not for norms, biases, sinks and corrections."""
-    return jax.tree.map(lambda spec: isinstance(spec.init, blocks.Normal), specs(config), is_leaf=rules.is_spec)
-
-
 def apply(
     params: Params,
     config: config_lib.ModelConfig,

@@ -135,7 +135,7 @@ def measure(
     judge: validator.Validator, rollouts: Sequence[rollout_lib.Rollout], tolerance: verdicts.Tolerance
 ) -> Measured:
     """Replays honest rollouts and reads off how far they are from themselves."""
-    evidence, margins, errors, proofs, refused = [], [], [], [], 0
+    evidence, margins, errors, proofs, mismatches, refused = [], [], [], [], [], 0
     for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
         replay = judge.replay(batch)
@@ -146,13 +146,17 @@ def measure(
             margins.append(scores.margin_N.max())
             errors.append(np.abs(scores.logp_N - scores.claimed_N).max())
             proofs += results
+            # Limits are per 128 values; a short tail of a small model has fewer.
+            num_rows, dim = scores.hidden_ND.shape
+            sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
+            mismatches += [math.ceil(r.exp_mismatches * 128 / k) for r, k in zip(results, sizes, strict=True)]
             refused += not verdicts.replayed(rollout, scores, tolerance, None)[0].accepted
     means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
     tokens = np.array([e.num_tokens for e in evidence])
     return Measured(
         margin=float(max(margins)),
         logprob=float(max(errors)),
-        exp_mismatches=max(r.exp_mismatches for r in proofs),
+        exp_mismatches=max(mismatches),
         mantissa_mean=max(r.mantissa_mean for r in proofs),
         mantissa_median=max(r.mantissa_median for r in proofs),
         sign_mismatches=max(r.sign_mismatches for r in proofs),

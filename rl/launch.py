@@ -60,6 +60,8 @@ def rollout_side(
         on_wait=on_wait,
     )
     rollouts.resume(version)
+    if config.topology.mode == "remote":
+        rollouts.connect(config.topology.servers)  # first: workers that were started before us ask for them at once
     url = rollouts.serve()
     with contextlib.ExitStack() as stack:
         stack.callback(rollouts.close)
@@ -72,7 +74,6 @@ def rollout_side(
             on_wait(f"servers elsewhere: python -m inference.serve --weights {relay} --weights_key {key} --port PORT")
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
             _await_servers(config.topology.servers, on_wait)
-            rollouts.connect(config.topology.servers)
         rollouts.publish(version)
         yield rollouts
 

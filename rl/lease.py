@@ -14,12 +14,17 @@ from inference import rollout as rollout_lib
 
 MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
-_STARTED_S = time.time() - time.monotonic()
+_last_s = 0.0  # what `steady_time` said last
 
 
 def steady_time() -> float:
-    """Unix time that never runs back: a clock set back a little must not make the next request look like a copy."""
-    return _STARTED_S + time.monotonic()
+    """Unix time that never runs back: a clock set back a little must not make the next request look like a copy.
+
+    Not the monotonic clock: that one stands still while a laptop sleeps, and the worker would be late for ever.
+    """
+    global _last_s
+    _last_s = max(_last_s + 2e-6, time.time())  # two: float64 holds the date to 0.24 us, one could round to the same us
+    return _last_s
 
 
 def request(key: rollout_lib.WorkerKey, capacity: int, *, clock=steady_time) -> dict:
@@ -46,8 +51,10 @@ class Desk:
         worker, capacity, time_us, signature = (body.get(x) for x in ("worker", "capacity", "time_us", "signature"))
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
             raise ValueError(f"a lease needs worker (a hex public key) and capacity (an integer in 1..{MAX_CAPACITY})")
-        if type(time_us) is not int or not isinstance(signature, str):
-            raise ValueError("a lease needs time_us (an integer) and signature (hex), made by the worker's key")
+        if type(time_us) is not int or not 0 <= time_us < 2**63 or not isinstance(signature, str):
+            raise ValueError(
+                "a lease needs time_us (an integer in 0..2^63 - 1) and signature (hex), made by the worker's key"
+            )
         if self._invited and worker not in self._invited:
             raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask whoever runs the orchestrator")
         now_us = int(self._clock() * 1e6)

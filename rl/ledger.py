@@ -156,8 +156,8 @@ class Ledger:
                         self._take(Entry(self._next, time_ms, event, hash_))
                         entries.append(Entry(self._next - 1, time_ms, event, hash_))
                     _write_head(self._connection, self._keeper, self._next - 1, self._hash)
-            except (ValueError, sqlite3.Error):
-                self._load()  # the state may be ahead of what was rolled back
+            except BaseException:  # whatever it was: the state may be ahead of what was rolled back
+                self._load()
                 raise
         return entries
 
@@ -174,7 +174,10 @@ class Ledger:
     def _load(self) -> None:
         self.state, self._next, self._hash = State(), 0, bytes(32)
         self._catch_up()
-        if error := _head_error(self._connection, self._next - 1, self._hash, self.state.keeper):
+        with _transaction(self._connection, "BEGIN"):  # the last entries and the head at one moment: others append
+            self._catch_up()
+            error = _head_error(self._connection, self._next - 1, self._hash, self.state.keeper)
+        if error:
             raise ValueError(f"ledger {self._path}: {error}; run python -m rl.ledger verify")
 
     def _catch_up(self) -> None:
@@ -587,16 +590,21 @@ def _connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connec
 
 
 class _transaction:
-    """BEGIN IMMEDIATE .. COMMIT, rolled back when the block raises."""
+    """BEGIN .. COMMIT, rolled back when the block or the COMMIT raises. "BEGIN" alone is enough for reading."""
 
-    def __init__(self, connection: sqlite3.Connection):
-        self._connection = connection
+    def __init__(self, connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE"):
+        self._connection, self._begin = connection, begin
 
     def __enter__(self):
-        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.execute(self._begin)
 
     def __exit__(self, kind, error, traceback):
-        self._connection.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None:
+                self._connection.execute("COMMIT")
+        finally:  # a COMMIT that fails (a reader outlasts the timeout) leaves the transaction open
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
 
 
 def _now_ms() -> int:

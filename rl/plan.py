@@ -7,22 +7,26 @@
    server's (prefill, decode) on `config.plan.server_mesh` over one host of the same kind: the functions that training and
    serving call, on arrays that have a shape and a sharding but no content.
 2. What a chip holds before a program starts is known exactly; a program for which that alone is too much is not compiled.
-3. The TPU compiler compiles each (it is part of libtpu and needs no TPU), and says how much memory a chip needs, or that
-   there is not enough.
+3. The TPU compiler compiles each (it is part of libtpu and needs no TPU), two at a time, and says how much memory a chip
+   needs, or that there is not enough.
 4. The compiled text gives the collectives and their bytes (rl/hlo.py), the model gives the arithmetic, the chip the rates
    (rl/roofline.py); together they bound the times from below.
-5. If a program does not fit, cheaper changes are tried before dearer ones, and the first that compiles is named. Exit code 1.
+5. If a program does not fit, cheaper changes are tried before dearer ones: fewer rows or slots at a time, more recomputed,
+   more chips, other chips. The first with which it compiles and fits is named. Exit code 1.
 
 What is compiled is one program at a time: fragmentation, and what else lives on a chip while it runs, are not in it. Slices
 joined by a data-centre network are left out.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
+import math
 import re
 import resource
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +38,11 @@ from sharding import rules
 
 GIB = 2**30
 MAX_TRIES = 4  # compilations in search of a remedy
+# Of the compiler to make a program fast, -1 to 1; a run's own is 0. The least takes half the time. What a program needs differs
+# by 1 % (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
+EFFORT = -1.0
+PARALLEL = 2  # compilations at a time: each takes a core and about 2 GiB
+LOWERING = threading.Lock()  # tracing is Python, and what two programs have in common (masks of the kernels) is cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Outcome:
     peak_bytes: float = 0.0
     workspace_bytes: float = 0.0  # temporaries, gradients included
     output_bytes: float = 0.0  # results that do not replace an argument
+    host_bytes: float = 0.0  # what is offloaded, in the memory of the chip's host
     collectives: tuple[hlo.Collective, ...] = ()
     cache_copies: int = 0  # whole arrays of the cache that the program copies
 
@@ -60,14 +70,16 @@ def make_program(name: str, exp: experiment.Experiment, topology: str) -> progra
     return programs.SERVER[name](exp, programs.create_mesh(topology, exp.raw.plan.server_mesh.to_dict()))
 
 
-def compile_program(program: programs.Program, chip: roofline.Chip) -> Outcome:
-    """Compiles one program, unless its arguments alone are too much."""
+def compile_program(program: programs.Program, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
+    """Compiles one program, unless its arguments alone are too much; with `effort` in -1 .. 1 to make it fast (0: as a run)."""
     held = sum(program.held.values())
     if held > chip.memory_bytes:
         return Outcome(program, f"its arguments alone need {_gib(held)} of {_gib(chip.memory_bytes)} per chip")
     begun = time.perf_counter()
     try:
-        compiled = program.lower().compile()
+        with LOWERING:
+            lowered = program.lower()
+        compiled = lowered.compile({"exec_time_optimization_effort": effort})
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -87,6 +99,7 @@ def compile_program(program: programs.Program, chip: roofline.Chip) -> Outcome:
         peak_bytes=peak,
         workspace_bytes=memory.temp_size_in_bytes,
         output_bytes=results,
+        host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         collectives=tuple(text.collectives()),
         cache_copies=copies,
     )
@@ -127,8 +140,10 @@ def describe(outcome: Outcome, topology: str) -> str:
     if not outcome.peak_bytes:
         return "\n".join([*lines, f"  DOES NOT FIT: {outcome.refusal}"])
     limits = bounds(outcome, topology)
-    model = f"{program.model_flops:.3g} of the model, " if program.model_flops else ""
-    lines.append(f"  FLOPs             {model}{program.executed_flops:.3g} executed, {program.num_tokens:,} tokens")
+    if outcome.host_bytes > 0.01 * GIB:
+        lines.append(f"  memory of hosts   {_gib(outcome.host_bytes)} per chip")
+    model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
+    lines.append(f"  arithmetic        {model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens")
     lines += _collective_lines(outcome)
     if program.cache:
         lines.append(f"  cache             {outcome.cache_copies} copies of a whole array of it in the program")
@@ -145,9 +160,15 @@ def describe(outcome: Outcome, topology: str) -> str:
             for s in (limits.overlapped_s, limits.serial_s)
         ]
         lines.append(f"  MFU               at most {share[0]:.0%}; {share[1]:.0%} with links not overlapped")
-    if program.name == "decode":
+        lines.append(
+            f"                    = model FLOPs / ({program.mesh.size} chips x {chip.flops_per_s / 1e12:.0f} TFLOP/s x time)"
+        )
+    if program.name in programs.SERVER:
         rate = program.num_tokens / limits.memory_s
-        lines.append(f"  memory allows     {rate:,.0f} tokens/s per server = slots / (bytes read per step / bandwidth)")
+        lines.append(
+            f"  memory allows     {rate:,.0f} tokens/s = {program.num_tokens} / ({_gib(program.read_bytes)} read per chip / "
+            f"{chip.memory_bytes_per_s / 1e9:,.0f} GB/s)"
+        )
     if outcome.refusal:
         lines.append(f"  DOES NOT FIT: {outcome.refusal}")
     return "\n".join([*lines, f"  compiled in {outcome.compile_s:.0f} s"])
@@ -167,7 +188,7 @@ def _memory_line(outcome: Outcome, chip: roofline.Chip) -> str:
     if not outcome.peak_bytes:
         return f"{line} GiB of {_gib(chip.memory_bytes)}"
     left = chip.memory_bytes - outcome.peak_bytes
-    return f"{line}: {outcome.peak_bytes / GIB:.2f} of {_gib(chip.memory_bytes)}, {left / GIB:.2f} left"
+    return f"{line}: {_gib(outcome.peak_bytes)} of {_gib(chip.memory_bytes)}, {left / GIB:.2f} left"
 
 
 def _collective_lines(outcome: Outcome) -> list[str]:
@@ -179,7 +200,7 @@ def _collective_lines(outcome: Outcome) -> list[str]:
     lines = []
     for (kind, axes), (count, sent) in sorted(totals.items(), key=lambda item: -item[1][1]):
         label = "collectives" if not lines else ""
-        lines.append(f"  {label:<17} {kind} over {axes}: {count:,.0f} times, {sent / GIB:,.3f} GiB sent per chip")
+        lines.append(f"  {label:<17} {kind} over {axes}: {count:,.0f} times, {_three(sent / GIB)} GiB sent per chip")
     return lines or ["  collectives       none"]
 
 
@@ -194,7 +215,17 @@ def _gib(size: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    return f"{_three(value)} s" if value >= 1 else f"{_three(1e3 * value)} ms"
+
+
+def _flops(value: float) -> str:
+    exponent = min(int(math.log10(max(value, 1.0))) // 3, 7)
+    return f"{_three(value / 1000**exponent)} {('', 'k', 'M', 'G', 'T', 'P', 'E', 'Z')[exponent]}FLOP"
+
+
+def _three(value: float) -> str:
+    """Three digits, or all there are before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # ---- remedies --------------------------------------------------------------------------------------------------------
@@ -209,35 +240,40 @@ class Change:
     topology: str
 
 
-def remedy(config: config_dict.ConfigDict, topology: str, name: str) -> str:
-    """The cheapest change under which program `name` compiles and fits; cheap is what costs no chips, then no speed."""
+def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) -> str:
+    """The cheapest change under which the programs `names` of one role compile and fit.
+
+    Cheap is what costs no chips, then what costs no speed.
+    """
     tries = 0
-    for change in _learner_changes(config, topology) if name in programs.LEARNER else _server_changes(config, topology):
+    changes = _learner_changes if names[0] in programs.LEARNER else _server_changes
+    for change in changes(config, topology):
         chip = roofline.chip_of(change.topology)
         try:
-            program = make_program(name, programs.resolve(change.config), change.topology)
+            exp = programs.resolve(change.config)
+            made = [make_program(name, exp, change.topology) for name in names]
         except ValueError:
             continue  # it does not divide: not a change that could be made alone
-        if program.floor_bytes > chip.memory_bytes:
+        if any(program.estimated_bytes > chip.memory_bytes for program in made):
             continue
         if tries == MAX_TRIES:
             break
         tries += 1
-        if not compile_program(program, chip).refusal:
+        if not any(compile_program(program, chip).refusal for program in made):
             return f"{change.words} (compiled: it fits)"
     return f"none of the {tries} most promising changes compiled; ask for more chips, or a smaller model"
 
 
 def _learner_changes(config, topology: str) -> Iterator[Change]:
-    """Fewer rows at a time, then more recomputed, then the next larger topologies, with as many rows as they have shards."""
-    for place in [topology, *roofline.larger(topology)]:
+    """Fewer rows at a time, then more recomputed, then other topologies, with the same rows or one per shard."""
+    for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
         try:
             shards = rules.num_batch_shards(programs.create_mesh(place, config.mesh.to_dict()))
         except ValueError:
             continue  # the mesh of this config cannot be laid out there
         rows = [n for n in (config.train.rows // 2**k for k in range(12)) if n and n % shards == 0] or [shards]
         if place != topology:
-            rows = rows[:1]
+            rows = list(dict.fromkeys([rows[0], shards]))
         for remat, num_rows in itertools.product([config.model.remat, *_stronger(config.model.remat)], rows):
             changed = config.copy_and_resolve_references()
             changed.train.rows, changed.model.remat = num_rows, remat
@@ -251,7 +287,8 @@ def _learner_changes(config, topology: str) -> Iterator[Change]:
 
 
 def _server_changes(config, topology: str) -> Iterator[Change]:
-    for place in [topology, *roofline.larger(topology)]:
+    """Fewer slots, then larger and other topologies, with as many slots as they hold."""
+    for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
         for k in range(0, 10):
             slots = config.inference.num_slots // 2**k
             words = [f"--server_topology={place}"] if place != topology else []
@@ -281,28 +318,37 @@ def main() -> None:
     exp = programs.resolve(config)
     work = roofline.Work.of(exp.model)
     print(f"model    {work.held / 1e9:.2f} B parameters, {work.multiplied / 1e9:.2f} B multiplied per token")
-    fits = True
-    for name in flags.FLAGS.programs:
-        place = topology if name in programs.LEARNER else server_topology
-        program = make_program(name, exp, place)
-        axes = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
-        print(f"\n{place}, {program.mesh.size} chips, mesh {axes or 'of one'}", flush=True)
-        outcome = compile_program(program, roofline.chip_of(place))
-        print(describe(outcome, place), flush=True)
-        if outcome.refusal:
-            fits = False
-            print(f"  remedy: {remedy(config, place, name)}", flush=True)
+    places = {name: topology if name in programs.LEARNER else server_topology for name in flags.FLAGS.programs}
+
+    def attempt(name: str) -> Outcome:
+        program = make_program(name, exp, places[name])
+        return compile_program(program, roofline.chip_of(places[name]), flags.FLAGS.effort)
+
+    refused = []
+    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
+        for name, outcome in zip(places, pool.map(attempt, places), strict=True):
+            place, mesh = places[name], outcome.program.mesh
+            axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+            print(f"\n{place}, {mesh.size} chips, mesh {axes or 'of one'}")
+            print(describe(outcome, place), flush=True)
+            refused += [name] if outcome.refusal else []
+        roles = [names for role in (programs.LEARNER, programs.SERVER) if (names := [n for n in refused if n in role])]
+        for names, said in zip(
+            roles, pool.map(lambda names: remedy(config, places[names[0]], names), roles), strict=True
+        ):
+            print(f"\nremedy for {' and '.join(names)}: {said}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"\n{'fits' if fits else 'does not fit'}; {time.perf_counter() - BEGUN:.0f} s, {peak:.1f} GiB of this machine"
+        f"\n{'does not fit' if refused else 'fits'}; {time.perf_counter() - BEGUN:.0f} s, {peak:.1f} GiB of this machine"
     )
-    raise SystemExit(0 if fits else 1)
+    raise SystemExit(1 if refused else 0)
 
 
 def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "the experiment, a file of configs/", lock_config=True)
     flags.DEFINE_string("topology", None, "of the learner, <kind>:<dims>; config.plan.topology by default")
     flags.DEFINE_string("server_topology", None, "of one rollout server; one host of the learner's kind by default")
+    flags.DEFINE_float("effort", EFFORT, "of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
     names = [*programs.LEARNER, *programs.SERVER]
     flags.DEFINE_multi_enum("programs", names, names, "which programs to compile; all by default")
     flags.mark_flags_as_required(["config"])

@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from ml_collections import config_dict
 
 from inference import engine
-from models import transformer
+from models import moe_experts, transformer
 from rl import experiment, learner, packing, roofline
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -37,7 +37,9 @@ class Program:
     mesh: jax.sharding.Mesh
     lower: Callable[[], jax.stages.Lowered]
     held: dict[str, float]  # bytes per chip of the arguments, by kind
-    needed: dict[str, float]  # bytes per chip that it will hold besides, at least: gradients, saved layer inputs
+    needed: dict[
+        str, float
+    ]  # bytes per chip that it will hold besides, roughly: gradients, saved layer inputs, a layer
     num_tokens: int  # of one run (of one step, in decode)
     executed_flops: float  # of one run, all chips
     model_flops: float  # what MFU counts; 0 where there is no such thing
@@ -46,7 +48,8 @@ class Program:
     cache: tuple[tuple[int, ...], ...] = ()  # dims that no copy in the program may have: a chip's part of the cache
 
     @property
-    def floor_bytes(self) -> float:
+    def estimated_bytes(self) -> float:
+        """What it will hold, roughly: good enough to tell what is not worth compiling."""
         return sum(self.held.values()) + sum(self.needed.values())
 
 
@@ -124,7 +127,12 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
         mesh=mesh,
         lower=lambda: _lower(mesh, step.jitted, state, batch),
         held=held,
-        needed={"gradients": bytes_per_chip(state.params), "saved layer inputs": _saved_bytes(model, mesh, rows, T)},
+        needed={
+            "gradients": bytes_per_chip(state.params),
+            "saved layer inputs": _saved_bytes(model, mesh, rows, T),
+            "a layer": 5
+            * _layer_bytes(model, mesh, rows, T),  # with its gradient; so compiled for configs/intellect2.py
+        },
         num_tokens=num_tokens,
         executed_flops=work.executed_flops(num_tokens, T) + scored_flops,
         model_flops=work.model_flops(num_tokens, min(config.inference.max_model_len, T)),
@@ -147,7 +155,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
         mesh=mesh,
         lower=lambda: _lower(mesh, score.jitted, params, batch),
         held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
-        needed={},
+        needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,
         executed_flops=roofline.Work.of(model).forward_flops(num_tokens, T),
         model_flops=0.0,
@@ -303,5 +311,17 @@ def _saved_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
     """Layer inputs that the backward pass needs, at least: one per layer, unless they are offloaded."""
     if model.remat == "offload":
         return 0.0
-    shards = rules.num_batch_shards(mesh) * math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"])
-    return rows * T / shards * model.model_dim * model.num_layers * jnp.dtype(model.dtype).itemsize
+    item = jnp.dtype(model.dtype).itemsize
+    return _local_tokens(mesh, rows, T) * model.model_dim * model.num_layers * item
+
+
+def _layer_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
+    """What the ffn of a layer holds at a time: its rows and results, gate, up and their product; of a mixture, per expert."""
+    tokens, item = _local_tokens(mesh, rows, T), jnp.dtype(model.dtype).itemsize
+    dense = tokens * (2 * model.model_dim + 3 * model.ffn_dim / mesh.shape["tensor"])
+    assignments = min(tokens * model.experts_per_token, moe_experts.ROWS)
+    return item * max(dense, assignments * (2 * model.model_dim + 3 * model.expert_ffn_dim))
+
+
+def _local_tokens(mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
+    return rows * T / (rules.num_batch_shards(mesh) * math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"]))

@@ -1,12 +1,15 @@
 """Rollouts run again: one prefill instead of one step per token, with the noise of their seeds.
 
-1. Rollouts are padded to a power of two of rows and a multiple of 64 tokens, so that few programs are compiled.
-2. One pass per policy version they name. Each position's keys are written by the version that wrote them in the engine,
-   so a rollout that spans several versions is replayed exactly as it was made.
-3. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden state
-   behind it, and how likely it is under tempered copies of the distribution (rl/sequential.py bets on those).
+1. Rollouts of one policy version are packed without padding between them: samples of a group are branches of one prompt,
+   which is computed once (as the learner does), and trees share rows. Rows go through the model in blocks of one fixed
+   shape, as many as there are; only columns that predict a sampled token get logits.
+2. A rollout that spans several versions takes one pass per version over a cache of keys: each position's keys are written
+   by the version that wrote them in the engine, so that it is replayed exactly as it was made.
+3. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden
+   state behind it, and how likely it is under tempered copies of the distribution (rl/sequential.py bets on those).
 
-Letters: G rollouts, T padded length, N sampled tokens (padded), V vocabulary, D model, K tempered distributions.
+Letters: G rollouts, T padded length, M blocks, B rows of a block, N sampled tokens (of a block, padded), S tokens scored
+together, V vocabulary, D model, K tempered distributions.
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from inference import kv_cache, sampler
 from inference import rollout as rollout_lib
@@ -23,19 +27,44 @@ from models import config as config_lib
 from models import transformer
 from rl import sequential
 
+BLOCK_TOKENS = 2048  # of a block: enough rows for an efficient matmul
+ROW_LENGTHS = (1.0, 1.5, 2.0, 3.0)  # tried, in units of the longest rollout: longer ones share more of a prompt
+SCORED = 256  # logits and noise of so many tokens exist at one time
 LENGTH_MULTIPLE = 64
-SAMPLED_MULTIPLE = 16  # logits and noise, the dear part of a small model, are made for sampled tokens only
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Row t is about token t where that was sampled: arrays [G, T] (hidden [G, T, D] bfloat16, tilt [G, T, K])."""
+    """Row t is about token t where that was sampled: host arrays [G, T] (hidden [G, T, D] bfloat16, tilt [G, T, K])."""
 
-    margin: jax.Array  # max of the noised logits minus that of the token, nats
-    logp: jax.Array  # of the token, under the distribution sampled from
-    tilt: jax.Array  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
-    hidden: jax.Array  # the state that predicted the token
+    margin: np.ndarray  # max of the noised logits minus that of the token, nats
+    logp: np.ndarray  # of the token, under the distribution sampled from
+    tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
+    hidden: np.ndarray  # the state that predicted the token
+
+
+@struct.dataclass
+class _Targets:
+    """Sampled tokens, in any order; arrays [..., N]. `column` is where the hidden state that predicts it lies."""
+
+    column: jax.Array
+    token: jax.Array
+    position: jax.Array  # in its sequence
+    seed: jax.Array
+    temperature: jax.Array
+
+
+@struct.dataclass
+class _Blocks:
+    """Packed rows [M, B, T] as in rl/packing.py, of which `num_blocks` are in use, and their targets [M, N]."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    branch_ids: jax.Array
+    targets: _Targets
+    num_targets: jax.Array  # [M]
+    num_blocks: jax.Array
 
 
 def replay(
@@ -45,70 +74,238 @@ def replay(
     rollouts: Sequence[rollout_lib.Rollout],
     max_model_len: int,
 ) -> Replay:
-    """Host arrays of at least len(rollouts) rows; what `weights` raises for a version goes through.
+    """What the rollouts' sampled tokens look like from here; what `weights` raises for a version goes through.
 
     `filters` are top_k, top_p, min_p. No rollout may be longer than max_model_len.
     """
     longest = max(len(r.tokens) for r in rollouts)
     assert longest <= max_model_len
     T = min(max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
-    G = 1 << (len(rollouts) - 1).bit_length()
-    rows = [*rollouts, *[rollouts[0]] * (G - len(rollouts))]
-    N = min(T, -(-max(int(r.sampled_mask.sum()) for r in rollouts) // SAMPLED_MULTIPLE) * SAMPLED_MULTIPLE)
-    tokens, writer = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
-    predictor = np.full((G, N), T, np.int32)  # positions that predict a sampled token; T where there is none
-    for i, r in enumerate(rows):
-        n = len(r.tokens)
-        tokens[i, :n] = r.tokens
-        at = np.flatnonzero(r.sampled_mask) - 1
-        predictor[i, : len(at)] = at
-        # Position t was run to predict token t + 1: by the version that sampled it, or by the prefill.
-        writer[i, : n - 1] = np.where(r.sampled_mask[1:], r.versions[1:], r.versions[:-1])
-    sampling = sampler.Sampling(
-        seed=jnp.asarray([r.seed for r in rows], jnp.uint32),
-        temperature=jnp.asarray([r.temperature for r in rows], jnp.float32),
-        **{
-            name: jnp.full((G,), filters[name], dtype)
-            for name, dtype in (("top_k", jnp.int32), ("top_p", jnp.float32), ("min_p", jnp.float32))
-        },
+    shape = (len(rollouts), T)
+    out = Replay(
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.float32),
+        np.zeros((*shape, len(sequential.TILTS)), np.float32),
+        np.zeros((*shape, model.model_dim), jnp.bfloat16),
     )
-    cache = kv_cache.create(model, G, T)
-    merged = None
-    for version in sorted(set(writer[writer >= 0].tolist())):
-        mask_GT = jnp.asarray(writer == version)
-        out, cache = _replay(model, weights(version), jnp.asarray(tokens), predictor, mask_GT, cache, sampling)
-        merged = out if merged is None else jax.tree.map(functools.partial(_merge, mask_GT), out, merged)
-    return jax.tree.map(np.asarray, merged)
+    by_version: dict[int, list[int]] = {}
+    mixed = []
+    for i, rollout in enumerate(rollouts):
+        versions = np.unique(writers(rollout))
+        (by_version.setdefault(int(versions[0]), []) if len(versions) == 1 else mixed).append(i)
+    for version, members in sorted(by_version.items()):
+        _replay_packed(model, weights(version), filters, [rollouts[i] for i in members], members, out)
+    if mixed:
+        _replay_mixed(model, weights, filters, [rollouts[i] for i in mixed], mixed, out)
+    return out
+
+
+def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
+    """Which version ran each position but the last: the one that sampled the next token, or else prefilled it."""
+    return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
+
+
+# ---- one version: packed ---------------------------------------------------------------------------------------------
+
+
+def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
+    blocks, places = _pack(rollouts, model.model_dim)
+    scores = jax.tree.map(np.asarray, _run_packed(model, params, blocks, _filters(filters)))
+    which, position, m, n = places.T
+    rows = np.asarray(rows_of_out)[which]
+    for name in ("margin", "logp", "tilt", "hidden"):
+        getattr(out, name)[rows, position] = scores[name][m, n]
+
+
+def _pack(rollouts: Sequence[rollout_lib.Rollout], model_dim: int) -> tuple[_Blocks, np.ndarray]:
+    """The blocks, and where each sampled token went: [(rollout, its position, block, target)]."""
+    longest = max(len(r.tokens) for r in rollouts)
+    step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little that is empty
+    unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
+    layouts = [(T, _rows(groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
+    # Work in tokens: one each, and as much again for every 3 model_dim keys that it reads.
+    T, rows = min(layouts, key=lambda layout: len(layout[1]) * layout[0] * (1 + layout[0] / (3 * model_dim)))
+    B = max(1, BLOCK_TOKENS // T)
+    M = 1 << (-(-len(rows) // B) - 1).bit_length()
+    layout = {name: np.zeros((M, B, T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
+    found: list[list[np.ndarray]] = [[] for _ in range(M)]
+    for row, trees in enumerate(rows):
+        m, b = divmod(row, B)
+        at = {name: array[m, b] for name, array in layout.items()}
+        start = 0
+        for segment, (prompt_len, members) in enumerate(trees, start=1):
+            begin = start + prompt_len
+            at["tokens"][start:begin] = rollouts[members[0]].tokens[:prompt_len]
+            at["positions"][start:begin] = np.arange(prompt_len)
+            for branch, i in enumerate(members, start=1):
+                length = len(rollouts[i].tokens) - prompt_len
+                span = slice(begin, begin + length)
+                at["tokens"][span] = rollouts[i].tokens[prompt_len:]
+                at["positions"][span] = np.arange(prompt_len, prompt_len + length)
+                at["branch_ids"][span] = branch
+                position = np.flatnonzero(rollouts[i].sampled_mask)
+                column = begin + position - prompt_len - 1
+                column[position == prompt_len] = start + prompt_len - 1  # the prompt's end predicts every first token
+                found[m].append(np.stack([np.full_like(position, i), position, column + b * T]))
+                begin = span.stop
+            at["segment_ids"][start:begin] = segment
+            start = begin
+    merged = [np.concatenate(of_block, axis=1) if of_block else np.zeros((3, 0), int) for of_block in found]
+    N = -(-max(block.shape[1] for block in merged) // SCORED) * SCORED
+    targets = _Targets(
+        *(np.zeros((M, N), dtype) for dtype in (np.int32, np.int32, np.int32, np.uint32)), np.ones((M, N), np.float32)
+    )
+    seeds = np.array([r.seed for r in rollouts], np.uint32)
+    temperatures = np.array([r.temperature for r in rollouts], np.float32)
+    lengths = np.array([len(r.tokens) for r in rollouts])
+    joined, first = np.concatenate([r.tokens for r in rollouts]), np.cumsum(lengths) - lengths
+    places = []
+    for m, (which, position, column) in enumerate(merged):
+        n = np.arange(len(which))
+        targets.column[m, n], targets.position[m, n] = column, position
+        targets.token[m, n] = joined[first[which] + position]
+        targets.seed[m, n], targets.temperature[m, n] = seeds[which], temperatures[which]
+        places.append(np.stack([which, position, np.full_like(which, m), n], axis=1))
+    counts = np.array([block.shape[1] for block in merged], np.int32)
+    blocks = _Blocks(**layout, targets=targets, num_targets=counts, num_blocks=np.int32(-(-len(rows) // B)))
+    return blocks, np.concatenate(places)
+
+
+def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Per prompt (its length, [(rollout, tokens behind the prompt)])."""
+    groups: dict[bytes, tuple[int, list[tuple[int, int]]]] = {}
+    for i, rollout in enumerate(rollouts):
+        prompt_len = int(np.argmax(rollout.sampled_mask))
+        group = groups.setdefault(rollout.tokens[:prompt_len].tobytes(), (prompt_len, []))
+        group[1].append((i, len(rollout.tokens) - prompt_len))
+    return list(groups.values())
+
+
+def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[tuple[int, list[int]]]]:
+    """Rows of trees (prompt length, rollouts), first-fit decreasing; a tree that is longer than a row is split."""
+    trees = []
+    for prompt_len, branches in groups:
+        size = T + 1
+        for i, length in branches:
+            if size + length > T:
+                size = prompt_len
+                trees.append([prompt_len, [], 0])
+            size += length
+            trees[-1][1].append(i)
+            trees[-1][2] = size
+    rows, room = [], []
+    for prompt_len, members, size in sorted(trees, key=lambda tree: -tree[2]):
+        row = next((row for row, free in enumerate(room) if free >= size), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(T)
+        rows[row].append((prompt_len, members))
+        room[row] -= size
+    return rows
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _replay(model, params, tokens_GT, predictor_GN, mask_GT, cache, sampling) -> tuple[Replay, kv_cache.Cache]:
-    """One version's pass: its keys go where `mask` says it wrote; other positions keep theirs."""
+def _run_packed(model, params, blocks: _Blocks, filters) -> dict[str, jax.Array]:
+    M, N = blocks.targets.token.shape
+    blank = {
+        "margin": jnp.zeros((M, N), jnp.float32),
+        "logp": jnp.zeros((M, N), jnp.float32),
+        "tilt": jnp.zeros((M, N, len(sequential.TILTS)), jnp.float32),
+        "hidden": jnp.zeros((M, N, model.model_dim), jnp.bfloat16),
+    }
+
+    def block(m, out):
+        tokens, positions, segments, branches = (
+            x[m] for x in (blocks.tokens, blocks.positions, blocks.segment_ids, blocks.branch_ids)
+        )
+        hidden_BTD = transformer.apply(
+            params, model, tokens, positions_BT=positions, segment_ids_BT=segments, branch_ids_BT=branches
+        )
+        hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[blocks.targets.column[m]]
+        targets = jax.tree.map(lambda x: x[m], blocks.targets)
+
+        def some(i, out):
+            hidden_SD, part = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, i * SCORED, SCORED), (hidden_ND, targets)
+            )
+            scores = _score(model, params, hidden_SD, part, filters)
+            return {
+                name: jax.lax.dynamic_update_slice(x, scores[name][None], (m, i * SCORED) + (0,) * (x.ndim - 2))
+                for name, x in out.items()
+            }
+
+        return jax.lax.fori_loop(0, -(-blocks.num_targets[m] // SCORED), some, out)
+
+    return jax.lax.fori_loop(0, blocks.num_blocks, block, blank)
+
+
+def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
+    """What the module's docstring lists, of S tokens and the hidden states before them."""
+    repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
+    sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
+    logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
+    noise_SV = sampler.noise(targets.seed, targets.position, logp_SV.shape[-1])
+    noised_SV = logp_SV + jnp.where(targets.temperature > 0, 1.0, 0.0)[:, None] * noise_SV
+    at_S1 = targets.token[:, None]
+    logp_S = jnp.take_along_axis(logp_SV, at_S1, axis=-1)[:, 0]
+    tilts = [(b - 1) * logp_S - jax.nn.logsumexp(b * logp_SV, axis=-1) for b in sequential.TILTS]
+    return {
+        "margin": noised_SV.max(axis=-1) - jnp.take_along_axis(noised_SV, at_S1, axis=-1)[:, 0],
+        "logp": logp_S,
+        "tilt": jnp.stack(tilts, axis=-1),
+        "hidden": hidden_SD.astype(jnp.bfloat16),
+    }
+
+
+def _filters(filters: dict[str, float]) -> dict[str, np.ndarray]:
+    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    return {name: np.asarray(filters[name], dtype) for name, dtype in dtypes.items()}
+
+
+# ---- several versions: one pass of each over the same keys -----------------------------------------------------------
+
+
+def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -> None:
+    G, T = 1 << (len(rollouts) - 1).bit_length(), out.margin.shape[1]
+    tokens_GT, writer_GT = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
+    for i, rollout in enumerate(rollouts):
+        n = len(rollout.tokens)
+        tokens_GT[i, :n], writer_GT[i, : n - 1] = rollout.tokens, writers(rollout)
+    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
+    which, position = np.repeat(np.arange(len(rollouts)), [len(p) for p in positions]), np.concatenate(positions)
+    sampler_version, rows = writer_GT[which, position - 1], np.asarray(rows_of_out)
+    seeds = np.array([r.seed for r in rollouts], np.uint32)
+    temperatures = np.array([r.temperature for r in rollouts], np.float32)
+    cache = kv_cache.create(model, G, T)
+    for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
+        params = weights(version)
+        hidden_ND, cache = _run_version(model, params, tokens_GT, writer_GT == version, cache)
+        i, t = which[sampler_version == version], position[sampler_version == version]
+        if not len(i):  # it prefilled a prompt, no more
+            continue
+        targets = _Targets(i * T + t - 1, tokens_GT[i, t], t, seeds[i], temperatures[i])
+        N = SCORED << (-(-len(i) // SCORED) - 1).bit_length()
+        targets = jax.tree.map(lambda x, N=N: np.concatenate([x, np.zeros(N - len(x), x.dtype)]), targets)
+        scores = _run_scores(model, params, hidden_ND, targets, _filters(filters))
+        for name in ("margin", "logp", "tilt", "hidden"):
+            getattr(out, name)[rows[i], t] = np.asarray(scores[name])[: len(i)]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _run_version(model, params, tokens_GT, written_GT, cache):
+    """One version's pass: its keys go where it wrote; other positions keep theirs. Hidden states of all positions, flat."""
     G, T = tokens_GT.shape
-    attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=mask_GT)
+    attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
     positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
     hidden_GTD, cache = transformer.extend(params, model, tokens_GT, positions_GT, cache, attend)
-
-    def score(row):  # one rollout at a time: logits are [N, V]
-        hidden_TD, tokens_T, at_N, sampling = row
-        repeated = jax.tree.map(lambda x: jnp.broadcast_to(x[None], at_N.shape), sampling)
-        hidden_ND = hidden_TD[jnp.minimum(at_N, T - 1)]
-        logp_NV = sampler.scores(transformer.logits(params, model, hidden_ND[None])[0], repeated)
-        target_N1 = tokens_T[jnp.minimum(at_N + 1, T - 1)][:, None]
-        noise_NV = sampler.noise(repeated.seed, at_N + 1, logp_NV.shape[-1])
-        noised_NV = logp_NV + jnp.where(repeated.temperature > 0, 1.0, 0.0)[:, None] * noise_NV
-        margin_N = noised_NV.max(axis=-1) - jnp.take_along_axis(noised_NV, target_N1, axis=-1)[:, 0]
-        logp_N = jnp.take_along_axis(logp_NV, target_N1, axis=-1)[:, 0]
-        tilts = [(b - 1) * logp_N - jax.nn.logsumexp(b * logp_NV, axis=-1) for b in sequential.TILTS]
-        scores = (margin_N, logp_N, jnp.stack(tilts, axis=-1))
-        return tuple(jnp.zeros((T, *x.shape[1:]), x.dtype).at[at_N].set(x, mode="drop") for x in scores)
-
-    scores = jax.lax.map(score, (hidden_GTD, tokens_GT, predictor_GN, sampling))
-    out = Replay(*scores, hidden_GTD.astype(jnp.bfloat16))
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), out), cache
+    return hidden_GTD.reshape(G * T, -1), cache
 
 
-def _merge(mask_GT, new, old):
-    """Takes `new` where this version predicted (one to the right of where it wrote)."""
-    where = jnp.roll(mask_GT, 1, axis=1)
-    return jnp.where(where.reshape(where.shape + (1,) * (new.ndim - 2)), new, old)
+@functools.partial(jax.jit, static_argnums=0)
+def _run_scores(model, params, hidden_ND, targets: _Targets, filters):
+    def some(part):
+        return _score(model, params, hidden_ND[part.column], part, filters)
+
+    parts = jax.tree.map(lambda x: x.reshape(-1, SCORED), targets)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(some, parts))

@@ -82,6 +82,13 @@ def larger(topology: str) -> list[str]:
     return [name for name in names if num_chips(name) > num_chips(topology)]
 
 
+def others(topology: str) -> list[str]:
+    """The topologies of all other kinds of chip, fewest chips first."""
+    kind = topology.partition(":")[0]
+    names = [f"{other}:{size}" for other, chip in CHIPS.items() if other != kind for size in chip.sizes]
+    return sorted(names, key=num_chips)
+
+
 # ---- a model's arithmetic --------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@
 1. `GET /run` says which environment, tokenizer and servers; `POST /lease` gives groups (tasks with prescribed seeds).
 2. Each group is one request of G samples; the environment makes the prompt from the task index, and scores each answer.
 3. The rollouts are signed with this worker's key; finished groups are submitted together as Parquet, as soon as the
-   submission before them is through. What is refused is printed with its reason.
+   submission before them is through, some 32 MiB at a time. What is refused is printed with its reason.
 
 The worker survives a restart of the orchestrator or a server: it keeps asking until `--give_up_s` have passed.
 """
@@ -28,6 +28,8 @@ from inference import web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease
 from rl.envs import environment
+
+MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +108,31 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
 
 
 async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
-    """Submits what is finished, all of it in one file: the cost of a file is mostly fixed."""
+    """Submits what is finished, in one file while that is small enough: the cost of a file is mostly fixed."""
+    held: list[rollout_lib.Rollout] = []  # a finished group that did not fit
     while True:
-        rollouts = await finished.get()
-        while not finished.empty():
-            rollouts = rollouts + finished.get_nowait()
+        rollouts, held = held or await finished.get(), []
+        while not held and not finished.empty():
+            group = finished.get_nowait()
+            if _estimated_bytes(rollouts + group) <= MAX_JOINED_BYTES:
+                rollouts = rollouts + group
+            else:
+                held = group
         body = rollout_lib.to_parquet(rollouts)
+        if len(body) > web.MAX_BODY_BYTES:
+            raise ValueError(
+                f"group {rollouts[0].task.group} of step {rollouts[0].step} takes {len(body)} bytes, the orchestrator "
+                f"takes {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
+            )
         reply = await _patiently(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
                 print(f"{name} {verdict}", file=sys.stderr, flush=True)
+
+
+def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
+    """Of a file of these before compression: 13 per token, the proofs, and 1 KiB for the rest of a row."""
+    return sum(13 * len(rollout.tokens) + len(rollout.proofs) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:

@@ -13,6 +13,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from sharding import source as source_lib
 IN_FLIGHT_BYTES = 256 << 20
 NUM_THREADS = max(2, min(16, os.cpu_count() or 1))
 NUM_REQUESTS = 16  # at once: relays are far away, and their own pool has as many
+ALIGN_BYTES = 64  # an array that starts at a multiple of this becomes an array of a CPU device without a copy
 MAX_CHAIN = 1000  # versions between a delta and its snapshot
 
 Region = chunks.Region
@@ -122,7 +124,7 @@ def read(
 
         def submit(need: Need) -> tuple[list[np.ndarray], list[concurrent.futures.Future]]:
             arrays = [
-                np.empty([s.stop - s.start for s in region], chunks.dtype(need.tensor.dtype)) for region in need.regions
+                _empty([s.stop - s.start for s in region], chunks.dtype(need.tensor.dtype)) for region in need.regions
             ]
             return arrays, [pool.submit(job.chunk, need, arrays, i, cell) for i, cell in touched(need)]
 
@@ -146,6 +148,14 @@ def read(
             for _, _, futures in flying:
                 for future in futures:
                     future.cancel()
+
+
+def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
+    """Fresh memory at a multiple of `ALIGN_BYTES`."""
+    size = math.prod(shape) * kind.itemsize
+    memory = np.empty(size + ALIGN_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGN_BYTES
+    return memory[start : start + size].view(kind).reshape(shape)
 
 
 def touched(need: Need) -> Iterator[tuple[int, Region]]:

@@ -85,6 +85,7 @@ class Mirror:
 
     def _pass(self, listing: journal.Listing) -> bool:
         """One look at everything; whether something moved. Newest first: that is what everybody waits for."""
+        self._confirmed &= set(listing.complete)
         moved = self._drop(listing) | self._confirm(listing)
         for number in self._wanted(listing):
             moved |= self._try(self._fetch_complete, number, listing)
@@ -105,7 +106,6 @@ class Mirror:
 
     def _confirm(self, listing: journal.Listing) -> bool:
         """A learner that resumed from an older checkpoint publishes a number again, with other weights: ours must go."""
-        self._confirmed &= set(listing.complete)
         self._manifests = {n: m for n, m in self._manifests.items() if n in listing.complete}
         self._phantoms = {n: until_s for n, until_s in self._phantoms.items() if n in listing.complete}
         held = [n for n in self._complete() if n in listing.complete and n not in self._confirmed]
@@ -246,7 +246,7 @@ class Mirror:
         for number in complete[-self._keep :]:
             kept |= set(self._held_chain(number))
         if self._store.in_place:  # there the publisher decides
-            kept &= set(listing.complete)
+            kept &= self._confirmed.union(listing.complete)  # what was finished since the listing is not gone
         newest = max(complete, default=-1)
         with self._store.lock:
             partial = [n for n, v in self._store.versions.items() if v.manifest is None]

@@ -8,6 +8,10 @@
 
 With a directory as upstream and no `--dir`, the relay serves that directory in place: the origin beside the learner.
 
+What is served is not hashed again, neither per request nor by a patrol over the disk. Whoever reads hashes anyway, since it
+trusts no relay: an object that rotted here is refused there, fetched from another relay, and counted against this one, and the
+next start drops it. A hash per request would cost more than all else that a relay does, and only spare honest relays that.
+
 Routes: /versions (with `wait`), /v00000012/objects.jsonl (with `wait`), /v00000012/manifest.json, /v00000012/<object> (with
 Range), /metrics (Prometheus), /health. A thread per connection: an idle client blocks nobody, bytes go from the page cache
 to the socket by sendfile, and a cold read from disk holds up no other client. A file that is not in the list of verified

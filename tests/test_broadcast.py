@@ -72,6 +72,32 @@ def test_structure_metadata_and_digest_round_trip(tmp_path):
     assert broadcast.read_manifest(tmp_path, 3) == written
 
 
+def test_a_manifest_is_parsed_once_and_its_key_checked_by_who_asks(tmp_path, monkeypatch):
+    key, other = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([i] * 32)) for i in (1, 2))
+    public, wrong = (k.public_key().public_bytes_raw().hex() for k in (key, other))
+    broadcast.publish({"w": np.arange(5)}, 0, tmp_path, key=key)
+    with proxy.running(tmp_path) as relay:
+        proxy.wait_until(proxy.holds(relay, 0))
+        calls, parse = [], manifest.parse
+        monkeypatch.setattr(manifest, "parse", lambda *args, **kwargs: calls.append(args) or parse(*args, **kwargs))
+        for place in (tmp_path, relay.url):
+            opened = source.open(place)  # knows no key
+            with pytest.raises(broadcast.CorruptBroadcast, match=f"signed by {public}, not by the trusted {wrong}"):
+                broadcast.pull(opened, 0, key=wrong)
+            calls.clear()
+            assert broadcast.pull(opened, 0, key=public).digest and len(calls) == (1 if place == tmp_path else 0)
+            opened.close()
+            broadcast.pull(place, key=public)
+            assert len(calls) == (2 if place == tmp_path else 1)
+
+
+def test_a_cpu_device_adopts_what_was_received(tmp_path):
+    """A copy would cost as much as a plain copy of the file, and for a moment twice the memory."""
+    broadcast.publish({"w": np.ones((300, 256), np.float32), "b": np.ones(16, np.int8)}, 0, tmp_path)
+    for leaf in broadcast.pull(tmp_path).params.values():
+        assert jax.device_put(leaf, jax.devices()[0]).unsafe_buffer_pointer() == leaf.ctypes.data
+
+
 def test_digest_against_its_definition():
     """By hand: the digest of a chunk is that of the file which stock tensorstore writes for it."""
     rows = []
@@ -103,6 +129,7 @@ def test_chunks_are_bounded_and_waste_little(shape):
 
 def test_many_chunks_round_trip_and_stock_tensorstore_reads_them(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "HASH_BYTES", 10)  # less than a chunk: its checksum goes over several parts
     tree = {"w": np.arange(7 * 11 * 3, dtype=np.int32).reshape(7, 11, 3)}
     broadcast.publish(tree, 0, tmp_path)
     _assert_same(broadcast.pull(tmp_path).params, tree)

@@ -154,6 +154,21 @@ def test_our_mistake_is_raised_in_the_servers_words(status):
         ({"choices": [choice(token_ids=[], policy_versions=[], logprobs={"content": []})]}, "an empty completion"),
         ({"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, float("nan"), -1)]})]}, "not finite"),
         ({"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, -float("inf"), -1)]})]}, "not finite"),
+        (
+            {"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, -1e39, -1)]})]},
+            "not finite",
+        ),  # float32
+        (
+            {
+                "choices": [
+                    choice(token_ids=[5] * 4, policy_versions=[[3, 4]], logprobs={"content": [{"logprob": -1}] * 4})
+                ]
+            },
+            "4 tokens; at most 3 were",
+        ),
+        ({"choices": [choice(finish_reason="tool_calls")]}, "the finish_reason 'tool_calls'"),
+        ({"choices": [choice(finish_reason=["stop"])]}, "the finish_reason"),
+        ({"choices": [choice(policy_versions=[[3, 1, 2]])]}, "too many values"),
         ({"choices": [choice(logprobs={"content": [{"logprob": "-1"}] * 3})]}, "malformed reply"),
         ({"choices": [choice(logprobs={"content": [{"logprob": -(10**400)}] * 3})]}, "malformed reply"),
         ({"choices": [choice(logprobs=None)]}, "malformed reply"),
@@ -166,6 +181,8 @@ def test_our_mistake_is_raised_in_the_servers_words(status):
         ({}, "malformed reply: KeyError: 'choices'"),
         ([], "malformed reply"),
         (b"not json", "Expecting value"),
+        (b"\xff\xfe\xff", "decode|JSON|value"),
+        (b"[" * 100_000, "malformed reply: RecursionError|Expecting value"),
         *(
             ({"choices": [choice(**{key: ...})]}, f"malformed reply: KeyError: '{key}'")
             for key in choice()
@@ -173,10 +190,28 @@ def test_our_mistake_is_raised_in_the_servers_words(status):
         ),
     ],
 )
-def test_a_malformed_reply_is_a_value_error(reply, message):
+def test_a_malformed_reply_is_a_failed_server(pauses, reply, message):
     content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-    error, _ = run(lambda request: httpx.Response(200, content=content), generate)
-    assert isinstance(error, ValueError) and re.search(message, str(error)), error
+
+    def handler(request):
+        return httpx.Response(200, content=content if request.url.host == "a" else json.dumps({"choices": [choice()]}))
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 1 and pauses == []  # the other one answered
+    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable) and re.search(message, str(error)), error
+
+
+def test_a_broken_encoding_is_a_failed_server(pauses):
+    def handler(request):
+        if request.url.host == "a":
+            return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip"))
+        return httpx.Response(200, json={"choices": [choice()]})
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 1
+    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable) and "DecodingError" in str(error)
 
 
 def test_every_server_is_told_of_new_weights():

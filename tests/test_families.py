@@ -18,6 +18,7 @@ import pytest
 from inference import kv_cache
 from models import attention, layers, transformer
 from models import config as config_lib
+from rl import optimizers
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests import tiny
@@ -44,7 +45,7 @@ FAMILIES = {
         | YARN
         | dict(family="deepseek_v3", num_kv_heads=8, head_dim=12, rope_dim=4, rope_interleaved=True, kv_latent_dim=16)
         | dict(q_latent_dim=24, value_dim=6, rope_mscale=1.0, rope_mscale_all_dim=1.0, num_layers=3)
-        | dict(first_dense_layers=1, router_groups=4, router_groups_kept=2)
+        | dict(first_dense_layers=1, router_groups=4, router_groups_kept=2, qkv_bias=True, out_bias=True)
     ),
     "gpt_oss": tiny.model(
         **MIXED
@@ -250,11 +251,12 @@ def test_scanned_init_draws_what_single_layers_draw():
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["single", "stacked"])
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_weight_decay_acts_on_matrices_alone(name, scanned):
     """Not on scales, biases, sinks or corrections, however many dims they have."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
-    for path, decayed in jax.tree_util.tree_leaves_with_path(transformer.is_decayed(config)):
+    decayed_tree = jax.tree.map(optimizers.is_matrix, transformer.specs(config), is_leaf=rules.is_spec)
+    for path, decayed in jax.tree_util.tree_leaves_with_path(decayed_tree):
         kind = path[-1].key
         assert decayed == (not kind.endswith(("norm", "bias")) and kind not in ("sinks", "correction")), path
 

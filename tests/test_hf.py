@@ -21,7 +21,7 @@ import pytest
 
 from inference import kv_cache
 from models import config as config_lib
-from models import hf, hf_config, hf_names, presets, tensor_file, transformer
+from models import hf, hf_config, hf_names, layers, presets, tensor_file, transformer
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -260,6 +260,29 @@ def test_blocks_are_put_together_as_one_copy_would_be(dtype):
     np.testing.assert_array_equal(wide, matrix.T.astype(np.float32))
 
 
+def test_a_large_tensor_is_copied_and_given_back_in_pieces(monkeypatch):
+    """Pieces of 40 KB cover the tensor once, whatever the view; what came before a piece may be gone by then."""
+    monkeypatch.setattr(hf, "PIECE_BYTES", 40_000)
+    matrix = np.random.default_rng(0).standard_normal((600, 640)).astype(np.float32)
+    cube = matrix.reshape(4, 150, 640)
+    for view in (matrix, matrix.T, hf_names._heads_out(matrix, heads=6), hf_names._heads_in(matrix, heads=5), cube):
+        pieces, out = [], hf._aligned(view.shape, view.dtype)
+        hf._transfer(out, view, lambda piece, pieces=pieces: pieces.append(np.lib.array_utils.byte_bounds(piece)))
+        assert out.tobytes() == view.tobytes()
+        base = matrix.ctypes.data
+        assert pieces[0][0] == base and pieces[-1][1] == base + matrix.nbytes
+        assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+        assert max(high - low for low, high in pieces) <= 40_000
+
+
+def test_pages_that_were_given_back_read_the_same_again():
+    reader = tensor_file.Reader(FOLDERS["llama_mha_bias"])
+    for name in reader.names():
+        before = np.array(reader.tensor(name))
+        reader.forget(name, reader.tensor(name).T)
+        np.testing.assert_array_equal(reader.tensor(name), before)
+
+
 # ---- config.json -----------------------------------------------------------------------------------------------------
 
 
@@ -305,10 +328,77 @@ def test_a_window_that_is_not_used_is_ignored():
     assert used.window == 8 and [used.is_sliding(n) for n in range(2)] == [False, True]
 
 
+def test_what_a_file_leaves_out_is_the_default_of_its_family():
+    """As in the config classes of transformers 5."""
+    glm, deepseek, oss = (stored(name) for name in ("glm4moe_full", "deepseek_v3", "gpt_oss"))
+    named = ("first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
+    config = config_lib.from_hf({key: value for key, value in glm.items() if key not in (*named, "head_dim")})
+    assert config.head_dim == glm["hidden_size"] // glm["num_attention_heads"]
+    assert (config.first_dense_layers, config.routed_scale, config.router_groups, config.num_shared_experts) == (
+        1,
+        1,
+        1,
+        1,
+    )
+    deepseek |= {"n_routed_experts": 32, "num_experts_per_tok": 8}
+    config = config_lib.from_hf({key: value for key, value in deepseek.items() if key not in named})
+    assert (config.first_dense_layers, config.routed_scale, config.num_shared_experts) == (3, 2.5, 1)
+    assert (config.router_groups, config.router_groups_kept) == (8, 4)
+    config = config_lib.from_hf({key: value for key, value in oss.items() if not key.startswith("rope")})
+    assert (config.rope_scaling, config.rope_factor, config.rope_theta) == ("yarn", 32.0, 150000.0)
+    assert config.rope_original_positions == 4096 and not config.rope_truncate
+
+
+def test_every_layer_of_a_sliding_qwen3_mixture_slides():
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    config = config_lib.from_hf(stored("qwen3moe_mixed") | sliding)
+    assert config.window == 8 and all(config.is_sliding(n) for n in range(config.num_layers))
+    dense = stored("qwen2_tied_bf16") | {"model_type": "qwen3", "num_hidden_layers": 3}
+    config = config_lib.from_hf(dense | sliding)
+    assert [config.is_sliding(n) for n in range(3)] == [False, True, True]
+    config = config_lib.from_hf(dense | sliding | {"sliding_window": None})
+    assert config.layer_pattern == "F"
+
+
+def test_an_odd_part_of_a_head_rotates_as_the_next_even_one():
+    """Half of 10 dims: 3 pairs, at the frequencies of 5 dims, as transformers computes them."""
+    config = config_lib.from_hf(stored("glm4moe_full") | {"head_dim": 10, "partial_rotary_factor": 0.5})
+    assert config.rope_dim == 5 and hf_config.write(config)["partial_rotary_factor"] == 0.5
+    frequency_R, _ = layers.frequencies(config, sliding=False)
+    np.testing.assert_allclose(frequency_R, config.rope_theta ** (-np.array([0, 2, 4]) / 5), rtol=1e-6)
+    with pytest.raises(ValueError, match="head_dim = 9 must be even"):
+        config_lib.from_hf(stored("glm4moe_full") | {"head_dim": 9, "partial_rotary_factor": 1.0})
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text"])
+def test_a_family_that_slides_can_be_saved_without(name):
+    changes = dict(layer_pattern="F", window=0, rope_local_theta=0.0)
+    if name == "gpt_oss":
+        changes |= dict(rope_scaling="none", rope_factor=1.0)
+    config = config_lib.dataclasses.replace(loaded(name)[0], **changes)
+    again = config_lib.from_hf(hf_config.write(config))
+    assert again.layer_pattern == "F" and again.rope_scaling == config.rope_scaling
+
+
+def test_biases_of_latent_attention_have_their_names():
+    config = config_lib.from_hf(stored("deepseek_v3") | {"attention_bias": True})
+    names = {name.removeprefix("model.layers.0.self_attn.") for name in hf_names.tensors(config) if "bias" in name}
+    assert {"q_a_proj.bias", "kv_a_proj_with_mqa.bias", "o_proj.bias"} <= names
+    assert config_lib.from_hf(hf_config.write(config)) == config
+
+
+def test_empty_tensors_of_no_shared_experts_are_no_error():
+    config = config_lib.from_hf(stored("glm4moe_full") | {"n_shared_experts": 0})
+    shapes = {name: tensor.shape for name, tensor in hf_names.tensors(config).items()}
+    hf.check(config, shapes | {"model.layers.1.mlp.shared_experts.gate_proj.weight": (0, config.model_dim)}, "here")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"model_type": "mamba"}, ("'mamba'", "supported", "qwen3_moe")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor 0.5", "'llama'")),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("'dynamic'", "yarn")),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("'longrope'", "yarn")),
         ({"hidden_act": "relu"}, ("'relu'", "silu")),
         ({"vocab_size": None}, ("'vocab_size'",)),
@@ -443,6 +533,13 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
     (folder / tensor_file.INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "b.safetensors"}}))
     with pytest.raises(ValueError, match="b.safetensors, which is not there"):
         hf.load(folder)
+    for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}'):
+        (folder / tensor_file.INDEX).write_text(text)
+        with pytest.raises(ValueError, match="not an index with a weight_map"):
+            hf.load(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json holds list, not an object"):
+        hf.load(folder)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -462,11 +559,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    source, out = str(FOLDERS["qwen2_tied_bf16"]), str(tmp_path / "out")
+    source, out = str(shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "source")), str(tmp_path / "out")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
     assert hf.main(["inspect", source]) == 0
     assert "43,544" in capsys.readouterr().out  # parameters, from meta.json
     assert hf.main(["convert", source, out, "--dtype", "float32"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert hf.main(["compare", source, out]) == 0 and "26 of 26 parameters are equal" in capsys.readouterr().out
     rewrite(tmp_path / "out", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
     assert hf.main(["compare", source, out]) == 1 and "final_norm" in capsys.readouterr().out

@@ -63,6 +63,8 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
         ({"capacity": 1.0}, "an integer in 1..4096"),
         ({"capacity": 10**9}, "an integer in 1..4096"),
         ({"time_us": 1e15}, "time_us"),
+        ({"time_us": 10**400}, r"an integer in 0..2\^63"),  # no float holds the difference
+        ({"time_us": -1}, r"an integer in 0..2\^63"),
         ({"time_us": int(1e15 + 301e6)}, r"dated \+301 s off our clock, at most 300 s are allowed; set the"),
         ({"time_us": int(1e15 - 301e6)}, "dated -301 s off"),
         ({"signature": None}, "signature"),
@@ -82,5 +84,17 @@ def test_only_the_invited_are_served_where_there_is_a_list(clock):
 
 
 def test_a_workers_own_clock_never_runs_back():
-    times = [lease.steady_time() for _ in range(1000)]
-    assert times == sorted(times)
+    times_us = [int(lease.steady_time() * 1e6) for _ in range(1000)]
+    assert times_us == sorted(set(times_us))  # each is newer, in the unit that is sent
+
+
+def test_a_workers_own_clock_is_right_after_a_sleep(monkeypatch):
+    """While a laptop sleeps the monotonic clock stands still, and the date goes on."""
+    now_s = lease.steady_time()
+    monkeypatch.setattr(lease, "_last_s", now_s)
+    monkeypatch.setattr(lease.time, "monotonic", lambda: 5.0)
+    monkeypatch.setattr(lease.time, "time", lambda: now_s + 360)
+    desk = lease.Desk(clock=lambda: now_s + 360)
+    assert desk.read(lease.request(KEY, 1)) == (KEY.worker, 1)
+    monkeypatch.setattr(lease.time, "time", lambda: now_s + 350)  # set back a little
+    assert desk.read(lease.request(KEY, 2)) == (KEY.worker, 2)

@@ -444,6 +444,49 @@ def test_threads_and_a_second_process_share_one_chain(tmp_path):
     assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 17
 
 
+def test_a_commit_that_fails_leaves_nothing_behind(tmp_path):
+    """A reader holds the file for longer than the writer waits."""
+    ledger = make(tmp_path / "ledger.db")
+    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    ledger._connection.execute("PRAGMA busy_timeout = 20")
+    reader = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM entries").fetchone()
+    event = ledger_lib.sign("stake", ANN.worker, ANN, amount=5)
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            ledger.append(event)
+        assert ledger.refresh().nodes[ANN.worker].stake == 0 and not ledger._connection.in_transaction
+    reader.execute("COMMIT")
+    ledger.append(event)
+    assert ledger.state.nodes[ANN.worker].stake == 5 and ledger_lib.verify(tmp_path / "ledger.db").num_entries == 3
+
+
+def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
+    ledger = make(tmp_path / "ledger.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_lib, "_write_head", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    assert not ledger.refresh().nodes
+    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 2
+
+
+def test_a_ledger_is_opened_while_others_append(tmp_path, monkeypatch):
+    """An entry that comes between the reading of the last one and of the head is no missing entry."""
+    first, late = make(tmp_path / "ledger.db"), [ledger_lib.sign("join", ANN.worker, ANN)]
+    checked = ledger_lib._checked
+
+    def slow(*args):
+        yield from checked(*args)
+        if late and args[0] is not first._connection:
+            first.append(late.pop())
+
+    monkeypatch.setattr(ledger_lib, "_checked", slow)
+    assert ANN.worker in ledger_lib.Ledger(tmp_path / "ledger.db").state.nodes and not late
+
+
 def test_the_command(tmp_path, capsys):
     filled(tmp_path / "ledger.db")
     assert ledger_lib.main(["verify", str(tmp_path / "ledger.db"), "--keeper", KEEPER.worker]) == 0

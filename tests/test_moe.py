@@ -237,6 +237,20 @@ def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
 
 
+@pytest.mark.parametrize("name", ["one_device", "fsdp", "expert"])
+def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, monkeypatch):
+    """Values and gradients, at most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
+    sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    want = mixture(x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
+    monkeypatch.setattr(moe_experts, "GATHERED", 0)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    monkeypatch.setattr(moe_experts, "ROWS", 15)
+    got, _ = on_mesh(sizes, x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+
+
 @pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
 def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
     """All 192 assignments go to one device, which holds rows for 1.25 x 24 at a time: none is dropped."""

@@ -611,6 +611,21 @@ def test_a_directory_has_one_writer(tmp_path):
     store.Store(tmp_path).close()
 
 
+def test_an_origin_keeps_what_it_saw_grow(tmp_path):
+    """What is finished between two looks at the directory does not go and come back: relays would fetch it again."""
+    objects, directory = proxy.contents(0), tmp_path / "v00000000"
+    proxy.begin(tmp_path, 0, objects)
+    with proxy.running(tmp_path) as origin:
+        proxy.wait_until(lambda: origin.store.listing()["partial"] == [0])
+        epoch = origin.store.versions[0].epoch
+        (directory / "tmp").write_bytes(proxy.manifest(0, objects))
+        os.rename(directory / "tmp", directory / "manifest.json")
+        proxy.wait_until(proxy.holds(origin, 0))
+        time.sleep(0.1)  # several looks
+        proxy.wait_until(proxy.holds(origin, 0))
+        assert origin.store.versions[0].epoch == epoch
+
+
 def test_half_an_object_is_never_there(tmp_path, monkeypatch):
     """Whatever call to the disk fails: the object is not exposed, nor under its name, nor left behind."""
     good = store.journal.parse_object(proxy.entry("a/b", b"x" * 1000))

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from inference import rollout
-from rl import metrics
+from rl import launch, metrics
 from sharding import broadcast
 from tests import proxy, test_train
 
@@ -50,8 +50,10 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     )
     for i in range(2):
         start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
-    proxy.wait_until(lambda: learner.poll() is not None, 400, "the run")
-    assert learner.returncode == 0, learner.text()[-3000:]
+    proxy.wait_until(lambda: start.ended(), 400, "the run")
+    assert start.ended() == ["learner"] and learner.returncode == 0, [
+        p.text()[-3000:] for p in start.processes.values()
+    ]
 
     steps = [line for line in metrics.read(workdir / "metrics.jsonl") if line["phase"] == "rl"]
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
@@ -73,14 +75,28 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
         if by_us
     }
     assert versions >= set(range(NUM_STEPS))
-    assert len({r.worker for rollouts in sampled for r in rollouts}) == 2
+
+
+def test_a_run_waits_for_its_servers_and_says_so(monkeypatch):
+    monkeypatch.setattr(launch, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launch, "NOTICE_S", 0.1)
+    lines, url = [], f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        ValueError, match=f"no rollout server at {url} within .*; start it, or correct topology.servers"
+    ):
+        launch._await_servers([url], lines.append)
+    assert lines and all(line.startswith(f"waiting for the rollout server at {url}") for line in lines)
+    with pytest.raises(ValueError, match="topology.servers has 'host:8100', which is no URL"):
+        launch._await_servers(["host:8100"], lines.append)
+    with proxy.socket.create_server(("127.0.0.1", 0)) as sock:  # listens, and has not answered anything yet
+        launch._await_servers([f"http://127.0.0.1:{sock.getsockname()[1]}"], lines.append)
 
 
 class Starter:
     """Starts processes as from a shell, and ends them with the test."""
 
     def __init__(self, directory, request):
-        self._directory, self._request = directory, request
+        self._directory, self._request, self.processes = directory, request, {}
 
     def __call__(self, name, *arguments):
         log = self._directory / f"{name}.log"
@@ -100,7 +116,11 @@ class Starter:
 
         self._request.addfinalizer(end)
         process.text = log.read_text
+        self.processes[name] = process
         return process
+
+    def ended(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.poll() is not None]
 
 
 def free_port() -> int:

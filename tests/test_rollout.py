@@ -7,6 +7,7 @@ import pathlib
 import stat
 import subprocess
 import sys
+import tracemalloc
 
 import hypothesis
 import numpy as np
@@ -323,6 +324,32 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
     assert_equal(rollout_lib.read(tmp_path / "a.parquet")[0], bomb)
 
 
+def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
+    """Ten million empty names take 7 kB in a file, and took 1 GB of tuples."""
+    kind, N = pa.map_(pa.string(), pa.float64()), 300_000
+
+    def data_of(N):
+        names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
+        return parquet_with(
+            reward_parts=(pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N)), kind)
+        )
+
+    data = data_of(N)
+    assert len(data) < 10_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
+        rollout_lib.from_parquet(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * N  # of Python and numpy; a tuple of each would be 56
+    parts = {str(i): 1.0 for i in range(rollout_lib.MAX_REWARD_PARTS)}
+    data = rollout_lib.to_parquet([make(rewards=parts)] * 3)
+    assert len(rollout_lib.from_parquet(data)) == 3
+    monkeypatch.setattr(rollout_lib, "MAX_FILE_PARTS", 3 * len(parts) - 1)
+    with pytest.raises(ValueError, match="entries in a row and 192 in all"):
+        rollout_lib.from_parquet(data)
+
+
 def test_headers_that_end_the_process_elsewhere():
     # pyarrow 26: reading `.compression` of the first, or `.column(...)` of the second, is a C++ terminate.
     table = pq.read_table(io.BytesIO(rollout_lib.to_parquet([make()])))
@@ -341,6 +368,8 @@ def test_headers_that_end_the_process_elsewhere():
             list(rollout_file.pages(b"", chunk | extra))
     for footer, message in [
         (b"\x1c" * 5000 + b"\x00" * 5000, "a field of kind 12, 16 deep"),  # structs in structs
+        (b"\x19" * 5000 + b"\x00" * 5000, "a field of kind 9, 16 deep"),  # lists in lists
+        (b"\x1c\x19" * 5000 + b"\x00" * 5000, "a field of kind 12, 16 deep"),  # in turns
         (b"\x19\xfc" + b"\xff" * 9 + b"\x01", "broken footer"),  # 2**63 structs that are not there
         (b"\x18\xff\xff\xff\xff\x0f", "broken footer"),  # a string of 2**32 bytes
         (b"\x16" + b"\xff" * 11, "a number of more than 64 bits"),

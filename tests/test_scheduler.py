@@ -527,6 +527,21 @@ def test_calls_end_where_a_slot_is_due(start):
 # ---- ends that the device does not know of ---------------------------------------------------------------------------
 
 
+def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
+    scheduler, stepped = start(Stepped)
+    monkeypatch.setattr(scheduler_lib, "RECENT_S", 1e9)
+    future, seen = scheduler.submit(Ask(max_tokens=24)), []
+    for recent_s in (1e9, 0.0, 0.0, 0.0):  # the steps of the call that waits now were chosen before
+
+        def look(recent_s=recent_s):
+            seen.append(scheduler.stats["decode_steps"])
+            monkeypatch.setattr(scheduler_lib, "RECENT_S", recent_s)
+
+        stepped.step(look)
+    stepped.run()
+    assert seen == [0, K // 4, 2 * (K // 4), 2 * (K // 4) + K] and len(future.result(WAIT_S)[0].tokens) == 24
+
+
 @pytest.mark.parametrize("at", [2, K - 1, K, 19])
 def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
     """Before, at and after the border of a call. The slot is free for another."""
@@ -664,17 +679,17 @@ def random_requests(rng, count):
 
 
 def orders_agree(count, num_orders, config=LONG):
-    """The same requests in several random orders and paces, with aborted ones between, and with other steps per call."""
+    """The same requests in several random orders and paces, with aborted ones between, other steps per call, and midway
+    the same weights swapped in, a pause, and in every other order a restart that takes up what was in flight again."""
     rng = np.random.default_rng(7)
     requests = random_requests(rng, count)
     first = None
     for order in range(num_orders):
         varied = dataclasses.replace(config, steps_per_call=(8, 3, 1, 5)[order % 4])
-        scheduler = scheduler_lib.Scheduler(
-            engine_lib.Engine(MODEL, varied, tokenizer_lib.byte_chatml(), params()), params(), 0
-        )
-        futures, aborted = {}, []
-        for index in rng.permutation(count):
+        made = engine_lib.Engine(MODEL, varied, tokenizer_lib.byte_chatml(), params())
+        scheduler = scheduler_lib.Scheduler(made, params(), 0)
+        futures, aborted, num_again = {}, [], 0
+        for position, index in enumerate(rng.permutation(count).tolist()):
             futures[index] = scheduler.submit(requests[index])
             if rng.random() < 0.2:
                 aborted.append(scheduler.submit(dataclasses.replace(requests[index], seed=1, max_tokens=25)))
@@ -682,8 +697,18 @@ def orders_agree(count, num_orders, config=LONG):
                 futures[index].result(300)
             if aborted and rng.random() < 0.5:
                 aborted.pop().cancel()
+            if position % max(count // 4, 1) == 5:
+                scheduler.update(params(), 0)
+                scheduler.pause()
+                scheduler.resume().result(300)
+            if position == count // 2 and order % 2:
+                scheduler.close()
+                scheduler = scheduler_lib.Scheduler(made, params(), 0)
+                for again in [i for i, future in futures.items() if future.exception(300)]:
+                    futures[again], num_again = scheduler.submit(requests[again]), num_again + 1
         results = [futures[index].result(300) for index in range(count)]
         scheduler.close()
+        assert num_again > 0 or order % 2 == 0
         first = first or results
         for request, a, b in zip(requests, first, results, strict=True):
             assert a == b, request

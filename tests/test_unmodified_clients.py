@@ -219,11 +219,11 @@ def test_openai(python, server):
 
 
 def test_verifiers_v0_chat_and_token_in(python, server):
-    assert run(python("new"), server, V0).count("ok") == 2
+    assert run(python("new"), server, V0).count(" ok\n") == 2
 
 
 def test_verifiers_of_the_intellect_3_era(python, server):
-    assert run(python("old"), server, V0).count("ok") == 2
+    assert run(python("old"), server, V0).count(" ok\n") == 2
 
 
 def test_verifiers_v1_train_client(python, server):

@@ -15,6 +15,8 @@ import threading
 import time
 
 import fastapi
+import httpx
+import numpy as np
 import pytest
 
 from inference import rollout as rollout_lib
@@ -255,16 +257,74 @@ def test_a_server_that_refuses_ends_it_with_its_words(play, capsys):
     [
         (lambda c: c | {"logprobs": {"content": []}}, "tokens, 0 logprobs"),
         (lambda c: {k: v for k, v in c.items() if k != "proofs"}, "malformed reply: KeyError: 'proofs'"),
-        (lambda c: c | {"finish_reason": "tool_calls"}, "rollout cannot be signed: finish_reason"),
+        (lambda c: c | {"finish_reason": "tool_calls"}, "the finish_reason 'tool_calls'"),
         (lambda c: c | {"policy_versions": [[2**40, len(c["token_ids"])]]}, "not an integer in"),
     ],
 )
-def test_a_server_that_talks_nonsense_is_one_line(play, capsys, change, message):
+def test_a_server_that_only_talks_nonsense_is_one_line(play, capsys, change, message):
     played = play(GROUP)
     played.change = change
     assert run_main(played) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not played.submitted
+
+
+def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
+    bodies = []
+
+    async def main(groups):
+        async def take(request):
+            bodies.append([r.task.group for r in rollout_lib.from_parquet(await request.aread())])
+            return httpx.Response(200, json={"verdicts": {}})
+
+        finished = asyncio.Queue()
+        for group in groups:
+            finished.put_nowait(group)
+        total = sum(map(len, groups))
+        async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
+            task = asyncio.create_task(worker._submit(http, finished, 0.0))
+            while sum(map(len, bodies)) < total and not task.done():
+                await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                task.result()
+
+    groups = [[made_up(number)] * 2 for number in range(7)]
+    size = worker._estimated_bytes(groups[0])
+    assert len(rollout_lib.to_parquet(groups[0] * 50)) < 50 * size  # proofs are as good as random
+    monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 3 * size)
+    asyncio.run(main(groups))
+    assert bodies == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6]]
+    monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 0)  # a group is never cut
+    bodies.clear()
+    asyncio.run(main(groups[:2]))
+    assert bodies == [[0, 0], [1, 1]]
+    bodies.clear()
+    monkeypatch.setattr(worker.web, "MAX_BODY_BYTES", 1000)
+    with pytest.raises(ValueError, match="group 0 of step 3 takes .* takes 1000; lower sampling.max_tokens"):
+        asyncio.run(main(groups[:1]))
+
+
+def made_up(number):
+    tokens = np.random.default_rng(number).integers(0, 2**31 - 1, 500).astype(np.int32)
+    return rollout_lib.Rollout(
+        tokens=tokens,
+        sampled_mask=np.arange(500) > 0,
+        logprobs=-np.arange(500).astype(np.float32),
+        versions=tokens,
+        temperature=1.0,
+        seed=0,
+        task=rollout_lib.TaskRef("e", 0, number, 0),
+        sample=0,
+        step=3,
+        reward=0.0,
+        rewards={},
+        finish_reason="stop",
+        proofs=np.random.default_rng(number).bytes(258 * 16),
+        worker="",
+        signature=b"",
+    )
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
