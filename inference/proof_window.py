@@ -66,7 +66,8 @@ def reduce(ring_B2WD: jax.Array, there_2B: jax.Array, window_2B: jax.Array, rows
 
     def group(i, out):
         at = jax.lax.dynamic_slice(order, (i * GROUP,), (GROUP,))
-        tops = top_values(ring_B2WD, at % B, window[at], rows[at])
+        # Behind a barrier: fused with what follows, the gather of single rows makes libtpu 0.0.42 abort.
+        tops = jax.lax.optimization_barrier(top_values(ring_B2WD, at % B, window[at], rows[at]))
         return tuple(x.at[at].set(top, mode="drop") for x, top in zip(out, tops, strict=True))
 
     num_groups = -(-there.sum() // GROUP)

@@ -7,8 +7,8 @@
    server's (prefill, decode) on `config.plan.server_mesh` over one host of the same kind: the functions that training and
    serving call, on arrays that have a shape and a sharding but no content.
 2. What a chip holds before a program starts is known exactly; a program for which that alone is too much is not compiled.
-3. The TPU compiler compiles each (it is part of libtpu and needs no TPU), two at a time, and says how much memory a chip
-   needs, or that there is not enough.
+3. The TPU compiler compiles each (it is part of libtpu and needs no TPU), and says how much memory a chip needs, or that
+   there is not enough.
 4. The compiled text gives the collectives and their bytes (rl/hlo.py), the model gives the arithmetic, the chip the rates
    (rl/roofline.py); together they bound the times from below.
 5. If a program does not fit, cheaper changes are tried before dearer ones: fewer rows or slots at a time, more recomputed,
@@ -18,13 +18,11 @@ What is compiled is one program at a time: fragmentation, and what else lives on
 joined by a data-centre network are left out.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
 import math
 import re
 import resource
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -41,8 +39,6 @@ MAX_TRIES = 4  # compilations in search of a remedy
 # Of the compiler to make a program fast, -1 to 1; a run's own is 0. The least takes half the time. What a program needs differs
 # by 1 % (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
 EFFORT = -1.0
-PARALLEL = 2  # compilations at a time: each takes a core and about 2 GiB
-LOWERING = threading.Lock()  # tracing is Python, and what two programs have in common (masks of the kernels) is cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +73,7 @@ def compile_program(program: programs.Program, chip: roofline.Chip, effort: floa
         return Outcome(program, f"its arguments alone need {_gib(held)} of {_gib(chip.memory_bytes)} per chip")
     begun = time.perf_counter()
     try:
-        with LOWERING:
-            lowered = program.lower()
-        compiled = lowered.compile({"exec_time_optimization_effort": effort})
+        compiled = program.lower().compile({"exec_time_optimization_effort": effort})
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -319,24 +313,18 @@ def main() -> None:
     work = roofline.Work.of(exp.model)
     print(f"model    {work.held / 1e9:.2f} B parameters, {work.multiplied / 1e9:.2f} B multiplied per token")
     places = {name: topology if name in programs.LEARNER else server_topology for name in flags.FLAGS.programs}
-
-    def attempt(name: str) -> Outcome:
-        program = make_program(name, exp, places[name])
-        return compile_program(program, roofline.chip_of(places[name]), flags.FLAGS.effort)
-
     refused = []
-    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
-        for name, outcome in zip(places, pool.map(attempt, places), strict=True):
-            place, mesh = places[name], outcome.program.mesh
-            axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-            print(f"\n{place}, {mesh.size} chips, mesh {axes or 'of one'}")
-            print(describe(outcome, place), flush=True)
-            refused += [name] if outcome.refusal else []
-        roles = [names for role in (programs.LEARNER, programs.SERVER) if (names := [n for n in refused if n in role])]
-        for names, said in zip(
-            roles, pool.map(lambda names: remedy(config, places[names[0]], names), roles), strict=True
-        ):
-            print(f"\nremedy for {' and '.join(names)}: {said}", flush=True)
+    for name, place in places.items():
+        program = make_program(name, exp, place)
+        axes = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
+        print(f"\n{place}, {program.mesh.size} chips, mesh {axes or 'of one'}", flush=True)
+        # One at a time: a compilation uses all cores by itself, and two at once have crashed the compiler.
+        outcome = compile_program(program, roofline.chip_of(place), flags.FLAGS.effort)
+        print(describe(outcome, place), flush=True)
+        refused += [name] if outcome.refusal else []
+    for role in (programs.LEARNER, programs.SERVER):
+        if names := [name for name in refused if name in role]:
+            print(f"\nremedy for {' and '.join(names)}: {remedy(config, places[names[0]], names)}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"\n{'does not fit' if refused else 'fits'}; {time.perf_counter() - BEGUN:.0f} s, {peak:.1f} GiB of this machine"

@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from inference import engine
 from models import moe_experts, transformer
-from rl import experiment, learner, packing, roofline
+from rl import experiment, learner, packing, reference, roofline
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -117,6 +117,8 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
         "optimizer": bytes_per_chip(state.opt_state),
         "batch": bytes_per_chip(batch),
     }
+    if exp.objective.needs_reference:  # it stays beside the policy
+        held["reference"] = bytes_per_chip(transformer.abstract(reference.model_of(exp), mesh))
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return Program(
         name="train",
@@ -237,7 +239,8 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
     config = exp.raw
     num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
     length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
-    layout = packing.Layout.for_streams(num_streams, length, row_length=T, rows=rows)
+    streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())
+    layout = packing.Layout.for_streams(num_streams, length, row_length=T, rows=rows, streams=streams)
     one = packing.pack([], dataclasses.replace(layout, num_micro_batches=1, rows=1))
 
     def widen(x):

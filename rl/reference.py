@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+from models import config as config_lib
 from models import hf, transformer
 from rl import experiment, learner, packing
 from sharding import rules
@@ -25,19 +26,26 @@ def make(
     """
     if not exp.objective.needs_reference:
         return None
-    path, model = exp.objective.reference_model, exp.model
+    path, model = exp.objective.reference_model, model_of(exp)
     if not path:
         params = initial()
     else:
-        model = hf.read_config(path, dtype=exp.model.param_dtype, scan_layers=exp.model.scan_layers)
-        how = ("dtype", "attention", "grouped_matmul")  # it computes as the policy does
-        model = dataclasses.replace(model, **{field: getattr(exp.model, field) for field in how})
-        if model.vocab_size < exp.tokenizer.vocab_size:
-            raise ValueError(
-                f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
-                f"{exp.tokenizer.vocab_size}: a reference must read the same ids; choose one of the same tokenizer"
-            )
         shardings = rules.shardings(transformer.specs(model), mesh)
         params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
     score = learner.make_score(model, mesh, exp.credit.share_prompts)
     return lambda batch: score(params, batch)
+
+
+def model_of(exp: experiment.Experiment) -> config_lib.ModelConfig:
+    """The reference's config: the policy's own, or that of the checkpoint, computing as the policy does."""
+    path = exp.objective.reference_model
+    if not path:
+        return exp.model
+    model = hf.read_config(path, dtype=exp.model.param_dtype, scan_layers=exp.model.scan_layers)
+    if model.vocab_size < exp.tokenizer.vocab_size:
+        raise ValueError(
+            f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
+            f"{exp.tokenizer.vocab_size}: a reference must read the same ids; choose one of the same tokenizer"
+        )
+    how = ("dtype", "attention", "grouped_matmul")
+    return dataclasses.replace(model, **{field: getattr(exp.model, field) for field in how})
