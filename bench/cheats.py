@@ -407,7 +407,8 @@ def play(
             replay = judge.replay([batch[i] for i in good])
             for row, i in enumerate(good):
                 scored = verdicts.scores(batch[i], replay, row)
-                cheap[i], results = verdicts.replayed(batch[i], scored, tolerance, judge._rules)
+                (results,) = verdicts.proof_results([batch[i]], [scored], tolerance.proofs)
+                cheap[i] = verdicts.replayed(batch[i], scored, results, tolerance, judge._rules)
                 if cheap[i].accepted:
                     found[i] = verdicts.evidence(batch[i], scored, results)
         alone += cheap

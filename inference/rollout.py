@@ -32,6 +32,7 @@ import struct
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
@@ -43,7 +44,7 @@ FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
 MAX_REWARD_PARTS = 64
-MAX_FILE_PARTS = 2**19  # reward parts of all rollouts of a file: each is some 200 bytes of Python objects
+MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 
@@ -200,7 +201,7 @@ def from_parquet(data: bytes) -> list[Rollout]:
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise ValueError(f"rollout file: not readable as Parquet: {error}") from error
-    columns = {name: _column(name, table.column(name)) for name in SCHEMA.names}
+    columns = {name: _column(name, table.column(name)) for name in SCHEMA.names if name != "problem_id"}
     return [_row(columns, row) for row in range(table.num_rows)]
 
 
@@ -329,7 +330,13 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
     inner = [array.values] if pa.types.is_list(array.type) else inner
     if array.null_count or any(values.null_count for values in inner):
         raise ValueError(f"rollout file: column {name} must not hold nulls")
-    if pa.types.is_map(array.type):  # before they are Python objects: ten million empty ones fit into 7 kB of file
+    # What is too much is refused before it is Python objects: they take up to a hundred times the bytes in the table.
+    texts = array.keys if pa.types.is_map(array.type) else array
+    longest = {"proofs": MAX_PROOF_BYTES, "worker": 64, "finish_reason": 64, "signature": 64}.get(name, 4 * MAX_NAME)
+    if not pa.types.is_list(array.type) and (texts.type == pa.string() or texts.type == pa.binary()):
+        if len(texts) and (found := pc.max(pc.binary_length(texts)).as_py()) > longest:
+            raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}")
+    if pa.types.is_map(array.type):  # ten million empty ones fit into 7 kB of file
         counts = np.diff(array.offsets.to_numpy())
         if counts.max(initial=0) > MAX_REWARD_PARTS or counts.sum() > MAX_FILE_PARTS:
             raise ValueError(

@@ -141,7 +141,7 @@ def measure(
         replay = judge.replay(batch)
         for i, rollout in enumerate(batch):
             scores = verdicts.scores(rollout, replay, i)
-            results = toploc.verify_proofs(scores.hidden_ND, toploc.split(rollout.proofs, *scores.hidden_ND.shape))
+            (results,) = verdicts.proof_results([rollout], [scores], tolerance.proofs)
             evidence.append(verdicts.evidence(rollout, scores, results))
             margins.append(scores.margin_N.max())
             errors.append(np.abs(scores.logp_N - scores.claimed_N).max())
@@ -150,7 +150,7 @@ def measure(
             num_rows, dim = scores.hidden_ND.shape
             sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
             mismatches += [math.ceil(r.exp_mismatches * 128 / k) for r, k in zip(results, sizes, strict=True)]
-            refused += not verdicts.replayed(rollout, scores, tolerance, None)[0].accepted
+            refused += not verdicts.replayed(rollout, scores, results, tolerance, None).accepted
     means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
     tokens = np.array([e.num_tokens for e in evidence])
     return Measured(

@@ -323,6 +323,9 @@ class Orchestrator:
         except BaseException as error:  # the validator itself broke: stop the run with its traceback, do not hang it
             self.fail(error)
             raise
+        if reason is not None and reason.startswith("weights:"):  # of a version that was published: our own fault
+            self.fail(ValueError(f"the validator cannot judge group {'/'.join(map(str, key))}: {reason}"))
+            return
         with self._changed:
             self._counts["checked"] += len(rollouts)
             if reason is None:
@@ -437,6 +440,7 @@ def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.Fas
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
     app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
     desk = lease_lib.Desk(invited)
+    reading, decoding = asyncio.Semaphore(16), asyncio.Semaphore(2)  # 64 MiB each, and 0.8 GiB at worst
 
     @app.get("/run")
     async def run():
@@ -449,8 +453,10 @@ def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.Fas
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
-        body = await web.read_body(request)
-        verdicts = await asyncio.to_thread(orchestrator.submit, body)
+        async with reading:
+            body = await web.read_body(request)
+            async with decoding:
+                verdicts = await asyncio.to_thread(orchestrator.submit, body)
         # Which groups are replayed is nobody's business.
         return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
 

@@ -142,22 +142,13 @@ class Validator:
                 return [verdicts.Verdict("weights", f"a version that it names cannot be had ({error})")]
             return [self._judge_batch([rollout])[0] for rollout in rollouts]  # one bad claim is not its neighbours'
         scored = [verdicts.scores(rollout, replay, i) for i, rollout in enumerate(rollouts)]
-        # The proofs of all rollouts at once: a few chunks at a time, numpy's calls cost more than the arithmetic.
-        proofs = [toploc.split(r.proofs, *s.hidden_ND.shape) for r, s in zip(rollouts, scored, strict=True)]
-        results = toploc.verify_proofs_batch([s.hidden_ND for s in scored], proofs, thresholds=self._tolerance.proofs)
+        results = verdicts.proof_results(rollouts, scored, self._tolerance.proofs)
         return [self._judge_one(*one) for one in zip(rollouts, scored, results, strict=True)]
 
     def _judge_one(
         self, rollout: rollout_lib.Rollout, scored: verdicts.Scores, results: list[toploc.ProofResult]
     ) -> verdicts.Verdict:
-        verdict = verdicts.sampling(scored, self._tolerance)
-        verdict = verdicts.logprob(scored, self._tolerance) if verdict.accepted else verdict
-        verdict = verdicts.stopping(rollout, scored, self._rules) if verdict.accepted and self._rules else verdict
-        verdict = verdicts.shape(rollout, scored) if verdict.accepted else verdict
-        failed = [result for result in results if not result.accepted]
-        if verdict.accepted and failed:
-            detail = f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)"
-            verdict = verdicts.Verdict("toploc", detail)
+        verdict = verdicts.replayed(rollout, scored, results, self._tolerance, self._rules)
         if not verdict.accepted or self._bands is None:
             return verdict
         with self._lock:

@@ -272,14 +272,26 @@ def scores(rollout: rollout_lib.Rollout, replay, row: int) -> Scores:
 
 
 def replayed(
-    rollout: rollout_lib.Rollout, scored: Scores, tolerance: Tolerance, rules: Rules | None
-) -> tuple[Verdict, list[toploc.ProofResult]]:
-    """All checks below in their order; the results of the proof are empty where it was not looked at."""
+    rollout: rollout_lib.Rollout,
+    scored: Scores,
+    results: Sequence[toploc.ProofResult],
+    tolerance: Tolerance,
+    rules: Rules | None,
+) -> Verdict:
+    """All checks below in their order; `results` are those of `proof_results`."""
     verdict = sampling(scored, tolerance)
     verdict = logprob(scored, tolerance) if verdict.accepted else verdict
     verdict = stopping(rollout, scored, rules) if verdict.accepted and rules is not None else verdict
     verdict = shape(rollout, scored) if verdict.accepted else verdict
-    return proof(rollout, scored, tolerance) if verdict.accepted else (verdict, [])
+    return proof(results) if verdict.accepted else verdict
+
+
+def proof_results(
+    rollouts: Sequence[rollout_lib.Rollout], scored: Sequence[Scores], thresholds: toploc.Thresholds
+) -> list[list[toploc.ProofResult]]:
+    """Per rollout and window. All at once: for a few windows at a time, numpy's calls cost more than the arithmetic."""
+    proofs = [toploc.split(r.proofs, *s.hidden_ND.shape) for r, s in zip(rollouts, scored, strict=True)]
+    return toploc.verify_proofs_batch([s.hidden_ND for s in scored], proofs, thresholds=thresholds)
 
 
 def sampling(scored: Scores, tolerance: Tolerance) -> Verdict:
@@ -323,15 +335,11 @@ def shape(rollout: rollout_lib.Rollout, scored: Scores) -> Verdict:
     return Verdict("shape", f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1")
 
 
-def proof(
-    rollout: rollout_lib.Rollout, scored: Scores, tolerance: Tolerance
-) -> tuple[Verdict, list[toploc.ProofResult]]:
-    split = toploc.split(rollout.proofs, *scored.hidden_ND.shape)
-    results = toploc.verify_proofs(scored.hidden_ND, split, thresholds=tolerance.proofs)
+def proof(results: Sequence[toploc.ProofResult]) -> Verdict:
     failed = [result for result in results if not result.accepted]
     if not failed:
-        return OK, results
-    return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)"), results
+        return OK
+    return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
 
 
 def evidence(

@@ -326,7 +326,7 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
 
 def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     """Ten million empty names take 7 kB in a file, and took 1 GB of tuples."""
-    kind, N = pa.map_(pa.string(), pa.float64()), 300_000
+    kind, N = pa.map_(pa.string(), pa.float64()), 200_000
 
     def data_of(N):
         names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
@@ -348,6 +348,24 @@ def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     monkeypatch.setattr(rollout_lib, "MAX_FILE_PARTS", 3 * len(parts) - 1)
     with pytest.raises(ValueError, match="entries in a row and 192 in all"):
         rollout_lib.from_parquet(data)
+
+
+def test_texts_are_measured_before_they_are_objects():
+    """One wide character makes every character of a Python string four bytes."""
+    wide = "x" * 2**20 + "\U0001f600"
+    for name, kind, limit in [
+        ("worker", pa.string(), 64),
+        ("finish_reason", pa.string(), 64),
+        ("task_type", pa.string(), 1024),
+    ]:
+        with pytest.raises(ValueError, match=f"column {name}: must be at most {limit} bytes, got {2**20 + 4}"):
+            rollout_lib.from_parquet(parquet_with(**{name: ([wide], kind)}))
+    with pytest.raises(ValueError, match="column signature: must be at most 64 bytes, got 65"):
+        rollout_lib.from_parquet(parquet_with(signature=([bytes(65)], pa.binary())))
+    with pytest.raises(ValueError, match="column reward_parts: must be at most 1024 bytes"):
+        rollout_lib.from_parquet(parquet_with(reward_parts=([[(wide, 1.0)]], pa.map_(pa.string(), pa.float64()))))
+    longest = make(task=rollout_lib.TaskRef("\U0001f600" * rollout_lib.MAX_NAME, 2**63 - 1, 0, 0))
+    assert_equal(rollout_lib.from_parquet(rollout_lib.to_parquet([longest]))[0], longest)
 
 
 def test_headers_that_end_the_process_elsewhere():

@@ -209,6 +209,19 @@ def test_a_part_of_a_group_asked_alone_costs_nothing(service):
     assert ask(service, "a-0.parquet", shas[0], group=False).status == "accept"  # the same bytes, the same status
 
 
+def test_what_was_not_replayed_is_not_taken_for_done(service):
+    """A forged group beside a sound one, asked with half a group of another node: the sound task can come again."""
+    forged = [dataclasses.replace(rollout, reward=1.0) for rollout in group(0)]
+    shas = [
+        put(service, "a-0.parquet", forged + group(1)),
+        put(service, "a-1.parquet", group(0, OTHER)[:2], OTHER),
+    ]
+    status = ask(service, "a-0.parquet", *shas)
+    assert status.status == "reject" and list(status.reasons) == [0] and not status.checked
+    again = put(service, "b.parquet", group(1, OTHER), OTHER)
+    assert ask(service, "b.parquet", again).status == "accept" and unharmed(service, OTHER)
+
+
 def test_a_file_is_judged_once_under_any_name_and_route(service):
     sha = put(service, "a-0.parquet", group(0))
     (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())

@@ -258,8 +258,10 @@ def test_each_replayed_rule_names_itself(changes, said):
 
     honest = scored()
     rollout = dataclasses.replace(make(), proofs=toploc.join(toploc.build_proofs(honest.hidden_ND)))
-    assert verdicts.replayed(rollout, honest, TOLERANCE, RULES)[0] == verdicts.OK
-    verdict, _ = verdicts.replayed(rollout, scored(**changes), TOLERANCE, RULES)
+    changed = scored(**changes)
+    found = verdicts.proof_results([rollout] * 2, [honest, changed], TOLERANCE.proofs)
+    assert verdicts.replayed(rollout, honest, found[0], TOLERANCE, RULES) == verdicts.OK
+    verdict = verdicts.replayed(rollout, changed, found[1], TOLERANCE, RULES)
     assert re.match(said, str(verdict)), verdict
 
 
