@@ -40,7 +40,7 @@ class Scripted(engine_lib.Engine):
     """Decodes as the engine does; what is read back is `script` instead, up to <|im_end|>, as long as there is one."""
 
     script: list[int] | None = None
-    at = None
+    scheduler: scheduler_lib.Scheduler | None = None  # set after it was made
 
     def insert_batch(self, prefix, rows, state, slots, request):
         if self.script is not None:  # what the engine samples ends nothing
@@ -52,13 +52,11 @@ class Scripted(engine_lib.Engine):
         if self.script is None:
             return tokens, logprobs, counts
         tokens, counts = np.array(tokens), np.array(counts)
-        self.at = 0 if self.at is None else self.at
-        said = self.script[self.at :][: tokens.shape[1]]
-        said = said[: said.index(258) + 1] if 258 in said else said
-        for slot in np.flatnonzero(counts):  # one request at a time, all of its samples alike
-            counts[slot] = min(counts[slot], len(said))
-            tokens[slot, : counts[slot]] = said[: counts[slot]]
-        self.at += int(counts.max())
+        for slot, sample in enumerate(self.scheduler._slots):
+            if sample is not None and counts[slot]:
+                said = self.script[len(sample.completion.tokens) :][: counts[slot]]
+                said = said[: said.index(258) + 1] if 258 in said else said
+                tokens[slot, : len(said)], counts[slot] = said, len(said)
         return tokens, logprobs, counts
 
 
@@ -72,7 +70,7 @@ def server():
     params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
     params = jax.tree.map(jax.numpy.asarray, params)
     engine = Scripted(MODEL, CONFIG, TOK, params)
-    scheduler = scheduler_lib.Scheduler(engine, params, 0)
+    scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
     yield service.Server(None, scheduler, engine, None)
     scheduler.close()
 
@@ -98,7 +96,7 @@ def says(server):
 
     def says(text):
         ids = TOK.encode(text, special=True)
-        server.engine.script, server.engine.at = [*ids, *[0] * 64], None
+        server.engine.script = [*ids, *[0] * 64]
 
     yield says
     server.engine.script = None
