@@ -325,7 +325,9 @@ def test_any_changed_byte_of_the_file_is_seen_or_changes_nothing(tmp_path):
     assert seen > 100  # the rest hit unused bytes of a page
     for length in (0, 1, 100, 4096, len(data) - 1):
         (tmp_path / "bad.db").write_bytes(data[:length])
-        assert ledger_lib.verify(tmp_path / "bad.db").error
+        # SQLite reads zeros past the end: one file in 256 ends in one.
+        changes_nothing = not any(data[length:])
+        assert bool(ledger_lib.verify(tmp_path / "bad.db").error) != changes_nothing
 
 
 def test_removed_reordered_and_added_entries_are_seen(tmp_path):
