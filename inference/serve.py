@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     if grpc_server is not None:
         print(f"serving JetStream's Decode on {args.host}:{grpc_server.port}", flush=True)
     if args.address_file:
-        web.announce(args.address_file, sock)
+        listening.announce(args.address_file, sock)
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal again once it has shut down; by then it has done its work
         signal.signal(signal.SIGTERM, lambda *_: None)

@@ -11,7 +11,6 @@ import contextlib
 import hmac
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable
@@ -21,8 +20,6 @@ import uvicorn
 from fastapi import responses
 from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
-
-from sharding import listening
 
 MAX_BODY_BYTES = 64 * 2**20
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
@@ -34,13 +31,6 @@ class Gone(Exception):
 
 class TooSlow(Exception):
     """The client stopped sending in the middle of its body."""
-
-
-def announce(path: str, sock: socket.socket) -> None:
-    """Writes the address into a file that appears whole: who waits for it may read it at once."""
-    with open(f"{path}.tmp", "w") as file:
-        file.write(listening.address(sock))
-    os.replace(f"{path}.tmp", path)
 
 
 def server(app: asgi.ASGIApp, *, drain_s: int = 5) -> uvicorn.Server:

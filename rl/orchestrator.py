@@ -292,8 +292,7 @@ class Orchestrator:
             return self._turn_away(rollouts, "refused: signature: not signed by the worker that holds the lease")
         with self._changed:
             if self._leases.get(key) is not lease or lease.is_answered:
-                self._counts["unleased"] += len(rollouts)
-                return "refused: not leased (or already submitted)"
+                return self._turn_away(rollouts, "refused: not leased (or already submitted)")
             lease.is_answered, lease.deadline = True, float("inf")
             reason = self._refusal(lease, rollouts)
         if reason is None:

@@ -1,5 +1,6 @@
 """A socket to serve HTTP on, and its URL: shared by relays, rollout servers, the orchestrator and the validator. Imports no jax."""
 
+import os
 import socket
 
 
@@ -23,3 +24,10 @@ def address(sock: socket.socket) -> str:
     """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def announce(path: str, sock: socket.socket) -> None:
+    """Writes the address into a file that appears whole: who waits for it may read it at once."""
+    with open(f"{path}.tmp", "w") as file:
+        file.write(address(sock))
+    os.replace(f"{path}.tmp", path)

@@ -383,9 +383,7 @@ def main(argv: list[str] | None = None) -> int:
         threading.Thread(target=_close_at_eof, args=(relay.server,), daemon=True).start()
     print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
     if args.address_file:
-        with open(f"{args.address_file}.tmp", "w") as file:
-            file.write(relay.url)
-        os.replace(f"{args.address_file}.tmp", args.address_file)
+        listening.announce(args.address_file, sock)
     relay.run()
     relay.close()
     return 0

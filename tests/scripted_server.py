@@ -74,7 +74,7 @@ def main() -> None:
     grpc_server = grpc_serve.start(server, "127.0.0.1", 0)
     with open(f"{args.address_file}.grpc", "w") as file:
         file.write(str(grpc_server.port))
-    web.announce(args.address_file, sock)
+    listening.announce(args.address_file, sock)
     uvicorn_server = web.server(serve.make_app(server))
     web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     uvicorn_server.run(sockets=[sock])
