@@ -3,10 +3,14 @@
 What a client may do, and what it may not cost:
 1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut.
 2. A body is read up to a limit of bytes, and a pause of 30 s in it ends the request (408).
-3. A client that hangs up while it waits ends what it waited for (`until_gone`).
+3. All bodies of a server together have a budget. An address may hold as many bytes as it leaves free: one takes at most
+   half, n together n / (n + 1), and who comes new finds room. Beyond it a client gets 503 and is asked to come again.
+   Whoever shares an address (a proxy in front) shares its part.
+4. A client that hangs up while it waits ends what it waited for (`until_gone`).
 """
 
 import asyncio
+import collections
 import contextlib
 import hmac
 import json
@@ -18,10 +22,14 @@ from collections.abc import Awaitable
 import fastapi
 import uvicorn
 from fastapi import responses
+from starlette import requests
 from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_JSON_BYTES = 2**16
+MAX_BODIES_BYTES = 512 * 2**20  # of a server, all connections together
+RETRY_S = 2
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
 
 
@@ -33,14 +41,21 @@ class TooSlow(Exception):
     """The client stopped sending in the middle of its body."""
 
 
-def server(app: asgi.ASGIApp, *, drain_s: int = 5) -> uvicorn.Server:
+class Full(Exception):
+    """The budget of bodies is taken."""
+
+
+def server(app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES) -> uvicorn.Server:
     """A quiet uvicorn server; call `.run(sockets=[sock])`, stop it by `should_exit = True` or SIGTERM.
 
     It then takes no more connections, and gives the requests it has `drain_s` to end.
     """
+    app.add_exception_handler(requests.ClientDisconnect, hung_up)
+    app.add_exception_handler(TooSlow, _too_slow)
+    app.add_exception_handler(Full, _full)
     # log_config: uvicorn's default resets all of logging, and with it absl's handler, which then closes standard error
     config = uvicorn.Config(
-        app,
+        _Budgeted(app, Budget(max_bodies_bytes)),
         http=_Protocol,
         log_config=None,
         log_level="error",
@@ -51,26 +66,37 @@ def server(app: asgi.ASGIApp, *, drain_s: int = 5) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body; ValueError as soon as it exceeds `max_bytes`, before the rest is read."""
+async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *, hold: bool = False) -> bytes:
+    """The whole body; ValueError as soon as it exceeds `max_bytes`, before the rest is read; Full, TooSlow.
+
+    It counts against the server's budget while it is read, with `hold` until the request is answered: for a route that
+    keeps the bytes and waits.
+    """
+    part: _Part | None = request.scope.get(_Budgeted.KEY)
     chunks, size = [], 0
     stream = aiter(request.stream())
-    while True:
-        try:
-            async with asyncio.timeout(BODY_PAUSE_S):
-                chunk = await anext(stream)
-        except StopAsyncIteration:
-            return b"".join(chunks)
-        except TimeoutError as error:
-            raise TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s") from error
-        size += len(chunk)
-        if size > max_bytes:
-            raise ValueError(f"the request body exceeds {max_bytes} bytes, the most that is taken")
-        chunks.append(chunk)
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(BODY_PAUSE_S):
+                    chunk = await anext(stream)
+            except StopAsyncIteration:
+                return b"".join(chunks)
+            except TimeoutError as error:
+                raise TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s") from error
+            size += len(chunk)
+            if size > max_bytes:
+                raise ValueError(f"the request body exceeds {max_bytes} bytes, the most that is taken")
+            if part is not None:
+                part.take(len(chunk))
+            chunks.append(chunk)
+    finally:
+        if part is not None and not hold:
+            part.give_back()
 
 
-async def read_json(request: fastapi.Request) -> dict:
-    raw = await read_body(request)
+async def read_json(request: fastapi.Request, max_bytes: int = MAX_JSON_BYTES) -> dict:
+    raw = await read_body(request, max_bytes)
     try:
         body = json.loads(raw or b"{}")
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -78,6 +104,27 @@ async def read_json(request: fastapi.Request) -> dict:
     if not isinstance(body, dict):
         raise ValueError(f"the request body must be a JSON object; got {type(body).__name__}")
     return body
+
+
+class Budget:
+    """Bytes of bodies that one server holds, by the address they came from. Used from its event loop alone."""
+
+    def __init__(self, max_bytes: int):
+        self.free = max_bytes
+        self.held: collections.Counter[str] = collections.Counter()
+
+    def take(self, address: str, num_bytes: int) -> None:
+        """Full where the address would then hold more than it leaves free."""
+        if self.held[address] + num_bytes > self.free - num_bytes:
+            raise Full(f"request bodies of your address take {self.held[address]} bytes, and {self.free} are free")
+        self.free -= num_bytes
+        self.held[address] += num_bytes
+
+    def give_back(self, address: str, num_bytes: int) -> None:
+        self.free += num_bytes
+        self.held[address] -= num_bytes
+        if not self.held[address]:
+            del self.held[address]
 
 
 async def until_gone(request: fastapi.Request, work: Awaitable):
@@ -104,6 +151,14 @@ async def hung_up(request: fastapi.Request, error: Exception) -> responses.Respo
     return responses.Response(status_code=499)
 
 
+async def _too_slow(request: fastapi.Request, problem: TooSlow) -> responses.Response:
+    return error(408, str(problem), "timeout")
+
+
+async def _full(request: fastapi.Request, problem: Full) -> responses.Response:
+    return error(503, f"{problem}; try again in {RETRY_S} s", "overloaded", {"retry-after": str(RETRY_S)})
+
+
 def error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> responses.JSONResponse:
     return responses.JSONResponse({"error": error_body(status, message, kind)}, status_code=status, headers=headers)
 
@@ -127,6 +182,37 @@ class RequireKey:
                 refusal = error(401, "no valid API key; send Authorization: Bearer <key>", "authentication_error")
                 return await refusal(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+class _Part:
+    """What one request holds of a budget."""
+
+    def __init__(self, budget: Budget, address: str):
+        self._budget, self._address, self._held = budget, address, 0
+
+    def take(self, num_bytes: int) -> None:
+        self._budget.take(self._address, num_bytes)
+        self._held += num_bytes
+
+    def give_back(self) -> None:
+        self._budget.give_back(self._address, self._held)
+        self._held = 0
+
+
+class _Budgeted:
+    """ASGI middleware: each request has a part of one budget, which ends with it."""
+
+    KEY = "intellax.body"
+
+    def __init__(self, app: asgi.ASGIApp, budget: Budget):
+        self._app, self._budget = app, budget
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        part = _Part(self._budget, (scope.get("client") or ("",))[0])
+        try:
+            await self._app(scope | {self.KEY: part}, receive, send)
+        finally:
+            part.give_back()
 
 
 def stop_at_eof(stop) -> None:

@@ -1,0 +1,180 @@
+"""The budget of request bodies: what strangers can make a server hold, and that others are served meanwhile.
+
+A real server of a few routes, and raw clients on several loopback addresses, each of which counts as another peer.
+"""
+
+import asyncio
+import json
+import random
+import threading
+
+import fastapi
+import httpx
+import pytest
+
+from inference import web
+from sharding import listening
+
+BUDGET, BODY, WAIT_S = 2**20, 2**18, 30
+PARTS = 16  # of a body, as it is sent
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """(URL, the budget, an event that lets /held answer)."""
+    app, gate = fastapi.FastAPI(), threading.Event()
+
+    @app.post("/read")
+    async def read(request: fastapi.Request):
+        return {"bytes": len(await web.read_body(request))}
+
+    @app.post("/held")
+    async def held(request: fastapi.Request):
+        size = len(await web.read_body(request, hold=True))
+        await asyncio.to_thread(gate.wait, WAIT_S)
+        return {"bytes": size}
+
+    @app.post("/json")
+    async def small(request: fastapi.Request):
+        return await web.read_json(request, 100)
+
+    @app.exception_handler(ValueError)
+    async def refuse(request, error):
+        return web.error(400, str(error), "invalid_request_error")
+
+    server = web.server(app, max_bodies_bytes=BUDGET)
+    sock = listening.listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    yield listening.address(sock), server.config.app._budget, gate
+    gate.set()
+    server.should_exit = True
+    thread.join(WAIT_S)
+
+
+def client(url, address):
+    return httpx.AsyncClient(base_url=url, transport=httpx.AsyncHTTPTransport(local_address=address), timeout=WAIT_S)
+
+
+async def body(size, until):
+    """In parts; the last one is sent when `until` is set."""
+    for part in range(PARTS):
+        if part == PARTS - 1:
+            await until.wait()
+        yield bytes(size // PARTS)
+        await asyncio.sleep(0.001)
+
+
+async def filled(budget, held):
+    while sum(budget.held.values()) < held:
+        await asyncio.sleep(0.001)
+
+
+def all_given_back(budget):
+    return budget.free == BUDGET and not budget.held
+
+
+def test_one_address_takes_half_and_another_is_served(running):
+    url, budget, _ = running
+
+    async def main():
+        until = asyncio.Event()
+        async with client(url, "127.0.0.1") as greedy, client(url, "127.0.0.2") as other:
+            tasks = [asyncio.create_task(greedy.post("/read", content=body(BODY, until))) for _ in range(8)]
+            await asyncio.sleep(1)  # all have come as far as they can
+            assert BODY // 2 < budget.held["127.0.0.1"] <= BUDGET // 2
+            assert (await other.post("/read", content=bytes(BODY))).json() == {"bytes": BODY}
+            until.set()
+            answers = await asyncio.gather(*tasks)
+            refused = [answer for answer in answers if answer.status_code == 503]
+            assert len(refused) in (6, 7) and {a.status_code for a in answers} == {200, 503}
+            assert all(r.headers["retry-after"] == str(web.RETRY_S) for r in refused)
+            said = refused[0].json()["error"]
+            assert "request bodies of your address take" in said["message"] and said["type"] == "overloaded"
+            assert (await greedy.post("/read", content=bytes(BODY))).status_code == 200
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_many_addresses_together_leave_room(running):
+    url, budget, _ = running
+
+    async def main():
+        until = asyncio.Event()
+        greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
+        tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
+        await asyncio.sleep(1)
+        assert BUDGET / 4 < sum(budget.held.values()) <= BUDGET * 7 / 8 and len(budget.held) == 7
+        async with client(url, "127.0.0.1") as new:
+            assert (await new.post("/read", content=bytes(BODY // 4))).status_code == 200
+        until.set()
+        answers = await asyncio.gather(*tasks)
+        assert {answer.status_code for answer in answers} == {200, 503}
+        for c in greedy:
+            await c.aclose()
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_what_a_route_holds_counts_until_it_answers(running):
+    url, budget, gate = running
+
+    async def main():
+        async with client(url, "127.0.0.1") as http:
+            held = [asyncio.create_task(http.post("/held", content=bytes(BODY))) for _ in range(2)]
+            await asyncio.wait_for(filled(budget, 2 * BODY), WAIT_S)
+            assert (await http.post("/read", content=bytes(BODY))).status_code == 503
+            gate.set()
+            assert [(await task).json() for task in held] == [{"bytes": BODY}] * 2
+            assert (await http.post("/read", content=bytes(BODY))).status_code == 200
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_who_hangs_up_or_sends_too_much_gives_it_back(running):
+    url, budget, _ = running
+    host, port = url.removeprefix("http://").split(":")
+    rng = random.Random(0)
+
+    async def leave():
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY}\r\n\r\n".encode())
+        writer.write(bytes(rng.randrange(BODY)))
+        await writer.drain()
+        writer.close()
+
+    async def main():
+        await asyncio.gather(*(leave() for _ in range(30)))
+        async with client(url, "127.0.0.1") as http:
+            for _ in range(50):
+                if all_given_back(budget):
+                    break
+                await asyncio.sleep(0.1)
+            assert (
+                (await http.post("/json", content=b"[" * 101))
+                .json()["error"]["message"]
+                .startswith("the request body exc")
+            )
+            assert (await http.post("/json", content=json.dumps({"a": 1}))).json() == {"a": 1}
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
+    url, budget, _ = running
+    monkeypatch.setattr(web, "BODY_PAUSE_S", 0.2)
+
+    async def main():
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n"), WAIT_S)
+        writer.close()
+        assert head == b"HTTP/1.1 408 Request Timeout\r\n"
+
+    asyncio.run(main())
+    assert all_given_back(budget)
