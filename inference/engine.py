@@ -14,27 +14,30 @@ neighbours: a rollout is the same whatever ran beside it. A chunk starts at a mu
 so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
 Parameters are an argument of every call, so weights change between calls while sequences go on.
 
+On a mesh every call runs over all of its devices, and states go from one to the next as they lie (decode_state.py).
+
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
 N windows, k values of a proof.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from inference import decode_state as state_lib
 from inference import kv_cache, proof_window, sampler
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
 from models import logprobs, transformer
 from models import tokenizer as tokenizer_lib
-
-MAX_STOP_IDS = 8  # that end a sequence on the device; the scheduler looks for the others after each call
+from sharding import mesh as mesh_lib
+from sharding import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,42 +79,6 @@ class EngineConfig:
 
 
 @struct.dataclass
-class Request:
-    """What a sequence was asked for; arrays [B] (or [P])."""
-
-    sampling: sampler.Sampling
-    max_tokens: jax.Array  # int32, new tokens at most
-    stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
-    want_proof: jax.Array  # bool
-    want_raw: jax.Array  # bool, also the log-probability under softmax(logits)
-    want_top: jax.Array  # bool, also the MAX_TOP likeliest tokens
-
-
-@struct.dataclass
-class Prefix:
-    """Prefilled prompts: keys up to the bucket length, lengths, last tokens; how to sample from there if JetStream asks."""
-
-    cache: kv_cache.Cache
-    last_token: jax.Array  # int32 [P]
-    length: jax.Array  # int32 [P]
-    request: Request | None = None
-
-
-@struct.dataclass
-class DecodeState:
-    """All slots. `position` is that of `token`, the next one to be run; a slot decodes while `active`."""
-
-    cache: kv_cache.Cache
-    token: jax.Array  # int32 [B]
-    position: jax.Array  # int32 [B]
-    generated: jax.Array  # int32 [B], new tokens so far
-    active: jax.Array  # bool [B]
-    request: Request
-    ring: jax.Array  # last hidden states by new token (proof_window.py)
-    limit: jax.Array  # int32, steps of the next call at most (K, or fewer when a slot is due for another sample)
-
-
-@struct.dataclass
 class Result(engine_api.ResultTokens):
     """What JetStream reads, and beside it what only some requests ask for, left on the device until fetched."""
 
@@ -133,15 +100,24 @@ class Engine(engine_api.Engine):
         config: EngineConfig,
         tokenizer: tokenizer_lib.Tokenizer,
         params: transformer.Params | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+        """`mesh` is one of the devices of this process; the first of them alone when None. `params` lie on it.
+
+        Raises:
+          ValueError: the slots do not divide over the mesh, or it has a `context` axis.
+        """
+        mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
+        check_mesh(config, mesh)
+        self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
 
     # What our scheduler calls.
 
-    def prefill_batch(self, params, tokens_PT, length_P) -> Prefix:
+    def prefill_batch(self, params, tokens_PT, length_P) -> state_lib.Prefix:
         """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
-        return _prefill(self.model, params, tokens_PT, length_P)
+        with self._on_mesh():
+            return _prefill(self.model, params, tokens_PT, length_P)
 
     def prefill_chunk(self, params, tokens_1T, start: int, cache: kv_cache.Cache | None) -> kv_cache.Cache:
         """Runs one chunk of one prompt behind its first `start` tokens, whose keys `cache` holds (None: start is 0).
@@ -149,30 +125,46 @@ class Engine(engine_api.Engine):
         [1, T], T = config.prefill_chunk. The cache is donated.
         """
         cache = self.empty_prefix() if cache is None else cache
-        return _prefill_chunk(self.model, params, tokens_1T, np.array([start], np.int32), cache)
+        with self._on_mesh():
+            return _prefill_chunk(self.model, params, tokens_1T, np.array([start], np.int32), cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """The keys of no prompt at all, with room for the longest one."""
-        return _empty(self.model, 1, self.config.capacity)
+        with self._on_mesh():
+            return _empty(self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params, tokens_1T) -> np.ndarray:
         """float32 [T]: log-probability of each token of one prompt given those before it; 0 for the first. Untempered.
 
         The length must be a bucket or a multiple of `prefill_chunk`; pad behind the prompt.
         """
-        return np.asarray(_score(self.model, params, jnp.asarray(tokens_1T)))
+        with self._on_mesh():  # a row for each part of a mesh that is to hold rows
+            tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)
+            return np.asarray(_score(self.model, params, tokens_BT))
 
-    def insert_batch(self, prefix: Prefix, rows, state: DecodeState, slots, request: Request) -> DecodeState:
+    def insert_batch(
+        self, prefix: state_lib.Prefix, rows, state: state_lib.DecodeState, slots, request: state_lib.Request
+    ) -> state_lib.DecodeState:
         """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
-        return _insert(prefix, rows, state, slots, request)
+        with self._on_mesh():
+            return _insert(prefix, rows, state, slots, request)
 
-    def deactivate(self, state: DecodeState, slots) -> DecodeState:
+    def deactivate(self, state: state_lib.DecodeState, slots) -> state_lib.DecodeState:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
-        return _deactivate(state, slots)
+        with self._on_mesh():
+            return _deactivate(state, slots)
 
-    def top_values(self, state: DecodeState, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
+    def with_limit(self, state: state_lib.DecodeState, limit: int) -> state_lib.DecodeState:
+        """The state with the most steps that the next call may run."""
+        limit = np.int32(limit)
+        if self.mesh.size > 1:  # laid out as the programs return it: one more layout would be one more compilation
+            limit = jax.device_put(limit, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+        return state.replace(limit=limit)
+
+    def top_values(self, state: state_lib.DecodeState, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
         """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
-        return _top_values(state, slots, windows, rows)
+        with self._on_mesh():
+            return _top_values(state, slots, windows, rows)
 
     def bucket(self, length: int) -> int:
         """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
@@ -197,43 +189,47 @@ class Engine(engine_api.Engine):
     def load_params(self, *args, **kwargs):
         return self._initial_params
 
-    def init_decode_state(self, *args, **kwargs) -> DecodeState:
+    def init_decode_state(self, *args, **kwargs) -> state_lib.DecodeState:
         B = self.config.num_slots
 
         @jax.jit
         def create():
             zeros = jnp.zeros((B,), jnp.int32)
-            return DecodeState(
+            state = state_lib.DecodeState(
                 cache=kv_cache.create(self.model, B, self.config.capacity),
                 token=zeros,
                 position=zeros,
                 generated=zeros,
                 active=jnp.zeros((B,), bool),
-                request=request_arrays((), B),
+                request=state_lib.request_arrays((), B),
                 ring=proof_window.create(B, self.model.model_dim),
                 limit=jnp.int32(self.config.steps_per_call),
             )
+            return state_lib.placed(state)
 
-        return create()
+        with self._on_mesh():
+            return create()
 
-    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
+    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> state_lib.Prefix:
         if existing_prefix is not None:
             raise NotImplementedError("prefill on an existing prefix is not supported")
-        stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
-        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[:MAX_STOP_IDS]
-        request = request_arrays((), 1).replace(
+        stop_ids = np.full((1, state_lib.MAX_STOP_IDS), -1, np.int32)
+        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[: state_lib.MAX_STOP_IDS]
+        request = state_lib.request_arrays((), 1).replace(
             max_tokens=jnp.full((1,), self.config.max_model_len), stop_ids=jnp.asarray(stop_ids)
         )
         tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, : self.config.max_model_len]
-        prefix = _prefill(self.model, params, tokens_1T, jnp.asarray([true_length], jnp.int32))
+        prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
         return prefix.replace(request=request)
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        return _insert(prefix, jnp.zeros((1,), jnp.int32), decode_state, jnp.asarray([slot]), prefix.request)
+    def insert(self, prefix: state_lib.Prefix, decode_state: state_lib.DecodeState, slot: int) -> state_lib.DecodeState:
+        rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
+        return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
-    def generate(self, params, decode_state: DecodeState):
+    def generate(self, params, decode_state: state_lib.DecodeState):
         K = self.config.steps_per_call
-        state, data, extras, proofs = _generate(self.model, K, self.config.max_model_len, params, decode_state)
+        with self._on_mesh():
+            state, data, extras, proofs = _generate(self.model, K, self.config.max_model_len, params, decode_state)
         result = Result(
             data=data,
             tokens_idx=(0, K),
@@ -272,46 +268,30 @@ class Engine(engine_api.Engine):
         return 1 << (self.config.max_model_len.bit_length() - 1)
 
     @property
-    def mesh(self):
-        return None
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._mesh
 
     @property
     def colocated_cpus(self):
         return None
 
+    def _on_mesh(self):
+        """What the programs are traced and run under; on one device they need no mesh."""
+        return jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext()
 
-def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
-    """Stacks requests into arrays of `size` rows; the rest are temperature 1, one token."""
 
-    def column(values, fill, dtype):
-        return jnp.asarray(np.array([*values, *[fill] * (size - len(values))], dtype))
-
-    stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
-    bias_ids, bias = (
-        np.full((size, request_lib.MAX_BIAS), -1, np.int32),
-        np.zeros((size, request_lib.MAX_BIAS), np.float32),
-    )
-    for row, request in enumerate(requests):
-        stops = request.stop_ids[:MAX_STOP_IDS]
-        stop_ids[row, : len(stops)] = stops
-        for at, (token, value) in enumerate(request.logit_bias):
-            bias_ids[row, at], bias[row, at] = token, value
-    return Request(
-        sampling=sampler.Sampling(
-            seed=column([r.seed for r in requests], 0, np.uint32),
-            temperature=column([r.temperature for r in requests], 1, np.float32),
-            top_k=column([r.top_k for r in requests], 0, np.int32),
-            top_p=column([r.top_p for r in requests], 1, np.float32),
-            min_p=column([r.min_p for r in requests], 0, np.float32),
-            bias_ids=jnp.asarray(bias_ids),
-            bias=jnp.asarray(bias),
-        ),
-        max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
-        stop_ids=jnp.asarray(stop_ids),
-        want_proof=column([r.proofs for r in requests], False, bool),
-        want_raw=column([r.raw_logprobs for r in requests], False, bool),
-        want_top=column([r.top_logprobs > 0 for r in requests], False, bool),
-    )
+def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
+    """ValueError where a server of these sizes cannot run over the mesh."""
+    if mesh.shape["context"] > 1:
+        raise ValueError(
+            f"a server has no use for a mesh with context={mesh.shape['context']}: decode reads one token at a time; "
+            "give these devices to tensor, expert or data"
+        )
+    if config.num_slots % (shards := rules.num_batch_shards(mesh)):
+        raise ValueError(
+            f"inference.num_slots = {config.num_slots} does not divide over the {shards} batch shards of the mesh "
+            f"(data x fsdp x expert); set it to a multiple of {shards}"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -322,25 +302,26 @@ def _prefill(model, params, tokens_PT, length_P):
     cache = kv_cache.create(model, P, T)
     _, cache = transformer.extend(params, model, tokens_PT, positions_PT, cache, kv_cache.attend_at(start_P))
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    return Prefix(cache, last_P, length_P)
+    return state_lib.placed(state_lib.Prefix(cache, last_P, length_P))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _prefill_chunk(model, params, tokens_1T, start_1, cache):
     positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
-    return transformer.extend(params, model, tokens_1T, positions_1T, cache, kv_cache.attend_at(start_1))[1]
+    cache = transformer.extend(params, model, tokens_1T, positions_1T, cache, kv_cache.attend_at(start_1))[1]
+    return state_lib.placed(cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(model, num_sequences, capacity):
-    return kv_cache.create(model, num_sequences, capacity)
+    return state_lib.placed(kv_cache.create(model, num_sequences, capacity))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(model, params, tokens_1T):
-    hidden_1TD = transformer.apply(params, model, tokens_1T)
-    ones_1T = jnp.ones(tokens_1T.shape, jnp.float32)
-    return logprobs.token_logprobs(params, model, hidden_1TD, tokens_1T, ones_1T)[0][0]
+def _score(model, params, tokens_BT):
+    hidden_BTD = transformer.apply(params, model, tokens_BT)
+    ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
+    return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
 
 
 @functools.partial(jax.jit, donate_argnums=2)
@@ -348,7 +329,7 @@ def _insert(prefix, rows_N, state, slots_N, request):
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
 
-    return DecodeState(
+    state = state_lib.DecodeState(
         cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
         token=put(state.token, prefix.last_token[rows_N]),
         position=put(state.position, prefix.length[rows_N] - 1),
@@ -358,11 +339,12 @@ def _insert(prefix, rows_N, state, slots_N, request):
         ring=state.ring,
         limit=state.limit,
     )
+    return state_lib.placed(state)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _deactivate(state, slots_B):
-    return state.replace(active=state.active.at[slots_B].set(False, mode="drop"))
+    return state_lib.placed(state.replace(active=state.active.at[slots_B].set(False, mode="drop")))
 
 
 @jax.jit
@@ -411,7 +393,7 @@ def _generate(model, num_steps, max_len, params, state):
         )
         return (
             step + 1,
-            new_state,
+            state_lib.placed(new_state),
             tokens.at[:, step].set(jnp.where(active, token_B, 0)),
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
@@ -422,12 +404,13 @@ def _generate(model, num_steps, max_len, params, state):
     zeros = jnp.zeros((B, num_steps), jnp.float32)
     wide = (B, num_steps, num_top)
     extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-    carry = (jnp.int32(0), state, blank, blank, zeros, extras)
+    carry = (jnp.int32(0), state_lib.placed(state), blank, blank, zeros, extras)
     _, state, tokens, valid, logps, extras = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
     there_2B, window_2B, rows_2B = proof_window.finished(start.generated, state.generated, start.active & ~state.active)
     proofs = proof_window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
-    return state, jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1), extras, proofs
+    data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
+    return state, data, extras, proofs
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

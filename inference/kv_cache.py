@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from inference import decode_attention
 from models import attention, transformer
 from models import config as config_lib
+from sharding import rules
 
 Entry = tuple[jax.Array, jax.Array]
 Cache = tuple[Entry, ...]
@@ -36,6 +37,15 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
         tuple(jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype) for dim in (k_dim, v_dim))
         for stack in stacks
     )
+
+
+def layout(cache: Cache, mesh) -> Cache:
+    """The `PartitionSpec` of each array: sequences over the batch axes, key heads over `tensor`, whole where they do not divide."""
+
+    def of(x):
+        return rules.fitting(mesh, x.shape, (*[None] * (x.ndim - 4), "batch", "kv_heads", None, None))
+
+    return jax.tree.map(of, cache)
 
 
 def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Callable:

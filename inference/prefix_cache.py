@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from inference import engine as engine_lib
+from inference import decode_state as state_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Found:
     """`num_tokens` tokens of the prompt are in row `row` of `prefix`."""
 
     num_tokens: int
-    prefix: engine_lib.Prefix
+    prefix: state_lib.Prefix
     row: int
 
 
 @dataclasses.dataclass
 class _Entry:
-    prefix: engine_lib.Prefix
+    prefix: state_lib.Prefix
     num_bytes: int
     keys: set[bytes] = dataclasses.field(default_factory=set)
 
@@ -54,7 +54,7 @@ class PrefixCache:
                 return found
         return None
 
-    def keep(self, tokens: Sequence[int], salt: int, prefix: engine_lib.Prefix, row: int) -> None:
+    def keep(self, tokens: Sequence[int], salt: int, prefix: state_lib.Prefix, row: int) -> None:
         """Keeps what `row` of `prefix` holds of a prompt, which is all of it."""
         entry = self._entries.get(id(prefix))
         if entry is None:

@@ -88,9 +88,12 @@ def _threefry2x32(key0, key1, x0, x1):
 
 
 def _add_bias(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    rows_B1 = jnp.arange(logits_BV.shape[0])[:, None]
     columns_BM = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits_BV.shape[1])  # past the end: dropped
-    return logits_BV.at[rows_B1, columns_BM].add(sampling.bias, mode="drop")
+
+    def add(logits_V, columns_M, bias_M):
+        return logits_V.at[columns_M].add(bias_M, mode="drop")
+
+    return jax.vmap(add)(logits_BV, columns_BM, sampling.bias)  # row by row: rows may lie on different devices
 
 
 def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

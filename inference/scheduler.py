@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from inference import decode_state as state_lib
 from inference import engine as engine_lib
 from inference import prefix_cache, proof_window, toploc
 from inference import request as request_lib
@@ -67,7 +68,7 @@ class _Job:
     listener: Listener | None
     completions: list[Completion | None]
     submitted_s: float
-    prefix: engine_lib.Prefix | None = None
+    prefix: state_lib.Prefix | None = None
     row: int = 0
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
@@ -165,7 +166,7 @@ class Scheduler:
         *,
         max_queue: int = 4096,
         prefix_cache_bytes: int = 2**28,
-        state: engine_lib.DecodeState | None = None,
+        state: state_lib.DecodeState | None = None,
     ):
         """`state` is a fresh one of the engine, which makes its own when None."""
         self._engine, self._params, self.version = engine, params, version
@@ -385,7 +386,7 @@ class Scheduler:
                 self._pad([s.job.row for s in samples], 0, size),
                 self._state,
                 self._pad(slots, len(self._slots), size),
-                engine_lib.request_arrays(requests, size),
+                state_lib.request_arrays(requests, size),
             )
 
     def _next_job(self) -> _Job | None:
@@ -480,7 +481,7 @@ class Scheduler:
         self.stats["prefix_hits"] += num_reused
         self.stats["prompt_tokens"] += num_tokens - num_reused
 
-    def _make_ready(self, job: _Job, prefix: engine_lib.Prefix, row: int) -> None:
+    def _make_ready(self, job: _Job, prefix: state_lib.Prefix, row: int) -> None:
         job.prefix, job.row, job.prompt_version = prefix, row, self.version
         if job.request.prompt_logprobs:
             tokens = job.request.tokens
@@ -491,8 +492,8 @@ class Scheduler:
 
     def _generate(self) -> None:
         begun = time.perf_counter()
-        self._state = self._state.replace(limit=np.int32(self._num_steps()))
-        self._state, result = self._engine.generate(self._params, self._state)
+        state = self._engine.with_limit(self._state, self._num_steps())
+        self._state, result = self._engine.generate(self._params, state)
         self._settle()
         tokens, logprobs, counts = self._engine.read(result)
         self.stats["generate_calls"] += 1
@@ -555,7 +556,7 @@ class Scheduler:
             self.stats["first_tokens"] += 1
             self.stats["first_token_s"] += time.monotonic() - sample.job.submitted_s
         end, stopped = len(tokens), False
-        if request.stop_texts or len(request.stop_ids) > engine_lib.MAX_STOP_IDS:
+        if request.stop_texts or len(request.stop_ids) > state_lib.MAX_STOP_IDS:
             end, stopped = self._first_stop(sample, tokens)
         elif tokens:
             stopped = tokens[-1] in request.stop_ids
@@ -566,7 +567,7 @@ class Scheduler:
             completion.finish_reason = "stop"
         elif self._num_left(sample) <= 0:
             completion.finish_reason = "length"
-        by_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: engine_lib.MAX_STOP_IDS]
+        by_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: state_lib.MAX_STOP_IDS]
         return bool(completion.finish_reason) and not by_device and self._num_left(sample) > 0
 
     def _first_stop(self, sample: _Sample, tokens: list[int]) -> tuple[int, bool]:
@@ -675,6 +676,6 @@ class Scheduler:
         return padded
 
 
-def _whole(tokens: Sequence[int], cache) -> engine_lib.Prefix:
+def _whole(tokens: Sequence[int], cache) -> state_lib.Prefix:
     """The prefix of one prompt whose keys `cache` holds."""
-    return engine_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32))
+    return state_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32))

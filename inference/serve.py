@@ -1,9 +1,10 @@
 """The rollout server: prompts in, tokens, log-probabilities, versions and proofs out, over HTTP (and JetStream's gRPC).
 
     python -m inference.serve --weights runs/quickstart/weights --port 8100
-    python -m inference.serve --model path/to/a/hugging_face_folder
+    python -m inference.serve --model path/to/a/hugging_face_folder --mesh tensor=4,data=-1
 
-1. Loads the weights (service.py): the newest version of a broadcast, waiting for the first, or a Hugging Face folder.
+1. Loads the weights (service.py): the newest version of a broadcast, waiting for the first, or a Hugging Face folder; on one
+   device, or over a `--mesh` of all devices of this host (a server is one process on one host).
 2. Compiles, then listens. Requests go to the scheduler and come back as futures; a client that hangs up frees its slots.
 3. `POST /update_weights` (or `--watch`) pulls a newer version, verified, while the old one serves, and swaps it in between
    two steps. A failed pull leaves the old weights serving.
@@ -31,6 +32,7 @@ from inference import control_routes, generate_routes, openai_routes, schemas, s
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from sharding import broadcast, listening
+from sharding import mesh as mesh_lib
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token ids; parsed, a body takes about twenty times its size
 
@@ -104,12 +106,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps_per_call", type=int, default=8)
     parser.add_argument("--max_queue", type=int, default=4096, help="pending requests; beyond it a client gets 429")
     parser.add_argument("--prefix_cache_mib", type=int, default=256, help="keys of prompts kept for reuse; 0: none")
+    parser.add_argument(
+        "--mesh", default="", help="axes over this host's devices: tensor=4,expert=2,data=-1; none: one device"
+    )
     parser.add_argument("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights")
     parser.add_argument("--drain_s", type=int, default=30, help="what requests in flight get on SIGTERM")
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     options = {"max_queue": args.max_queue, "prefix_cache_bytes": args.prefix_cache_mib * 2**20}
     try:
+        options["mesh"] = mesh_lib.parse(args.mesh)
         config = engine_lib.EngineConfig(
             args.num_slots, args.max_model_len, args.prefill_batch, args.steps_per_call, args.prefill_chunk
         )

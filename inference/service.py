@@ -18,13 +18,16 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from inference import decode_state as state_lib
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from inference import schemas
+from inference import weights as weights_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import broadcast, mesh, rules
+from sharding import broadcast
+from sharding import mesh as mesh_lib
 from sharding import source as source_lib
 
 RELAY_LAG_S = 60.0  # how long a version that was announced may take to reach our relays
@@ -132,33 +135,47 @@ def start(
     *,
     key: str | None = None,
     timeout_s: float = 600.0,
+    mesh: dict[str, int] | None = None,
     **options,
 ) -> Server:
     """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
-    `options`: those of `Scheduler`.
+    `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `options`: those of `Scheduler`.
     """
+    devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
     version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     model = config_lib.ModelConfig(**metadata["model"])
-    shardings = _shardings(model)
+    shardings = weights_lib.shardings(model, devices)
     pulled = broadcast.pull(source, version, shardings=shardings, key=key)
-    engine = engine_lib.Engine(model, config, tokenizer_lib.load(metadata["tokenizer"]), pulled.params)
+    engine = engine_lib.Engine(model, config, tokenizer_lib.load(metadata["tokenizer"]), pulled.params, devices)
     server = _serve(source, engine, pulled.params, pulled.version, shardings, options)
     server.key, server.have = key, pulled
     return server
 
 
-def start_model(folder: str, config: engine_lib.EngineConfig, **options) -> Server:
+def start_model(
+    folder: str, config: engine_lib.EngineConfig, *, mesh: dict[str, int] | None = None, **options
+) -> Server:
     """Loads a Hugging Face folder as version 0; see `start`."""
     from models import hf
 
+    devices = host_mesh(mesh, config)
     tokenizer = tokenizer_lib.load(folder)
-    model, params = hf.load(folder)
-    engine = engine_lib.Engine(model, config, tokenizer, params)
-    return _serve(None, engine, params, 0, jax.tree.map(lambda leaf: leaf.sharding, params), options)
+    shardings = weights_lib.shardings(hf.read_config(folder), devices)
+    model, params = hf.load(folder, shardings=shardings)
+    engine = engine_lib.Engine(model, config, tokenizer, params, devices)
+    return _serve(None, engine, params, 0, shardings, options)
+
+
+def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
+    """A mesh over the devices of this process: all of them if sizes are given, or the first. ValueError if it cannot serve."""
+    devices = jax.local_devices()
+    mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
+    engine_lib.check_mesh(config, mesh)
+    return mesh
 
 
 def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
@@ -190,7 +207,7 @@ def _serve(weights, engine: engine_lib.Engine, params, version: int, shardings, 
     return Server(weights, scheduler, engine, shardings)
 
 
-def _compile(engine: engine_lib.Engine, params) -> engine_lib.DecodeState:
+def _compile(engine: engine_lib.Engine, params) -> state_lib.DecodeState:
     """Compiles the two large programs, prefill and generate, side by side; returns the decode state, with no slot in use."""
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)
@@ -199,10 +216,6 @@ def _compile(engine: engine_lib.Engine, params) -> engine_lib.DecodeState:
         state, _ = engine.generate(params, engine.init_decode_state())  # no slot is active: not a step is run
         prefilled.result()
     return state
-
-
-def _shardings(model: config_lib.ModelConfig) -> transformer.Params:
-    return rules.shardings(transformer.specs(model), mesh.create({}, devices=jax.local_devices()[:1]))
 
 
 def _by_path(tree) -> dict[str, jax.ShapeDtypeStruct]:

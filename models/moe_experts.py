@@ -66,12 +66,13 @@ def run(
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
     specs = {name: rules.partition(mesh, x.shape, AXES[name]) for name, x in params.items()}
-    return jax.shard_map(
+    run_local = jax.shard_map(
         functools.partial(_run_local, config=config),
         in_specs=(tokens, tokens, tokens, specs),
         out_specs=tokens,
         check_vma=False,
-    )(x_BTD, weights_BTX, experts_BTX, params)
+    )
+    return _evenly(lambda *arguments: run_local(*arguments, params), mesh, x_BTD, weights_BTX, experts_BTX)
 
 
 def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_lib.ModelConfig, *, interpret=False):
@@ -109,6 +110,20 @@ def _tiles(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
 
 
 _TILINGS = {rows: functools.partial(_tiles, rows) for rows in TILES}  # static arguments: one object each
+
+
+def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
+    """`run` on tokens that divide over the mesh: those of one long prompt are dealt out, as if they were many rows."""
+    B, T, D = x_BTD.shape
+    rows, columns = rules.num_batch_shards(mesh), math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"])
+    if B % rows == 0 and T % columns == 0:
+        return run(x_BTD, weights_BTX, experts_BTX)
+
+    def deal(x):
+        flat = x.reshape(B * T, -1)
+        return jnp.pad(flat, ((0, -B * T % (rows * columns)), (0, 0))).reshape(rows, -1, x.shape[-1])
+
+    return run(deal(x_BTD), deal(weights_BTX), deal(experts_BTX)).reshape(-1, D)[: B * T].reshape(B, T, D)
 
 
 def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:

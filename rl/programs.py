@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import config_dict
 
-from inference import engine
+from inference import decode_state, engine, weights
 from models import moe_experts, transformer
 from rl import experiment, learner, packing, reference, roofline
 from sharding import mesh as mesh_lib
@@ -172,7 +172,7 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Prog
     chunk, capacity = exp.engine.prefill_chunk, exp.engine.capacity
     if capacity > chunk:
         shape, keys = (1, chunk), capacity
-        cache = _shard_cache(jax.eval_shape(server.empty_prefix), mesh)
+        cache = _placed(jax.eval_shape(server.empty_prefix), mesh)
         title = f"prefill: a chunk of {chunk} tokens of one prompt, against {capacity} keys"
         function = jax.jit(
             lambda params, tokens, cache: server.prefill_chunk(params, tokens, 0, cache), donate_argnums=2
@@ -205,8 +205,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progr
     """inference/engine.py's decode of all slots; figures are of one of its steps."""
     server, params = _server(exp, mesh)
     slots = exp.engine.num_slots
-    state = jax.eval_shape(server.init_decode_state)
-    state = jax.tree.map(lambda x: _replicated(x, mesh), state).replace(cache=_shard_cache(state.cache, mesh))
+    state = _placed(jax.eval_shape(server.init_decode_state), mesh)
     work = roofline.Work.of(server.model)
     held = {
         "parameters": bytes_per_chip(params),
@@ -254,34 +253,29 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:
     """An engine, and the weights it is given: those published, in the dtype of the activations."""
     model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
-    return engine.Engine(model, exp.engine, exp.tokenizer), transformer.abstract(model, mesh)
+    engine.check_mesh(exp.engine, mesh)
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        transformer.abstract(model),
+        weights.shardings(model, mesh),
+    )
+    return engine.Engine(model, exp.engine, exp.tokenizer), params
 
 
-def _shard_cache(cache, mesh: jax.sharding.Mesh):
-    """Key heads over `tensor`, sequences over the batch axes, where they divide; arrays are [.., B, K, S, C]."""
-    batch_axes = tuple(axis for axis in rules.RULES["batch"] if mesh.shape[axis] > 1)
-    head_axes = tuple(axis for axis in rules.RULES["kv_heads"] if mesh.shape[axis] > 1)
-
-    def shard(x):
-        def axes_of(dim, axes):
-            return axes if axes and x.shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
-
-        spec = [None] * (x.ndim - 4) + [axes_of(-4, batch_axes), axes_of(-3, head_axes), None, None]
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(shard, cache)
+def _placed(tree, mesh: jax.sharding.Mesh):
+    """A state or a cache of an engine, laid out as its programs return it."""
+    layout = decode_state.layout(tree, mesh)
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)),
+        tree,
+        layout,
+    )
 
 
 def _whole_and_layer(x) -> list[tuple[int, ...]]:
     """Dims of one chip's part of an array of the cache, and of one layer of it where layers are stacked."""
     dims = x.sharding.shard_shape(x.shape)
     return [dims[i:] for i in range(x.ndim - 3)] if math.prod(dims) else []
-
-
-def _replicated(x, mesh):
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _lower(mesh, function, *args) -> jax.stages.Lowered:

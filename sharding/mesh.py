@@ -14,6 +14,7 @@ Axes, outermost first:
 """
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -43,6 +44,20 @@ def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
     else:
         device_array = np.asarray(devices).reshape(shape)
     return jax.sharding.Mesh(device_array, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def parse(text: str) -> dict[str, int]:
+    """The sizes in "tensor=4,data=-1", as `create` takes them; ValueError names what is no axis=size."""
+    sizes = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in sizes or not re.fullmatch(r"-?\d{1,9}", size):
+            raise ValueError(
+                f"mesh {text!r} has {part!r}; write axis=size once per axis, as in tensor=4,data=-1, with axes of "
+                f"{', '.join(AXES)}"
+            )
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _on_torus(shape: list[int], devices) -> np.ndarray:

@@ -54,14 +54,20 @@ def is_spec(leaf) -> bool:
     return isinstance(leaf, ParamSpec)
 
 
-def shardings(specs, mesh: jax.sharding.Mesh):
-    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`; ValueError names what does not divide."""
+def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ()):
+    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`; ValueError names what does not divide.
+
+    Dims named in `or_whole` stay whole where they do not divide.
+    """
 
     def sharding(path, spec):
         axes = _axes(mesh, spec.shape, spec.logical_axes)
+        for at, name in enumerate(spec.logical_axes):
+            if name in or_whole and not _divides(mesh, spec.shape[at], axes[at]):
+                axes[at] = ()
         for dim, name, mesh_axes in zip(spec.shape, spec.logical_axes, axes, strict=True):
-            ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
-            if dim % ways:
+            if not _divides(mesh, dim, mesh_axes):
+                ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
                     f"{ways}-way mesh axis {'/'.join(mesh_axes)}; change config.model or config.mesh"
@@ -76,6 +82,13 @@ def shardings(specs, mesh: jax.sharding.Mesh):
 def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
     """The layout of one parameter, as `shardings` gives it."""
     return PartitionSpec(*(_entry(axes) for axes in _axes(mesh, shape, logical_axes)))
+
+
+def fitting(mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> PartitionSpec:
+    """The layout of an activation or a cache: what its names say, but a dim that does not divide stays whole, as None does."""
+    axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
+    fits = (of_dim if _divides(mesh, dim, of_dim) else () for dim, of_dim in zip(shape, axes, strict=True))
+    return PartitionSpec(*(_entry(of_dim) for of_dim in fits))
 
 
 def abstract(specs, mesh: jax.sharding.Mesh | None = None):
@@ -104,12 +117,11 @@ def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """States the layout of an activation by logical names; None leaves a dim unsplit. No mesh, no effect."""
+    """States the layout of an activation by logical names, as `fitting` has it. No mesh, no effect."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
         return x
-    axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(_entry(a) for a in axes)))
+    return jax.lax.with_sharding_constraint(x, fitting(mesh, x.shape, logical_axes))
 
 
 def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
@@ -122,6 +134,10 @@ def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
             axes[at] = spread
             axes = [() if name == EXPERT_FFN else of_dim for name, of_dim in zip(logical_axes, axes, strict=True)]
     return axes
+
+
+def _divides(mesh, dim: int, axes: tuple[str, ...]) -> bool:
+    return dim % math.prod(mesh.shape[axis] for axis in axes) == 0
 
 
 def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inference import decode_state as state_lib
 from inference import engine as engine_lib
 from inference import (
     jetstream_shim,  # noqa: F401  (before jetstream itself)
@@ -95,7 +96,7 @@ class Bench:
             rows[i], slots[i] = row, slot
             self.tokens[slot], self.logprobs[slot] = [], []
         requests = [dataclasses.replace(asks[row], seed=seed) for row, _, seed in starts]
-        arrays = engine_lib.request_arrays(requests, 4)
+        arrays = state_lib.request_arrays(requests, 4)
         self.state = self.engine.insert_batch(prefix, rows, self.state, slots, arrays)
 
     def generate(self, calls=1):

@@ -232,6 +232,34 @@ def test_a_batch_is_split_over_the_batch_axes_and_context(sizes, rows, columns):
     assert rules.batch_sharding(mesh, 0).is_fully_replicated
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("", {}), ("tensor=4", {"tensor": 4}), ("tensor=4,expert=2,data=-1", {"tensor": 4, "expert": 2, "data": -1})],
+)
+def test_a_mesh_in_words(text, sizes):
+    assert mesh_lib.parse(text) == sizes
+
+
+@pytest.mark.parametrize(
+    "text", ["tensor", "tensor=", "tensor=x", "rows=2", "tensor=2,tensor=2", "tensor=2 data=4", "=2"]
+)
+def test_a_mesh_in_bad_words(text):
+    with pytest.raises(ValueError, match="write axis=size once per axis"):
+        mesh_lib.parse(text)
+
+
+def test_dims_that_may_stay_whole_where_they_do_not_divide():
+    spec = rules.ParamSpec((8, 6), "float32", ("model", "kv_heads"), None)
+    mesh = mesh_lib.create({"fsdp": 2, "tensor": 4})
+    with pytest.raises(ValueError, match="kv_heads = 6"):
+        rules.shardings({"k": spec}, mesh)
+    assert rules.shardings({"k": spec}, mesh, or_whole=("kv_heads",))["k"].shard_shape((8, 6)) == (4, 6)
+    assert jax.sharding.NamedSharding(mesh, rules.fitting(mesh, (3, 8), ("batch", "heads"))).shard_shape((3, 8)) == (
+        3,
+        2,
+    )
+
+
 # ---- constrain ------------------------------------------------------------------------------------------------------
 
 

@@ -495,6 +495,19 @@ def test_twenty_swaps_under_sixty_four_requests(server, tmp_path):
     swaps_under_load(server, tmp_path, num_requests=64, num_swaps=20)
 
 
+@pytest.mark.slow
+def test_swaps_on_a_mesh(weights, tmp_path):
+    """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
+    meshed = service.start(str(weights), CONFIG, mesh={"tensor": 2, "data": -1})
+    try:
+        down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
+        assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
+        assert len(down.sharding.device_set) == 8
+        swaps_under_load(meshed, tmp_path, num_requests=12, num_swaps=4)
+    finally:
+        meshed.close()
+
+
 def test_sigterm_lets_requests_end(weights, tmp_path):
     """A request in flight is answered, new ones are not taken, and the exit code is 0."""
     address_file = tmp_path / "address"
