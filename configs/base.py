@@ -198,6 +198,9 @@ def get_config() -> config_dict.ConfigDict:
     i.prefill_batch = 16
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
+    i.mesh = config_dict.ConfigDict(
+        dict(data=1, fsdp=1, expert=1, tensor=1)
+    )  # of the local server, over its host's devices; all 1: one device
 
     # Trust: what is checked of each rollout beyond its form.
     c.trust = tr = config_dict.ConfigDict()

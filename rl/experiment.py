@@ -42,6 +42,7 @@ class Experiment:
     raw: config_dict.FrozenConfigDict
     model: config_lib.ModelConfig
     engine: engine.EngineConfig
+    server_mesh: dict[str, int]  # axes of the local server's mesh that are not 1
     optimizer: learner.OptimizerConfig
     loss: str | Callable  # a name of losses.LOSSES, or the config file's own function
     loss_options: dict
@@ -150,10 +151,13 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     for holds, words in CONTRADICTIONS:
         if holds(config):
             raise ValueError(words)
+    sizes = config.inference.to_dict()
+    server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
     return Experiment(
         raw=config_dict.FrozenConfigDict(config),
         model=model,
-        engine=engine.EngineConfig(**config.inference),
+        engine=engine.EngineConfig(**sizes),
+        server_mesh=server_mesh,
         optimizer=learner.OptimizerConfig(**config.optimizer),
         loss=loss,
         loss_options=_loss_options(config),
@@ -277,7 +281,7 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
     The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
     """
     wanted = json.loads(experiment.raw.to_json())
-    free = ["topology.", "mesh.", "checkpoint.", "evaluation.every"]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on how many follow
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut

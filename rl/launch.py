@@ -89,6 +89,8 @@ def _server(
         command += ["--weights_key", experiment_lib.signing_key(workdir).worker]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
+    if experiment.server_mesh:
+        command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     with _answering("server", command, workdir, on_death) as url:
         yield url
 

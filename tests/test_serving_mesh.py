@@ -3,6 +3,7 @@
 Meshes are of fake CPU devices, in float32. The oracle is the same scheduler on one device, without a mesh.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import quickstart
 from inference import decode_state, kv_cache, service, toploc, weights
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
+from rl import experiment, launch
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests import tiny
@@ -196,3 +199,24 @@ def test_layouts_by_hand():
     assert state.ring.sharding.shard_shape(state.ring.shape)[0] == 2
     assert state.request.sampling.bias.sharding.shard_shape(state.request.sampling.bias.shape)[0] == 2
     assert decode_state.layout(state, mesh).limit == jax.sharding.PartitionSpec()
+
+
+def test_a_run_starts_its_server_on_the_mesh_of_its_config(monkeypatch, tmp_path):
+    """Whether it answers there is the affair of tests/test_train.py."""
+    config = quickstart.get_config()
+    plain = experiment.resolve(config)
+    config.inference.mesh.tensor, config.inference.mesh.data = 2, -1
+    meshed = experiment.resolve(config)
+    commands = []
+
+    @contextlib.contextmanager
+    def note(name, command, workdir, on_death):
+        commands.append(command)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(launch, "_answering", note)
+    for one in (plain, meshed):
+        with launch._server(one, tmp_path, tmp_path, on_death=None):
+            pass
+    assert "--mesh" not in commands[0]
+    assert mesh_lib.parse(commands[1][commands[1].index("--mesh") + 1]) == {"tensor": 2, "data": -1}

@@ -192,6 +192,7 @@ def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
     [
         ("quickstart", {"mesh__fsdp": 8}),
         ("quickstart_moe", {"mesh__fsdp": 2, "mesh__expert": 4}),
+        ("quickstart_moe", {"mesh__fsdp": 8, "inference__mesh__data": -1, "inference__mesh__expert": 2}),
         ("quickstart_moe", {}),
     ],
 )
