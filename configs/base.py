@@ -205,6 +205,7 @@ def get_config() -> config_dict.ConfigDict:
     # Trust: what is checked of each rollout beyond its form.
     c.trust = tr = config_dict.ConfigDict()
     tr.check_fraction = 0.125  # of groups whose proofs and sampling are replayed
+    tr.device = "auto"  # of the replays: "accelerator", "cpu"; "auto": cpu if the learner has several hosts
     tr.max_attempts = 5  # a worker refused this often gets no more work; the run ends when nobody else is there
     tr.margin = 0.02  # noised-logit gap, in nats, up to which a claimed token counts as the argmax
     tr.max_wrong_tokens = 0  # per rollout, beyond the margin
@@ -234,7 +235,7 @@ def get_config() -> config_dict.ConfigDict:
         dict(data=1, fsdp=1, expert=1, context=1, tensor=-1)
     )  # of one rollout server
 
-    # Who runs what. "local": servers and workers are child processes on this machine. "remote": they were started
+    # Who runs what. Over several hosts the same command runs on each (sharding/hosts.py). "local": servers and workers are child processes on this machine. "remote": they were started
     # elsewhere (python -m inference.serve, python -m rl.worker) and meet at the addresses below.
     c.topology = p = config_dict.ConfigDict()
     p.mode = "local"
@@ -247,5 +248,11 @@ def get_config() -> config_dict.ConfigDict:
     p.relay_port = 0  # 0: any free port; the run says which
     p.servers = ()  # remote: URLs of rollout servers
     p.workers = ()  # remote: public keys (hex) of workers that may submit; empty: any signed rollout
+    p.coordinator = (
+        ""  # several hosts: HOST:PORT of the first, its next port free too; "": found on TPU pods; "auto": asks JAX
+    )
+    p.num_processes = 0  # of the learner; 0: from the environment
+    p.process_id = -1  # of this one, from 0; -1: from the environment
+    p.join_s = 300.0  # how long hosts wait for each other at the start
     p.lease_s = 120.0  # a worker that took tasks and is silent for this long loses them
     return c

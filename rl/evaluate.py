@@ -2,7 +2,8 @@
 
     python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
 
-1. The checkpoint's parameters are published to a broadcast of their own, under the step as version.
+1. The checkpoint's parameters are published to a broadcast of their own, under the step as version: signed with the run's key and
+   in the dtype of its broadcast, so that servers elsewhere (`topology.mode = "remote"`) take them as they take the run's.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
 3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step.
 """
@@ -142,8 +143,10 @@ def main() -> None:
     check_run(flags.FLAGS.workdir)
     with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
-        weights = pathlib.Path(scratch) / "weights"
-        broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata)
+        weights, key = pathlib.Path(scratch) / "weights", experiment.signing_key(workdir)
+        key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
+        options = {"key": key.private, "dtype": exp.raw.broadcast.dtype or None}
+        broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata, **options)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.rollout_side(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress)

@@ -4,6 +4,8 @@
    an error raised inside a library is our bug and keeps its traceback.
 2. `resolve` derives what follows from other fields, once, after the overrides, and checks what no single field can.
 3. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config.
+
+Over several hosts, `joined` comes before all of it (sharding/hosts.py), and only the first host touches the directory here.
 """
 
 import contextlib
@@ -30,6 +32,7 @@ from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from rl import credit as credit_lib
 from rl import learner, lora, losses, metrics
+from sharding import hosts as hosts_lib
 from sharding import rules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -54,7 +57,10 @@ class Experiment:
     @property
     def broadcast_metadata(self) -> dict:
         """What goes beside the weights, so that a server needs nothing else to start."""
-        return {"model": self.raw.model.to_dict(), "tokenizer": self.raw.tokenizer}
+        model = self.raw.model.to_dict()
+        if self.raw.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
+            model["param_dtype"] = self.raw.broadcast.dtype
+        return {"model": model, "tokenizer": self.raw.tokenizer}
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
         """Rows of a micro-batch: train.rows, which must divide over the batch axes of the mesh."""
@@ -76,6 +82,7 @@ def define_flags() -> None:
 def run(main: Callable[[], None]) -> None:
     """Runs `main` under absl's flags with the project's rule for errors."""
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request
+    logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     logging.getLogger("jax._src.xla_bridge").setLevel(
         logging.ERROR
     )  # "unable to initialize backend" for each absent one
@@ -87,15 +94,39 @@ def run(main: Callable[[], None]) -> None:
 
     try:
         app.run(guarded, flags_parser=_parse_flags)
-    except KeyboardInterrupt:
-        _fail("interrupted; the same command resumes from the last checkpoint", 130)
-    except (ValueError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        if not full and not _raised_by_us(error):
+    except (KeyboardInterrupt, ValueError, OSError) as error:
+        message, code, rank = explain(error)
+        if rank == hosts_lib.BUG:
             raise
         if os.environ.get("INTELLAX_TRACEBACK"):
             traceback.print_exc()
-        _fail(str(error), 1)
+        _fail(message, code)
+
+
+def explain(error: BaseException) -> tuple[str, int, int]:
+    """(Message, exit code, rank of sharding/hosts.py) of an error that ends a command."""
+    if isinstance(error, KeyboardInterrupt):
+        return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if isinstance(error, (ValueError, OSError)) and (full or _raised_by_us(error)):
+        told_elsewhere = str(error).endswith("see their errors")  # a publisher's, of hosts that could not publish
+        return str(error), 1, hosts_lib.CONSEQUENCE if told_elsewhere else hosts_lib.MISTAKE
+    return f"{type(error).__name__}: {error}".splitlines()[0], 1, hosts_lib.BUG
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[hosts_lib.Hosts]:
+    """The hosts that run this command together, as `config.topology` and the environment say."""
+    topology = flags.FLAGS.config.topology
+    with hosts_lib.joined(
+        coordinator=topology.coordinator,
+        num_processes=topology.num_processes,
+        process_id=topology.process_id,
+        timeout_s=topology.join_s,
+        workdir=pathlib.Path(flags.FLAGS.workdir).absolute(),
+        explain=explain,
+    ) as hosts:
+        yield hosts
 
 
 def resolve(config: config_dict.ConfigDict) -> Experiment:
@@ -111,6 +142,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     for name, value, table in (
         ("rl.loss", config.rl.loss, losses.LOSSES if loss == config.rl.loss else config.loss_options),
         ("topology.mode", config.topology.mode, ("local", "remote")),
+        ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
+        ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
     ):
         if value not in table:
             raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(table)}")
@@ -254,13 +287,20 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
 
 
 @contextlib.contextmanager
-def open_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]:
-    """Creates or reopens `workdir` for this experiment alone, while the block runs.
+def open_workdir(
+    workdir: str, experiment: Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+) -> Iterator[pathlib.Path]:
+    """Creates or reopens `workdir` for this experiment alone, while the block runs; the first host does, for all.
 
     Raises:
-      ValueError: it belongs to another config (the fields that differ are named), or another process runs in it.
+      ValueError: it belongs to another config (the fields that differ are named), another process runs in it, or this host
+        was started with another config than the first.
     """
     path = pathlib.Path(workdir).absolute()
+    if not hosts.is_first:
+        _check_same(hosts.agree(), experiment)
+        yield path
+        return
     if path.exists() and not path.is_dir():
         raise ValueError(f"workdir {path} is a file; give a directory")
     path.mkdir(parents=True, exist_ok=True)
@@ -272,7 +312,17 @@ def open_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]
                 f"workdir {path} is in use by another run; wait for it or give another --workdir"
             ) from None
         _claim(path, experiment)
+        hosts.agree(experiment.raw.to_json())
         yield path
+
+
+def _check_same(firsts: str, experiment: Experiment) -> None:
+    first, own = _flat(json.loads(firsts)), _flat(json.loads(experiment.raw.to_json()))
+    for name in sorted(first.keys() | own.keys()):
+        if first.get(name) != own.get(name) and name != "topology.process_id":
+            raise ValueError(
+                f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0; give every host the same command and checkout"
+            )
 
 
 def _claim(path: pathlib.Path, experiment: Experiment) -> None:
@@ -302,7 +352,7 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
                 f"{f' ({len(differs) - 1} more fields differ)' if differs[1:] else ''}; "
                 f"give another --workdir, or the config it was started with"
             )
-    elif not file.exists() and any(p.name != ".lock" for p in path.iterdir()):
+    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
         raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
     metrics.write_atomic(file, json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n")
 
@@ -316,11 +366,12 @@ def secret(workdir: pathlib.Path, seed: int) -> bytes:
     return file.read_bytes() + str(seed).encode()
 
 
-def signing_key(workdir: pathlib.Path) -> rollout_lib.WorkerKey:
+def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
     """The key that signs this run's weights; servers and relays elsewhere are told its public half (`--weights_key`)."""
     file = workdir / "weights.key"
-    if not file.exists():
+    if hosts.is_first and not file.exists():
         rollout_lib.WorkerKey.generate().save(file)
+    hosts.agree()
     return rollout_lib.WorkerKey.load(file)
 
 

@@ -1,6 +1,7 @@
 """The rollout side of a run: the orchestrator, and on this machine a rollout server and workers as child processes.
 
-0. The validator and the orchestrator run in our process.
+0. The validator and the orchestrator run in our process, on the first host of several. The validator's replays run there alone, on
+   weights that it pulls for itself: with several hosts on the CPU, since a program on a chip of theirs would hold up all of them.
 1. The server starts on the published weights, compiles, and writes its address to a file.
 2. Workers start on the orchestrator's URL.
    With `topology.mode = "remote"` a relay on the published weights starts instead of both; the run says where it is, which key
@@ -20,11 +21,24 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
+
 from rl import experiment as experiment_lib
 from rl import orchestrator, validator
+from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
 NOTICE_S = 30.0  # how often a run that waits for servers elsewhere says so
+
+
+def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
+    """ValueError where this rollout side cannot run beside a learner of `num_hosts` hosts."""
+    platform = jax.default_backend()
+    if num_hosts > 1 and experiment.raw.topology.mode == "local" and platform != "cpu":
+        raise ValueError(
+            f"topology.mode = 'local' would start the rollout server on this host's {platform}s, which hold the learner of "
+            f"{num_hosts} hosts; set topology.mode = 'remote' and topology.servers"
+        )
 
 
 @contextlib.contextmanager
@@ -34,8 +48,12 @@ def rollout_side(
     weights: pathlib.Path,
     version: int,
     on_wait: Callable[[str], None],
+    num_hosts: int = 1,
 ) -> Iterator[orchestrator.Orchestrator]:
-    """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`."""
+    """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`.
+
+    With a learner of `num_hosts` hosts, on the first of them.
+    """
     config = experiment.raw
     tolerance = validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance)
     bands = None
@@ -54,7 +72,7 @@ def rollout_side(
         config,
         workdir,
         credit=experiment.credit,
-        check=judge.check,
+        check=_replaying_on(config.trust.device, judge.check, num_hosts),
         screen=judge.screen,
         secret=experiment_lib.secret(workdir, config.seed),
         on_wait=on_wait,
@@ -76,6 +94,20 @@ def rollout_side(
             _await_servers(config.topology.servers, on_wait)
         rollouts.publish(version)
         yield rollouts
+
+
+def _replaying_on(device: str, judge: Callable, num_hosts: int) -> Callable:
+    """`judge` with its weights and programs on the default accelerator, or on the CPU of this host."""
+    if device == "accelerator" or (device == "auto" and num_hosts == 1):
+        return judge
+    (cpu,) = jax.local_devices(backend="cpu")[:1]
+    mesh = mesh_lib.create({}, devices=[cpu])  # by which the model chooses its kernels
+
+    def judge_on_cpu(rollouts):
+        with jax.default_device(cpu), jax.set_mesh(mesh):
+            return judge(rollouts)
+
+    return judge_on_cpu
 
 
 @contextlib.contextmanager

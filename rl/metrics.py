@@ -33,6 +33,16 @@ import rich.table
 import rich.text
 import tensorboardX
 
+from sharding import hosts as hosts_lib
+
+
+def of_host(workdir, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter"]:
+    """The display and the file of a run, on its first host; elsewhere such as do nothing."""
+    progress = Progress(active=hosts.is_first)
+    if hosts.count > 1:
+        hosts.at_end.append(progress.stop)
+    return progress, MetricsWriter(workdir, active=hosts.is_first)
+
 
 class MetricsWriter:
     """Appends to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`; `active` on one host."""
@@ -174,6 +184,11 @@ class Progress:
                 self._stream.flush()
         if self._live:
             self._live.start(refresh=True) if self._bars else self._live.stop()
+
+    def stop(self) -> None:
+        """Gives the terminal back, before a process ends that takes leave of nobody."""
+        if self._live:
+            self._live.stop()
 
     def _show(self, bar, now):
         due = bar.first or bar.step == bar.total or now - bar.shown_at >= self._every_s

@@ -139,12 +139,10 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
             f"{len(rows)} rows do not fit {layout.num_micro_batches} micro-batches of {layout.rows}; "
             f"raise config.train.rows or config.train.row_length"
         )
-    shape = (layout.num_micro_batches * layout.rows, row_length)
-    batch = {name: np.zeros(shape, np.int32) for name in _INTEGERS} | {
-        name: np.zeros(shape, np.float32) for name in (*_FLOATS, *layout.streams)
-    }
-    batch["temperature"][:] = 1.0
-    batch["predictors"][:] = np.arange(row_length)
+    shape, empty = (layout.num_micro_batches * layout.rows, row_length), empty_row(layout)
+    batch = {name: np.zeros(shape, row.dtype) for name, row in empty.items()}
+    for name in ("temperature", "predictors"):
+        batch[name][:] = empty[name]
     for i, row in _deal(rows, layout):
         start = 0
         for segment, tree in enumerate(row, start=1):
@@ -154,6 +152,15 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
     return TrainBatch(
         **{name: array.reshape(shape) for name, array in batch.items()}, num_micro_batches=np.int32(num_micro_batches)
     )
+
+
+def empty_row(layout: Layout) -> dict[str, np.ndarray]:
+    """What the arrays of a batch of `layout` hold where no tree is: [T] by name."""
+    row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
+    row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
+    row["temperature"][:] = 1.0
+    row["predictors"][:] = np.arange(layout.row_length)
+    return row
 
 
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:

@@ -9,6 +9,8 @@
 3. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
 4. Every `warmup.eval_every` steps the loss on held-out examples is measured; `warmup.patience` of them without a new best end it.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
+
+Over several hosts the first makes the batches and deals them out (rl/feed.py).
 """
 
 import dataclasses
@@ -24,9 +26,10 @@ from absl import flags
 
 from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from rl import data, diagnostics, envs, experiment, learner, metrics, packing
+from rl import data, diagnostics, envs, experiment, feed, learner, metrics, packing
 from rl.envs import environment
 from sharding import checkpoint, rules
+from sharding import hosts as hosts_lib
 from sharding import mesh as mesh_lib
 
 
@@ -36,6 +39,7 @@ def train(
     mesh: jax.sharding.Mesh,
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> transformer.Params:
     """Runs (or resumes) the warm-up and returns its parameters; with 0 steps, the initial ones."""
     config = exp.raw
@@ -44,7 +48,8 @@ def train(
         dataclasses.replace(exp.optimizer, learning_rate=rate, warmup_steps=20, schedule="constant"), exp.model
     )
     num_steps = config.warmup.num_steps
-    with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=config.checkpoint.every) as checkpointer:
+    every = config.checkpoint.every
+    with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
         restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh))
         if restored:
             start, state, host = restored
@@ -57,28 +62,28 @@ def train(
             return state.params
         writer.truncate("warm-up", start)
         step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh, share_prompts=False)
-        source = _from_file(exp) if config.warmup.data else _from_tasks(exp)
+        source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
         layout = packing.Layout.for_streams(
             config.warmup.tasks_per_step,
             config.inference.max_model_len,
             row_length=config.train.row_length,
             rows=exp.rows(mesh),
         )
-        evaluate = _evaluator(exp, mesh, source) if config.warmup.eval_every else None
+        evaluate = _evaluator(exp, mesh, source, hosts) if config.warmup.eval_every else None
         progress.note("compiling the warm-up step")
         with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
-                batch = packing.pack(source.batch(step), layout)
-                state, step_metrics = step_fn(state, packing.place(batch, mesh))
+                batch = packing.pack(source.batch(step), layout) if hosts.is_first else None
+                state, step_metrics = step_fn(state, feed.place(batch, layout, mesh, hosts))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                if bad := diagnostics.not_finite(values):
+                if bad := hosts.agree(diagnostics.not_finite(values)):
                     raise ValueError(
                         f"{bad} is {values[bad]} at warm-up step {step}; the last good checkpoint is step "
                         f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
                     )
                 if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
-                    values["loss/held_out"] = evaluate(state.params)
+                    values["loss/held_out"] = hosts.agree(evaluate(state.params))
                     patience = patience.after(values["loss/held_out"])
                 values["time/step_s"] = time.perf_counter() - begun
                 writer.write(step, "warm-up", values)
@@ -251,13 +256,18 @@ def _from_file(exp: experiment.Experiment) -> _Source:
     return _Source(batch, lambda: [tree(index) for index in range(cut, len(records))])
 
 
-def _evaluator(exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Source) -> Callable:
+def _evaluator(
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Source | None, hosts: hosts_lib.Hosts
+) -> Callable:
     """Returns `evaluate(params)`: mean negative log-likelihood of the held-out examples' trained tokens, in nats."""
-    trees = source.held_out()
     layout = packing.Layout.for_streams(
-        len(trees), exp.raw.inference.max_model_len, row_length=exp.raw.train.row_length, rows=exp.rows(mesh)
+        exp.raw.warmup.eval_tasks,
+        exp.raw.inference.max_model_len,
+        row_length=exp.raw.train.row_length,
+        rows=exp.rows(mesh),
     )
-    batch = packing.place(packing.pack(trees, layout), mesh)
+    batch = packing.pack(source.held_out(), layout) if hosts.is_first else None
+    batch = feed.place(batch, layout, mesh, hosts)
     score = learner.make_score(exp.model, mesh, share_prompts=False)
 
     def evaluate(params) -> float:
@@ -293,13 +303,15 @@ def _roles(messages) -> str:
 
 
 def main() -> None:
-    exp = experiment.resolve(flags.FLAGS.config)
-    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
-        progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
+    with experiment.joined() as hosts:
+        exp = experiment.resolve(flags.FLAGS.config)
+        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
         if exp.raw.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0: there is nothing to do; set it to the number of supervised steps")
-        train(exp, workdir, mesh_lib.create(exp.raw.mesh.to_dict()), writer, progress)
-        progress.say(f"checkpoint: {workdir / 'warmup'}")
+        with experiment.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+            progress, writer = metrics.of_host(workdir, hosts)
+            train(exp, workdir, mesh, writer, progress, hosts)
+            progress.say(f"checkpoint: {workdir / 'warmup'}")
 
 
 if __name__ == "__main__":

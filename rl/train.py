@@ -10,6 +10,9 @@
 
 The loop below is the whole of it: it holds no maths (rl/learner.py) and starts no process (rl/launch.py). Killed at any
 moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
+
+Over several hosts each runs the loop, and all take every step, publish and save together. The first host alone has the rollout side,
+the score and what people read; the others get their rows of each batch from it (rl/feed.py), and end when it does (sharding/hosts.py).
 """
 
 import contextlib
@@ -18,17 +21,24 @@ import time
 
 import jax
 from absl import flags
+from jax.experimental import multihost_utils
 
-from rl import diagnostics, evaluate, experiment, launch, learner, metrics, packing, report, sft
+from rl import diagnostics, evaluate, experiment, feed, launch, learner, metrics, packing, report, sft
 from rl import reference as reference_lib
 from sharding import broadcast, checkpoint, rules
+from sharding import hosts as hosts_lib
 from sharding import mesh as mesh_lib
 
 
-def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path) -> pathlib.Path:
-    """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report."""
+def train(
+    exp: experiment.Experiment,
+    mesh: jax.sharding.Mesh,
+    workdir: pathlib.Path,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> pathlib.Path | None:
+    """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report, on the first host."""
     config, weights = exp.raw, workdir / "weights"
-    progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
+    progress, writer = metrics.of_host(workdir, hosts)
     optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
     train_step = learner.make_train_step(
         exp.model,
@@ -42,7 +52,7 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
     )
     publisher = broadcast.Publisher(
         str(weights),
-        key=experiment.signing_key(workdir).private,
+        key=experiment.signing_key(workdir, hosts).private,
         snapshot_every=config.broadcast.snapshot_every,
         keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
         dtype=config.broadcast.dtype or None,
@@ -61,23 +71,26 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
 
     with contextlib.ExitStack() as stack:
         checkpointer = stack.enter_context(
-            checkpoint.Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every)
+            checkpoint.Checkpointer(
+                workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every, hosts=hosts
+            )
         )
-        reference = reference_lib.make(exp, mesh, lambda: sft.train(exp, workdir, mesh, writer, progress))
-        state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress)
+        reference = reference_lib.make(exp, mesh, lambda: sft.train(exp, workdir, mesh, writer, progress, hosts))
+        state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts)
         writer.truncate("rl", start)
-        for newer in broadcast.versions(str(weights)) if weights.exists() else ():
-            if newer >= start:  # from beyond the checkpoint, or not synced to disk when the power failed
-                broadcast.remove(str(weights), newer)
+        if hosts.is_first:
+            _forget_versions(weights, start)
         publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
-        progress.note("starting the rollout server and its workers")
-        rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say))
+        if hosts.is_first:
+            progress.note("starting the rollout server and its workers")
+            rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say, hosts.count))
 
         def score(step):
             result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
             checkpointer.score(step, evaluate.headline(result))
 
-        if start < config.rl.num_steps and _is_scored(config, start) and not evaluate.is_done(workdir, start):
+        unscored = start < config.rl.num_steps and _is_scored(config, start)
+        if hosts.is_first and unscored and not evaluate.is_done(workdir, start):
             score(start)
 
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
@@ -85,21 +98,25 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
             for step in range(start + 1, config.rl.num_steps + 1):
                 clock = _Clock()
                 with clock("wait"):
-                    batch = rollouts.next_batch(step)
+                    batch = rollouts.next_batch(step) if hosts.is_first else None
                 with clock("train_step"):
-                    packed = packing.place(packing.pack(batch.trees, layout), mesh)
+                    host_batch = packing.pack(batch.trees, layout) if hosts.is_first else None
+                    packed = feed.place(host_batch, layout, mesh, hosts)
                     if reference is not None:
                         packed = packed.replace(ref_logp=reference(packed))
                     state, step_metrics = train_step(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    if bad := diagnostics.not_finite(values):
-                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, checkpointer, workdir)
+                    if bad := hosts.agree(diagnostics.not_finite(values)):
+                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, checkpointer, workdir, hosts)
                 with clock("publish"):
                     publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
-                    rollouts.publish(step)
+                    if hosts.is_first:
+                        rollouts.publish(step)
                 is_last, scored = step == config.rl.num_steps, _is_scored(config, step)
                 with clock("checkpoint"):
                     checkpointer.save(step, state, {"step": step}, force=scored or is_last)
+                if not hosts.is_first:
+                    continue
                 with clock("eval"):
                     if scored and not is_last:
                         score(step)
@@ -111,13 +128,16 @@ def train(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.
                 history.append(values)
                 if step % 5 == 0 and (line := diagnostics.advice(history)):
                     progress.say(f"advice: {line}")
-        score(config.rl.num_steps)
+        if hosts.is_first:
+            score(config.rl.num_steps)
+    if not hosts.is_first:
+        return None
     path = report.write(workdir)
     progress.say(*evaluate.summary(workdir), f"report: {path}")
     return path
 
 
-def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress):
+def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts):
     """The train state to start from and the last step it has seen: a checkpoint, or the end of the warm-up as step 0."""
     restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
     if restored:
@@ -129,10 +149,17 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
             )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step
-    params = sft.train(exp, workdir, mesh, writer, progress)
+    params = sft.train(exp, workdir, mesh, writer, progress, hosts)
     state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params, exp.lora)
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0
+
+
+def _forget_versions(weights: pathlib.Path, start: int) -> None:
+    """Deletes what was published from beyond the checkpoint, or was not synced to disk when the power failed."""
+    for newer in broadcast.versions(str(weights)) if weights.exists() else ():
+        if newer >= start:
+            broadcast.remove(str(weights), newer)
 
 
 def _is_scored(config, step: int) -> bool:
@@ -140,11 +167,13 @@ def _is_scored(config, step: int) -> bool:
     return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
-def _stop(step: int, reason: str, exp, packed, state, checkpointer: checkpoint.Checkpointer, workdir: pathlib.Path):
+def _stop(step: int, reason: str, exp, packed, state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
     """Raises, and leaves what a replay needs: the batch, and the state that met it (unless it took several optimizer steps)."""
-    packing.save(packed, workdir / "failed_batch.npz")
+    whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
+    if hosts.is_first:
+        packing.save(whole, workdir / "failed_batch.npz")
     checkpointer.wait()
-    if exp.objective.optimizer_steps == 1 and step - 1 > (checkpointer.latest_step() or 0):
+    if exp.objective.optimizer_steps == 1 and hosts.agree(step - 1 > (checkpointer.latest_step() or 0)):
         checkpointer.save(step - 1, state.replace(step=state.step - 1), {"step": step - 1}, force=True)
         checkpointer.wait()
     raise ValueError(
@@ -188,12 +217,15 @@ def _line(values: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    exp = experiment.resolve(flags.FLAGS.config)
-    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
-    exp.rows(mesh)  # every mistake that can be known is told before the working directory is claimed
-    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
-        print(experiment.describe(exp))
-        train(exp, mesh, workdir)
+    with experiment.joined() as hosts:
+        exp = experiment.resolve(flags.FLAGS.config)
+        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+        exp.rows(mesh)  # every mistake that can be known is told before the working directory is claimed
+        launch.check(exp, hosts.count)
+        with experiment.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+            if hosts.is_first:
+                print(experiment.describe(exp))
+            train(exp, mesh, workdir, hosts)
 
 
 if __name__ == "__main__":

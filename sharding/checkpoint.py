@@ -15,7 +15,8 @@ The seal is there because orbax does not notice a flipped bit (zstd chunks carry
 tree, and raises bare `Exception` for a truncated one. The dtype check is there because it casts in silence. The disk is
 asked beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
-Left out: saves from several hosts (the seal is written by process 0, for one shared directory).
+Over several hosts the directory is one that all share. Each writes and reads its own shards; the first seals, and decides for all what
+is saved, restored and moved aside (`hosts.agree`), since a network disk may show the others an older state of things.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from sharding import hosts as hosts_lib
+
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _log = logging.getLogger(__name__)
@@ -42,12 +45,13 @@ _OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal, of a small tree
 class Checkpointer:
     """Saves and restores one run. Close it (or use `with`): closing waits for the save in flight."""
 
-    def __init__(self, directory: str, *, keep: int = 3, every: int = 1):
+    def __init__(self, directory: str, *, keep: int = 3, every: int = 1, hosts: hosts_lib.Hosts = hosts_lib.ALONE):
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be >= 1")
         self._directory = pathlib.Path(directory).absolute()
         self._every = every
         self._keep = keep
+        self._hosts = hosts
         self._last_saved: int | None = None
         with _full_disk(self._directory):
             self._manager = ocp.CheckpointManager(self._directory, options=self._options())
@@ -55,8 +59,9 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, error, *_) -> None:
+        if error is None or self._hosts.count == 1:  # else the save in flight would wait for hosts that come no more
+            self.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
         """Starts a save when `step` is a multiple of `every` (or `force`); False where there was nothing to do.
@@ -66,6 +71,14 @@ class Checkpointer:
         if step % self._every and not force:
             return False
         self.wait()
+        if not self._hosts.agree(self._hosts.is_first and self._is_due(step, state)):
+            return False
+        self._last_saved = step
+        with _full_disk(self._directory):
+            items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
+            return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def _is_due(self, step: int, state: Any) -> bool:
         newest = self.latest_step()
         if newest is not None and step == newest == self._last_saved:
             return False
@@ -73,11 +86,9 @@ class Checkpointer:
             raise ValueError(
                 f"step {step} <= {newest} in {self._directory}: delete the newer steps to take another path"
             )
-        self._last_saved = step
         with _full_disk(self._directory):
             _check_room(self._directory, state)
-            items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
-            return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        return True
 
     def score(self, step: int, value: float) -> None:
         """Says how good a saved step is: the first of the highest value is kept, however old it becomes."""
@@ -102,20 +113,28 @@ class Checkpointer:
         `abstract_state` has a `jax.ShapeDtypeStruct` with a sharding per leaf.
         """
         self.wait()
-        found = _pick(self._directory, step)
-        for torn in _numbered(self._directory):
-            if step is None and (found is None or torn > found):
-                self._directory.joinpath(str(torn)).rename(_free_name(self._directory / f"torn-{torn}"))
-                self._manager.reload()
+        found, has_changed = self._hosts.agree(self._find(step) if self._hosts.is_first else None)
+        if has_changed:
+            self._manager.reload()
         if found is None:
             return None
-        best = _best(self._directory)
-        if step is None and best is not None and best["step"] > found:  # of steps that will be taken again
-            (self._directory / "best.json").unlink()
         _check(self._directory / str(found) / "state", abstract_state, prefix="")
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))
         return found, restored.state, restored.host
+
+    def _find(self, step: int | None) -> tuple[int | None, bool]:
+        """The step to restore, and whether newer ones, which are torn, were moved aside."""
+        found = _pick(self._directory, step)
+        if step is not None:
+            return found, False
+        torn = [number for number in _numbered(self._directory) if found is None or number > found]
+        for number in torn:
+            self._directory.joinpath(str(number)).rename(_free_name(self._directory / f"torn-{number}"))
+        best = _best(self._directory)
+        if found is not None and best is not None and best["step"] > found:  # of steps that will be taken again
+            (self._directory / "best.json").unlink()
+        return found, bool(torn)
 
     def close(self) -> None:
         with _full_disk(self._directory):
@@ -254,10 +273,9 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
 
 
 def _check_room(directory: pathlib.Path, state: Any) -> None:
-    """Raises the OSError of a full disk when this process's share of `state`, uncompressed, does not fit."""
+    """Raises the OSError of a full disk when `state`, all hosts' part of it, does not fit uncompressed."""
     arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
-    shards = (shard for array in arrays for shard in array.addressable_shards if shard.replica_id == 0)
-    needed = sum(shard.data.nbytes for shard in shards) + _OVERHEAD_BYTES
+    needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
     if needed > shutil.disk_usage(directory).free:
         raise OSError(errno.ENOSPC, "full")
 

@@ -77,6 +77,30 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     assert versions >= set(range(NUM_STEPS))
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
+    """The server is told the run's key before the evaluation begins, and the weights come in the run's dtype."""
+    workdir, server_port, relay_port = tmp_path / "run", free_port(), free_port()
+    overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
+    assert test_train.run(workdir, **overrides).returncode == 0
+    key = broadcast.read_manifest(workdir / "weights", 2).public_key
+    overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
+    overrides |= {"topology.relay_port": relay_port}
+    start = Starter(tmp_path, request)
+    scorer = start("scorer", *test_train.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
+    said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
+    proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
+    (orchestrator,) = re.search(said, scorer.text()).groups()
+    weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key]
+    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64", "--port", str(server_port)]
+    start("server", "-m", "inference.serve", *weights, *sizes)
+    start("worker", "-m", "rl.worker", "--orchestrator", orchestrator)
+    proxy.wait_until(lambda: start.ended(), 200, "the evaluation")
+    assert start.ended() == ["scorer"] and scorer.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
+    scores = {e["step"]: e["scores"] for e in json.loads((workdir / "evaluations.json").read_text())}
+    assert scores[2]["num_tasks"] == 8 and "held-out, version 2" in scorer.text()
+
+
 def test_a_run_waits_for_its_servers_and_says_so(monkeypatch):
     monkeypatch.setattr(launch, "START_TIMEOUT_S", 0.5)
     monkeypatch.setattr(launch, "NOTICE_S", 0.1)

@@ -1,0 +1,446 @@
+"""The hosts of one learner: how they find each other, what the first tells the others, and how all end when one does.
+
+1. `joined` asks where this process stands: the config's fields, the environment, or what JAX finds (a TPU pod, Slurm, Open MPI).
+   A process that is alone gets `ALONE`, with which everything below does nothing.
+2. The first host listens one port above JAX's coordinator. The others connect, and prove with the key in the working directory that
+   they belong to the run and see the same disk. Only when all are there does `jax.distributed` start: it kills a process in which a
+   peer is missing, with a stack trace.
+3. The first decides and tells: `agree` for small values, `deal` and `receive` for arrays. Whoever waits for it waits at a socket, not
+   in a collective, so that it can be told of an end, too.
+4. What goes wrong on a host is told to the first, which waits a moment for other accounts of it, picks the cause and tells all. Each
+   prints that one line and ends at once, even if its main thread hangs in a collective whose other half is gone. A host that is
+   killed is noticed by its closed connection, a machine that is lost by TCP's keepalive, a signal although the main thread is
+   busy elsewhere.
+
+Left out: going on without a host that was lost. The same command on all hosts resumes from the last checkpoint.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import json
+import os
+import pathlib
+import queue
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import cloud_tpu_init, clusters  # what jax.distributed.initialize() asks; it has no public name
+
+# Of several accounts of one end, the smallest is the cause.
+MISTAKE, INTERRUPTED, DIED, BUG, CONSEQUENCE = range(5)
+SETTLE_S = 1.0  # for others' accounts: a collective breaks on one host before the cause is told by another
+KEY_S = 20.0  # a network disk may show a new file late
+MAX_HEADER_BYTES = 1 << 26
+_HEAD = struct.Struct(">IQ")  # sizes of a message's JSON and of the bytes behind it
+
+Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and rank
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Cause:
+    """Why a host ends."""
+
+    rank: int
+    host: int
+    message: str
+    code: int
+
+
+class Hosts:
+    """This process, number `index` of `count`, and its connections to the others."""
+
+    def __init__(self, index: int = 0, count: int = 1):
+        self.index, self.count = index, count
+        self.at_end: list[Callable[[], None]] = []  # before the process ends for another host's error
+        self._names = {index: socket.gethostname()}
+        self._links: dict[int, _Link] = {}
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # of a later host: what the first sent
+        self._changed = threading.Condition()
+        self._causes: list[Cause] = []
+        self._done: set[int] = set()
+        self._is_over = False
+        self._ending = threading.Lock()
+        self._traceback = ""
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def agree(self, value: Any = None) -> Any:
+        """The first host's `value`, any JSON, on every host; all must call."""
+        value = json.loads(json.dumps(value))
+        for link in self._links.values() if self.is_first else ():
+            link.send({"kind": "value", "value": value})
+        return value if self.is_first else self._next("value")[0]["value"]
+
+    def deal(self, part: Callable[[int], tuple[dict, Sequence]]) -> None:
+        """On the first host: sends each other host its own `part(host)`, a header and contiguous buffers."""
+
+        def send(item):
+            header, buffers = part(item[0])
+            item[1].send({"kind": "part"} | header, buffers)
+
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(self._links)), "deal") as pool:
+            list(pool.map(send, self._links.items()))
+
+    def receive(self) -> tuple[dict, bytearray]:
+        """On another host: the header of its part, and the bytes of its buffers, one behind the other."""
+        return self._next("part")
+
+    def fail(self, message: str, code: int, rank: int) -> None:
+        """Ends all hosts, for this or for what another host knows to be behind it. Does not return."""
+        self._account(Cause(rank, self.index, message, code))
+        time.sleep(30)  # the threads that speak with the others end the process
+        self._end({"host": self.index, "line": self._line(self.index, message), "code": code})
+
+    # Beginning and end.
+
+    def meet(self, address: tuple[str, int], workdir: pathlib.Path, timeout_s: float) -> None:
+        """Returns once every host is connected; ValueError says who is missing, or what they disagree on."""
+        if self.is_first:
+            self._await_others(address, workdir, timeout_s)
+        else:
+            self._reach_first(address, workdir, timeout_s)
+
+    def part(self) -> None:
+        """Returns once every host has come here."""
+        if self.is_first:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._done) == self.count - 1)
+                self._is_over = True
+            for link in self._links.values():
+                link.send({"kind": "bye"})
+        else:
+            self._links[0].send({"kind": "done"})
+            self._next("bye")
+
+    def watch_signals(self) -> None:
+        """From now on SIGTERM and Ctrl-C end all hosts, whatever the main thread is waiting for."""
+        reader, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self.take_sigterm()
+
+        def watch():
+            while True:
+                number = reader.recv(1)[0]
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    self._account(Cause(INTERRUPTED, self.index, INTERRUPTION, 128 + number))
+
+        threading.Thread(target=watch, name="signals", daemon=True).start()
+
+    def take_sigterm(self) -> None:
+        """Has Python note the signal, without which nothing reaches the thread that watches."""
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    # Inside.
+
+    def _await_others(self, address, workdir, timeout_s):
+        key, expected = _key(workdir, timeout_s=None), {"count": self.count, "jax": jax.__version__}
+        deadline_s = time.monotonic() + timeout_s
+        _listen(address[1]).close()  # JAX kills the process if its own port is taken
+        with _listen(address[1] + 1) as listener:
+            while missing := sorted(set(range(self.count)) - {0} - self._links.keys()):
+                listener.settimeout(max(0.01, deadline_s - time.monotonic()))
+                try:
+                    link = _Link(listener.accept()[0])
+                    nonce = secrets.token_hex(16)
+                    link.send({"nonce": nonce})
+                    hello = link.receive(timeout_s=KEY_S + 10)[0]
+                except TimeoutError:
+                    if time.monotonic() > deadline_s:
+                        raise ValueError(
+                            f"host(s) {', '.join(map(str, missing))} of {self.count} did not come within {timeout_s:.0f} s; start "
+                            f"the same command on every host, or correct topology.num_processes"
+                        ) from None
+                    continue
+                except (OSError, EOFError, ValueError):  # somebody who is no host
+                    continue
+                if isinstance(hello, dict):
+                    self._admit(link, hello, hmac.digest(key, nonce.encode(), "sha256").hex(), workdir, expected)
+        for link in self._links.values():
+            link.send({"kind": "value", "value": self._names[0]})
+        for host, link in self._links.items():
+            threading.Thread(target=self._listen_to, args=(host, link), name=f"host {host}", daemon=True).start()
+
+    def _admit(self, link, hello, proof, workdir, expected):
+        index, name = hello.get("index"), str(hello.get("name"))[:80]
+        who = f"host {index} ({name})"
+        if isinstance(index, int):
+            self._links.setdefault(index, link)  # to be told what is wrong
+        if not hmac.compare_digest(str(hello.get("proof")), proof):
+            raise ValueError(
+                f"{who} does not see the key of this run in {workdir}: give a --workdir on a disk that all hosts share"
+            )
+        for field, words in (("count", "topology.num_processes"), ("jax", "jax")):
+            if hello.get(field) != expected[field]:
+                raise ValueError(
+                    f"{who} has {words} = {hello.get(field)}, host 0 has {expected[field]}; make them the same everywhere"
+                )
+        if not isinstance(index, int) or not 0 < index < self.count or self._links[index] is not link:
+            words = f"{who} was started twice; give each host a topology.process_id of its own"
+            link.send({"kind": "end", "host": 0, "line": self._line(0, words), "code": 1})
+            raise ValueError(words)
+        self._names[index] = name
+
+    def _reach_first(self, address, workdir, timeout_s):
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                link = _Link(socket.create_connection((address[0], address[1] + 1), timeout=5))
+                nonce = link.receive(timeout_s=5)[0]["nonce"]
+                break
+            except (OSError, EOFError) as error:
+                if time.monotonic() > deadline_s:
+                    raise ValueError(
+                        f"host 0 did not answer at {address[0]}:{address[1] + 1} within {timeout_s:.0f} s ({error}); start the same "
+                        f"command there, or correct topology.coordinator"
+                    ) from None
+                time.sleep(0.2)
+        self._links[0] = link
+        key = _key(workdir, timeout_s=KEY_S)
+        proof = hmac.digest(key, nonce.encode(), "sha256").hex()
+        hello = {"index": self.index, "count": self.count, "jax": jax.__version__, "proof": proof}
+        link.send(hello | {"name": self._names[self.index]})
+        threading.Thread(target=self._listen_to, args=(0, link), name="host 0", daemon=True).start()
+        self._names[0] = self._next("value")[0]["value"]
+
+    def _listen_to(self, host, link):
+        try:
+            while True:
+                header, body = link.receive()
+                kind = header["kind"]
+                if kind == "end":
+                    self._end(header)
+                elif kind == "cause":
+                    self._account(Cause(header["rank"], host, header["message"], header["code"]))
+                elif kind == "done":
+                    with self._changed:
+                        self._done.add(host)
+                        self._changed.notify_all()
+                else:
+                    self._is_over |= kind == "bye"
+                    self._inbox.put((header, body))
+        except (OSError, EOFError):
+            if not self._is_over and host not in self._done:
+                words = (
+                    "ended without a word (killed, or out of memory?); its output and its machine's log may say more"
+                )
+                if self.is_first:
+                    self._account(Cause(DIED, host, words, 1))
+                else:
+                    self._end({"host": host, "line": self._line(host, words), "code": 1})
+
+    def _next(self, kind):
+        header, body = self._inbox.get()
+        assert header["kind"] == kind, f"host 0 sent {header['kind']}, host {self.index} waits for {kind}"
+        return header, body
+
+    def _account(self, cause: Cause) -> None:
+        """Brings an account to the first host, or takes it in there."""
+        if not self.is_first and 0 in self._links:
+            with contextlib.suppress(OSError):  # then the first is gone, which the other thread tells
+                self._links[0].send({"kind": "cause"} | dataclasses.asdict(cause))
+            return
+        with self._changed:
+            self._causes.append(cause)
+            if len(self._causes) == 1:
+                threading.Thread(target=self._settle, name="settle", daemon=True).start()
+
+    def _settle(self):
+        time.sleep(SETTLE_S)
+        cause = min(self._causes)
+        end = {"host": cause.host, "line": self._line(cause.host, cause.message), "code": cause.code}
+
+        def tell(link):
+            with contextlib.suppress(OSError):
+                link.send({"kind": "end"} | end)
+
+        tellers = [threading.Thread(target=tell, args=[link], daemon=True) for link in self._links.values()]
+        for teller in tellers:
+            teller.start()
+        for teller in tellers:
+            teller.join(2.0)
+        self._end(end)
+
+    def _line(self, host: int, message: str) -> str:
+        return f"error: host {host} of {self.count} ({self._names.get(host, 'unknown')}): {message}"
+
+    def _end(self, end: dict) -> None:
+        """The last line of this process; whoever comes second waits for the end here."""
+        self._ending.acquire()
+        for clean_up in self.at_end:
+            clean_up()
+        if end["host"] == self.index and self._traceback:
+            print(self._traceback, file=sys.stderr, end="")
+        print(end["line"], file=sys.stderr, flush=True)
+        os._exit(
+            end["code"]
+        )  # threads in a collective cannot be joined, and JAX's own farewell would wait for the others
+
+
+ALONE = Hosts()
+INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
+
+
+@contextlib.contextmanager
+def joined(
+    *, coordinator: str, num_processes: int, process_id: int, timeout_s: float, workdir: pathlib.Path, explain: Explain
+) -> Iterator[Hosts]:
+    """The hosts of this run, connected and in one `jax.distributed`; call it before JAX looks for devices.
+
+    With several, an error in the block ends every host (see above), and leaving it waits for all of them.
+
+    Args:
+      coordinator: host:port of the first host, "auto" (JAX must find it), or "" (JAX may find it).
+      num_processes, process_id: 0 and -1 for what the environment says.
+      timeout_s: how long hosts wait for each other.
+      workdir: a directory that all share; made if need be.
+      explain: (message, exit code, rank) of an error.
+    """
+    found = _standing(coordinator, num_processes, process_id, timeout_s)
+    if found is None:
+        yield ALONE
+        return
+    address, index, count, device_ids = found
+    hosts = Hosts(index, count)
+    try:
+        hosts.watch_signals()
+        host, _, port = address.rpartition(":")
+        hosts.meet((host.strip("[]"), int(port)), workdir, timeout_s)
+        jax.distributed.initialize(address, count, index, device_ids, initialization_timeout=int(timeout_s))
+        hosts.take_sigterm()  # back: JAX has a handler of its own
+        yield hosts
+        hosts.part()
+    except BaseException as error:  # the others must hear of whatever it is
+        message, code, rank = explain(error)
+        if rank >= BUG:
+            hosts._traceback = traceback.format_exc()
+        hosts.fail(message, code, rank)
+
+
+def _standing(
+    coordinator: str, num_processes: int, process_id: int, timeout_s: float
+) -> tuple[str, int, int, Sequence[int] | None] | None:
+    """(Coordinator's address, number of this process, how many there are, its devices), or None for a process alone."""
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS", "") if coordinator in ("", "auto") else coordinator
+    count = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", 0)) or None
+    index = process_id if process_id >= 0 else int(os.environ.get("JAX_PROCESS_ID", -1))
+    index, device_ids = None if index < 0 else index, None
+    if not address and coordinator != "auto" and not _looks_like_a_cluster():
+        if count not in (None, 1) or index is not None:
+            raise ValueError(
+                "topology.num_processes and topology.process_id mean nothing without topology.coordinator; set it to HOST:PORT "
+                "of the first host"
+            )
+        return None
+    if not address or None in (count, index):
+        try:
+            address, count, index, device_ids = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                address or None, count, index, None, None, int(timeout_s)
+            )
+        except OSError:  # a TPU without the metadata of a pod: a notebook's
+            if address or coordinator == "auto":
+                raise
+            return None
+    if count == 1 or (not address and not coordinator):
+        return None
+    if not address or count is None or index is None:
+        raise ValueError(
+            f"topology.coordinator = {coordinator!r}, topology.num_processes = {count or 'unset'} and topology.process_id = "
+            f"{'unset' if index is None else index} do not say where this process stands, and JAX finds no cluster; set all three"
+        )
+    if not 0 <= index < count:
+        raise ValueError(
+            f"topology.process_id = {index} must be below topology.num_processes = {count}; they count from 0"
+        )
+    if not address.rpartition(":")[2].isdigit():
+        raise ValueError(f"topology.coordinator = {address!r} must be HOST:PORT of the first host")
+    return address, index, count, device_ids
+
+
+def _looks_like_a_cluster() -> bool:
+    """Whether JAX is worth asking: on a machine with TPUs, or in a step of several tasks of Slurm or Open MPI."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    tasks = (os.environ.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    has_tpus = cloud_tpu_init.running_in_cloud_tpu_vm and (not platforms or "tpu" in platforms)
+    return has_tpus or any(number.isdigit() and int(number) > 1 for number in tasks)
+
+
+def _key(workdir: pathlib.Path, *, timeout_s: float | None) -> bytes:
+    """The key of this run's hosts: made by the first, which passes None; read by the others, and empty if it does not appear."""
+    file = workdir / ".hosts"
+    if timeout_s is None:
+        if workdir.exists() and not workdir.is_dir():
+            raise ValueError(f"workdir {workdir} is a file; give a directory")
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            temporary = workdir / ".hosts.tmp"
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+                stream.write(secrets.token_bytes(32))
+            temporary.rename(file)
+        return file.read_bytes()
+    deadline_s = time.monotonic() + timeout_s
+    while not file.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return file.read_bytes() if file.exists() else b""
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise ValueError(
+            f"port {port} of the first host cannot be used ({error}); topology.coordinator needs its own port and the next one free"
+        ) from None
+
+
+class _Link:
+    """Messages over a connection: JSON, and bytes behind it. `send` may be called by several threads."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock, self._lock = sock, threading.Lock()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):  # a lost machine: 20 s
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, header: dict, buffers: Sequence = ()) -> None:
+        text = json.dumps(header).encode()
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        with self._lock:
+            self._sock.sendall(_HEAD.pack(len(text), sum(view.nbytes for view in views)) + text)
+            for view in views:
+                self._sock.sendall(view)
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict, bytearray]:
+        """The next message; with a timeout only one without bytes. EOFError at the end of the connection."""
+        self._sock.settimeout(timeout_s)
+        text_bytes, body_bytes = _HEAD.unpack(self._read(_HEAD.size))
+        if text_bytes > MAX_HEADER_BYTES or (timeout_s is not None and body_bytes):
+            raise OSError(f"a message of {text_bytes} + {body_bytes} bytes is none of ours")
+        return json.loads(self._read(text_bytes)), self._read(body_bytes)
+
+    def _read(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        while view:
+            received = self._sock.recv_into(view)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return data
