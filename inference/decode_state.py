@@ -40,6 +40,7 @@ class Prefix:
     cache: kv_cache.Cache
     last_token: jax.Array  # int32 [P]
     length: jax.Array  # int32 [P]
+    experts: tuple[jax.Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
     request: Request | None = None
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from flax import struct
 
 from inference import decode_state as state_lib
-from inference import kv_cache, proof_window, sampler
+from inference import kv_cache, proof_window, routing, sampler
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
@@ -49,6 +49,7 @@ class EngineConfig:
     prefill_batch: int  # prompts per prefill call
     steps_per_call: int  # decode steps between two looks by the host
     prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time, one prompt per call
+    routed_experts: bool = False  # record which experts each token went to
 
     def __post_init__(self):
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
@@ -89,6 +90,7 @@ class Result(engine_api.ResultTokens):
     # that want proofs.
     proof_indices: jax.Array  # int32 [2, B, k]
     proof_bits: jax.Array  # uint16 [2, B, k]
+    experts: jax.Array | None  # [B, K, L, X], if they are recorded
 
 
 class Engine(engine_api.Engine):
@@ -105,10 +107,13 @@ class Engine(engine_api.Engine):
         """`mesh` is one of the devices of this process; the first of them alone when None. `params` lie on it.
 
         Raises:
-          ValueError: the slots do not divide over the mesh, or it has a `context` axis.
+          ValueError: the slots do not divide over the mesh, it has a `context` axis, or experts that are not there are to be
+            recorded.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
+        if config.routed_experts and not routing.num_mixtures(model):
+            raise ValueError("inference.routed_experts is set and the model has no experts; leave it out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
 
@@ -117,16 +122,20 @@ class Engine(engine_api.Engine):
     def prefill_batch(self, params, tokens_PT, length_P) -> state_lib.Prefix:
         """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
         with self._on_mesh():
-            return _prefill(self.model, params, tokens_PT, length_P)
+            return _prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
 
-    def prefill_chunk(self, params, tokens_1T, start: int, cache: kv_cache.Cache | None) -> kv_cache.Cache:
+    def prefill_chunk(
+        self, params, tokens_1T, start: int, cache: kv_cache.Cache | None
+    ) -> tuple[kv_cache.Cache, tuple[jax.Array, ...]]:
         """Runs one chunk of one prompt behind its first `start` tokens, whose keys `cache` holds (None: start is 0).
 
-        [1, T], T = config.prefill_chunk. The cache is donated.
+        [1, T], T = config.prefill_chunk. The cache is donated. Returns the new one, and the chunk's piece of
+        `Prefix.experts`.
         """
         cache = self.empty_prefix() if cache is None else cache
         with self._on_mesh():
-            return _prefill_chunk(self.model, params, tokens_1T, np.array([start], np.int32), cache)
+            start_1 = np.array([start], np.int32)
+            return _prefill_chunk(self.model, self.config.routed_experts, params, tokens_1T, start_1, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """The keys of no prompt at all, with room for the longest one."""
@@ -147,7 +156,7 @@ class Engine(engine_api.Engine):
     ) -> state_lib.DecodeState:
         """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
         with self._on_mesh():
-            return _insert(prefix, rows, state, slots, request)
+            return _insert(prefix.replace(experts=()), rows, state, slots, request)
 
     def deactivate(self, state: state_lib.DecodeState, slots) -> state_lib.DecodeState:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
@@ -229,7 +238,9 @@ class Engine(engine_api.Engine):
     def generate(self, params, decode_state: state_lib.DecodeState):
         K = self.config.steps_per_call
         with self._on_mesh():
-            state, data, extras, proofs = _generate(self.model, K, self.config.max_model_len, params, decode_state)
+            state, data, extras, proofs, experts = _generate(
+                self.model, K, self.config.max_model_len, self.config.routed_experts, params, decode_state
+            )
         result = Result(
             data=data,
             tokens_idx=(0, K),
@@ -241,6 +252,7 @@ class Engine(engine_api.Engine):
             top_logps=extras[2],
             proof_indices=proofs[0],
             proof_bits=proofs[1],
+            experts=experts,
         )
         return state, result
 
@@ -294,22 +306,25 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(model, params, tokens_PT, length_P):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(model, routed, params, tokens_PT, length_P):
     P, T = tokens_PT.shape
     positions_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     start_P = jnp.zeros((P,), jnp.int32)
     cache = kv_cache.create(model, P, T)
-    _, cache = transformer.extend(params, model, tokens_PT, positions_PT, cache, kv_cache.attend_at(start_P))
+    attend = kv_cache.attend_at(start_P)
+    _, cache, experts = transformer.extend_routed(params, model, tokens_PT, positions_PT, cache, attend)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    return state_lib.placed(state_lib.Prefix(cache, last_P, length_P))
+    pieces = (routing.narrow(experts, model),) if routed else ()
+    return state_lib.placed(state_lib.Prefix(cache, last_P, length_P, pieces))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _prefill_chunk(model, params, tokens_1T, start_1, cache):
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+def _prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
     positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
-    cache = transformer.extend(params, model, tokens_1T, positions_1T, cache, kv_cache.attend_at(start_1))[1]
-    return state_lib.placed(cache)
+    attend = kv_cache.attend_at(start_1)
+    _, cache, experts = transformer.extend_routed(params, model, tokens_1T, positions_1T, cache, attend)
+    return state_lib.placed(cache), (routing.narrow(experts, model),) if routed else ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -352,12 +367,12 @@ def _top_values(state, slot_N, window_N, rows_N):
     return proof_window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _generate(model, num_steps, max_len, params, state):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _generate(model, num_steps, max_len, routed, params, state):
     """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp.
 
-    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for; and
-    (indices, bits) [2, B, k] of finished windows.
+    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for;
+    (indices, bits) [2, B, k] of finished windows; and, if `routed`, the experts [B, K, L, X] of the tokens that were run.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
@@ -368,8 +383,8 @@ def _generate(model, num_steps, max_len, params, state):
         return (step < jnp.minimum(num_steps, state.limit)) & jnp.any(state.active)
 
     def one(carry):
-        step, state, tokens, valid, logps, extras = carry
-        hidden_B1D, cache = transformer.extend(
+        step, state, tokens, valid, logps, extras, experts = carry
+        hidden_B1D, cache, chosen = transformer.extend_routed(
             params,
             model,
             state.token[:, None],
@@ -398,19 +413,22 @@ def _generate(model, num_steps, max_len, params, state):
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
+            experts.at[:, step].set(routing.narrow(chosen, model)[:, 0]) if routed else None,
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)
     zeros = jnp.zeros((B, num_steps), jnp.float32)
     wide = (B, num_steps, num_top)
     extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-    carry = (jnp.int32(0), state_lib.placed(state), blank, blank, zeros, extras)
-    _, state, tokens, valid, logps, extras = jax.lax.while_loop(more, one, carry)
+    shape = (B, num_steps, routing.num_mixtures(model), model.experts_per_token)
+    experts = jnp.zeros(shape, routing.dtype(model)) if routed else None
+    carry = (jnp.int32(0), state_lib.placed(state), blank, blank, zeros, extras, experts)
+    _, state, tokens, valid, logps, extras, experts = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
     there_2B, window_2B, rows_2B = proof_window.finished(start.generated, state.generated, start.active & ~state.active)
     proofs = proof_window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, proofs
+    return state, data, extras, proofs, experts
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

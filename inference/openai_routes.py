@@ -114,7 +114,7 @@ async def _answer_chat(server: service.Server, request: fastapi.Request, body: s
     _check_chat(body)
     if body.max_completion_tokens is not None:
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    asked = server.request(body, tokens, top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0)
+    asked = _asked(server, body, tokens, (body.top_logprobs or 0) if body.logprobs else 0)
     reader = _Reader(
         server.tokenizer,
         body.tools,
@@ -141,8 +141,8 @@ async def _answer_chat(server: service.Server, request: fastapi.Request, body: s
             "finish_reason": _finish_reason(completion.finish_reason, parsed),
             "logprobs": _chat_logprobs(server.tokenizer, completion) if body.logprobs else None,
         }
-        choices.append(choice | _ours(completion, body))
-    sent = head | {"choices": choices, "usage": _usage(asked, completions)}
+        choices.append(choice | _ours(server, completion, body))
+    sent = head | {"choices": choices, "usage": generate_routes.usage([(asked, completions)])}
     if body.return_token_ids:
         sent["prompt_token_ids"] = list(tokens)
     if asked.prompt_logprobs:
@@ -188,7 +188,7 @@ async def _chat_chunks(
             choice["token_ids"] = piece.tokens
         yield head | {"choices": [choice]}
     if body.stream_options and body.stream_options.include_usage:
-        yield head | {"choices": [], "usage": _usage(asked, pieces.completions)}
+        yield head | {"choices": [], "usage": generate_routes.usage([(asked, pieces.completions)])}
 
 
 def _check_chat(body: schemas.Chat) -> None:
@@ -272,7 +272,7 @@ async def _answer_completions(server: service.Server, request: fastapi.Request, 
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
     top = max(body.logprobs or 0, 0)
-    asked = [server.request(body, tokens, top_logprobs=top) for tokens in prompts]
+    asked = [_asked(server, body, tokens, top) for tokens in prompts]
     head = _head("text_completion", "cmpl", body.model or server.model_name)
     if body.stream:
         if len(asked) > 1:
@@ -295,9 +295,8 @@ async def _answer_completions(server: service.Server, request: fastapi.Request, 
             if one.prompt_logprobs:
                 scored = zip(one.tokens, completion.prompt_logprobs, strict=True)
                 choice["prompt_logprobs"] = [None, *({str(t): {"logprob": x}} for t, x in list(scored)[1:])]
-            choices.append(choice | _ours(completion, body))
-    usages = [_usage(one, done) for one, done in zip(asked, completions, strict=True)]
-    usage = {name: sum(u[name] for u in usages) for name in usages[0]}
+            choices.append(choice | _ours(server, completion, body))
+    usage = generate_routes.usage(list(zip(asked, completions, strict=True)))
     return responses.JSONResponse(head | {"choices": choices, "usage": usage})
 
 
@@ -319,7 +318,7 @@ async def _completion_chunks(server, pieces: "_Pieces", head: dict, body, asked)
         sent[index] = len(text)
         yield head | {"choices": [choice]}
     if body.stream_options and body.stream_options.include_usage:
-        yield head | {"choices": [], "usage": _usage(asked, pieces.completions)}
+        yield head | {"choices": [], "usage": generate_routes.usage([(asked, pieces.completions)])}
 
 
 async def _all(scheduler: scheduler_lib.Scheduler, asked: Sequence[scheduler_lib.GenerateRequest]):
@@ -359,7 +358,16 @@ def _head(kind: str, prefix: str, model: str) -> dict:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _ours(completion: scheduler_lib.Completion, body) -> dict:
+def _asked(server: service.Server, body: schemas.Sampling, tokens, top_logprobs: int) -> scheduler_lib.GenerateRequest:
+    """The request; experts are for who asks for them, or for token ids."""
+    if body.return_routed_experts and body.stream:
+        raise ValueError("return_routed_experts is not streamed; send stream = false")
+    if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
+        body = body.model_copy(update={"return_routed_experts": False})
+    return server.request(body, tokens, top_logprobs=top_logprobs)
+
+
+def _ours(server: service.Server, completion: scheduler_lib.Completion, body) -> dict:
     """What other clients ignore."""
     extra = {
         "policy_versions": generate_routes.policy_versions(completion),
@@ -369,12 +377,7 @@ def _ours(completion: scheduler_lib.Completion, body) -> dict:
         extra["token_ids"] = completion.tokens
     if completion.raw_logprobs:
         extra["untempered_logprobs"] = completion.raw_logprobs
-    return extra
-
-
-def _usage(asked: scheduler_lib.GenerateRequest, completions: Sequence[scheduler_lib.Completion]) -> dict:
-    num_prompt, num_new = len(asked.tokens), sum(len(c.tokens) for c in completions)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    return extra | generate_routes.experts(server, completion, body.routed_experts_prompt_start or 0)
 
 
 def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:

@@ -58,7 +58,7 @@ class PrefixCache:
         """Keeps what `row` of `prefix` holds of a prompt, which is all of it."""
         entry = self._entries.get(id(prefix))
         if entry is None:
-            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(prefix.cache))
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
             if num_bytes > self._max_bytes:
                 return
             while self.num_bytes + num_bytes > self._max_bytes:

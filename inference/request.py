@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
 MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
@@ -27,6 +29,7 @@ class GenerateRequest:
     raw_logprobs: bool = False  # also under softmax(logits), untempered and unfiltered
     top_logprobs: int = 0  # likeliest alternatives per token
     prompt_logprobs: bool = False
+    routed_experts: bool = False  # which experts each token went to; the engine must record them
 
     def check(self, vocab: int, max_len: int) -> None:
         """ValueError with the value and the rule, if a model of `vocab` entries and `max_len` positions cannot serve it."""
@@ -83,6 +86,9 @@ class Completion:
     # Per token the likeliest (id, log-probability), best first, if asked for.
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] | None = None  # one per prompt token, 0 for the first
+    num_cached: int = dataclasses.field(default=0, compare=False)  # prompt tokens whose keys were there already
+    # uint8 or uint16 [T, L, X], mixture layers, of all tokens but the last, which was not run; if asked for.
+    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
 
 _FIELDS = {"n": "num_samples"}

@@ -37,7 +37,7 @@ import numpy as np
 
 from inference import decode_state as state_lib
 from inference import engine as engine_lib
-from inference import prefix_cache, proof_window, toploc
+from inference import prefix_cache, proof_window, routing, toploc
 from inference import request as request_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
@@ -72,6 +72,7 @@ class _Job:
     row: int = 0
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
+    num_cached: int = 0
     num_started: int = 0
     num_running: int = 0
 
@@ -86,6 +87,7 @@ class _Sample:
     text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
     tail: str = ""  # of that text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
+    experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., L, X] of each call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +111,12 @@ class _Outcome:
 
 @dataclasses.dataclass(eq=False)
 class _LongPrompt:
-    """A prompt that is prefilled chunk by chunk; `cache` holds its first `num_done` tokens."""
+    """A prompt that is prefilled chunk by chunk; `cache` holds its first `num_done` tokens, `experts` where they went."""
 
     job: _Job
     cache: object
     num_done: int
+    experts: tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +205,11 @@ class Scheduler:
           Closed: `close` was called.
         """
         request.check(self._engine.model.vocab_size, self._engine.config.max_model_len)
+        if request.routed_experts and not self._engine.config.routed_experts:
+            raise ValueError(
+                "return_routed_experts = true, but this server does not record experts; start it with --routed_experts on a "
+                "model that has some"
+            )
         job = _Job(request, concurrent.futures.Future(), listener, [None] * request.num_samples, time.monotonic())
         with self._lock:
             if self._closing:
@@ -366,6 +374,7 @@ class Scheduler:
         while free and (job := self._next_job()):
             streams = self._engine.tokenizer.text_stream() if job.request.stop_texts else None
             completion = Completion([], [], [], job.prompt_version, prompt_logprobs=job.prompt_logprobs)
+            completion.num_cached = job.num_cached
             sample = _Sample(job, job.num_started, completion, streams)
             job.num_started += 1
             job.num_running += 1
@@ -443,11 +452,13 @@ class Scheduler:
         num_done = found.num_tokens if found else 0
         self._count_prompt(job, num_done)
         if num_done == len(job.request.tokens):
-            self._make_ready(job, _whole(job.request.tokens, found.prefix.cache), 0)  # maybe kept of a longer prompt
+            # Maybe kept of a longer prompt.
+            self._make_ready(job, _whole(job.request.tokens, found.prefix.cache, found.prefix.experts), 0)
         else:
             # A copy: the chunks that follow are written into it, and others may find what is kept.
             cache = jax.tree.map(jax.numpy.copy, found.prefix.cache) if found else None
-            self._long = _LongPrompt(job, cache, num_done)
+            num_chunks = num_done // self._engine.config.prefill_chunk
+            self._long = _LongPrompt(job, cache, num_done, found.prefix.experts[:num_chunks] if found else ())
 
     def _extend_long(self) -> None:
         """Runs the next chunk of the long prompt under way."""
@@ -458,11 +469,12 @@ class Scheduler:
         tokens_1T = np.zeros((1, chunk), np.int32)
         piece = tokens[long.num_done : long.num_done + chunk]
         tokens_1T[0, : len(piece)] = piece
-        long.cache = self._engine.prefill_chunk(self._params, tokens_1T, long.num_done, long.cache)
+        long.cache, experts = self._engine.prefill_chunk(self._params, tokens_1T, long.num_done, long.cache)
+        long.experts += experts
         long.num_done += len(piece)
         self.stats["prefill_chunks"] += 1
         if long.num_done == len(tokens):
-            prefix = _whole(tokens, long.cache)
+            prefix = _whole(tokens, long.cache, long.experts)
             self._prefixes.keep(tokens, self.version, prefix, 0)
             self._make_ready(long.job, prefix, 0)
             self._long = None
@@ -476,7 +488,7 @@ class Scheduler:
         return found is not None
 
     def _count_prompt(self, job: _Job, num_reused: int) -> None:
-        num_tokens = len(job.request.tokens)
+        num_tokens, job.num_cached = len(job.request.tokens), num_reused
         self.stats["prefix_queries"] += num_tokens
         self.stats["prefix_hits"] += num_reused
         self.stats["prompt_tokens"] += num_tokens - num_reused
@@ -506,6 +518,7 @@ class Scheduler:
         tops = None
         if any(s.job.request.top_logprobs for _, s in running):
             tops = np.asarray(result.top_ids), np.asarray(result.top_logps)
+        experts = np.asarray(result.experts) if any(s.job.request.routed_experts for _, s in running) else None
         finished, cut, windows = [], [], []
         for slot, sample in running:
             count = int(counts[slot])
@@ -523,6 +536,8 @@ class Scheduler:
                 sample.completion.raw_logprobs += raw[slot, : after - before].tolist()
             if sample.job.request.top_logprobs:
                 self._take_top(sample, tops[0][slot, : after - before], tops[1][slot, : after - before])
+            if sample.job.request.routed_experts:
+                sample.experts.append(experts[slot, : after - before])
             if sample.completion.finish_reason:
                 finished.append((slot, sample))
                 if active:
@@ -626,6 +641,9 @@ class Scheduler:
     def _finish(self, sample: _Sample) -> None:
         job = sample.job
         sample.completion.proofs = toploc.join(sample.proofs)
+        if job.request.routed_experts:
+            num_prompt = len(job.request.tokens)
+            sample.completion.experts = routing.of_sample(job.prefix.experts, job.row, num_prompt, sample.experts)
         job.completions[sample.index] = sample.completion
         self.stats["samples"] += 1
         all_there = all(c is not None for c in job.completions)
@@ -676,6 +694,6 @@ class Scheduler:
         return padded
 
 
-def _whole(tokens: Sequence[int], cache) -> state_lib.Prefix:
+def _whole(tokens: Sequence[int], cache, experts: tuple) -> state_lib.Prefix:
     """The prefix of one prompt whose keys `cache` holds."""
-    return state_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32))
+    return state_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)

@@ -38,6 +38,8 @@ class Sampling(Body):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     untempered_logprobs: bool | None = None  # ours
+    return_routed_experts: bool | None = None  # null: where the server records them
+    routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] | None = None  # tokens whose experts are known
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -109,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--mesh", default="", help="axes over this host's devices: tensor=4,expert=2,data=-1; none: one device"
     )
+    parser.add_argument("--routed_experts", action="store_true", help="record each token's experts, for router replay")
     parser.add_argument("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights")
     parser.add_argument("--drain_s", type=int, default=30, help="what requests in flight get on SIGTERM")
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
@@ -117,7 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options["mesh"] = mesh_lib.parse(args.mesh)
         config = engine_lib.EngineConfig(
-            args.num_slots, args.max_model_len, args.prefill_batch, args.steps_per_call, args.prefill_chunk
+            args.num_slots,
+            args.max_model_len,
+            args.prefill_batch,
+            args.steps_per_call,
+            args.prefill_chunk,
+            args.routed_experts,
         )
         sock = listening.listen(args.host, args.port)
         if args.weights:

@@ -90,6 +90,11 @@ class Server:
                 raise ValueError(
                     f"{name} = {getattr(sampling, name)} is not supported; leave it out, or send {neutral}"
                 )
+        if (sampling.routed_experts_prompt_start or 0) >= max(len(tokens), 1):
+            raise ValueError(
+                f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start} must be below the prompt's "
+                f"{len(tokens)} tokens"
+            )
         stop_ids = dict.fromkeys(sampling.stop_token_ids or ())
         if not sampling.ignore_eos:
             stop_ids |= dict.fromkeys(self.tokenizer.stop_ids)
@@ -107,6 +112,7 @@ class Server:
             "logit_bias": _bias(sampling.logit_bias or {}),
             "raw_logprobs": bool(sampling.untempered_logprobs),
             "prompt_logprobs": sampling.prompt_logprobs is not None,
+            "routed_experts": _given(sampling.return_routed_experts, self.engine.config.routed_experts),
         }
         return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
 

@@ -164,12 +164,17 @@ def test_a_chat_is_its_prompt_generated(ask, server):
         "prompt_tokens": len(prompt),
         "completion_tokens": num_new,
         "total_tokens": len(prompt) + num_new,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
+    again = chat(ask, return_token_ids=True, max_tokens=9, n=2, top_k=-1)
+    assert again["usage"] == reply["usage"] | {"prompt_tokens_details": {"cached_tokens": len(prompt)}}
+    assert plain["usage"] == again["usage"]
 
 
 def test_a_stream_puts_together_the_whole_answer(ask):
     fields = dict(max_tokens=21, n=2, logprobs=True, return_token_ids=True)
-    whole = chat(ask, **fields)
+    chat(ask, **fields)
+    whole = chat(ask, **fields)  # whose prompt is kept by now, as that of the stream will be
     chunks, usage = streamed(ask, stream_options={"include_usage": True}, **fields)
     assert usage == whole["usage"] and chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
@@ -377,7 +382,8 @@ def test_completions(ask):
     assert [c["index"] for c in many] == [0, 1, 2, 3] and many[0] == choice
     assert bytes(many[2]["prompt_token_ids"]) == b"bye"
     chunks, usage = streamed(ask, "/v1/completions", prompt="hello", seed=3, stream_options={"include_usage": True})
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"] and usage == reply["usage"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    assert usage == reply["usage"] | {"prompt_tokens_details": {"cached_tokens": 5}}
     for body, words in (
         ({"prompt": []}, "0 entries"),
         ({"prompt": ["a", "b"], "stream": True}, "one prompt at a time"),

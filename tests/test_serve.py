@@ -120,9 +120,12 @@ def test_the_reply_is_what_rl_clients_check(generate, server):
         assert choice["prompt_policy_version"] == server.scheduler.version
         assert len(base64.b64decode(choice["proofs"], validate=True)) == 258
         num_new += len(tokens)
-    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": num_new, "total_tokens": 5 + num_new}
+    usage = {"prompt_tokens": 5, "completion_tokens": num_new, "total_tokens": 5 + num_new}
+    assert reply["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     # The same seed, the same answer; sample i is a request of its own with seed + i.
-    assert generate(body, **sampling, stop_token_ids=[258, 256]).json() == reply
+    again = generate(body, **sampling, stop_token_ids=[258, 256]).json()
+    assert again["choices"] == reply["choices"]
+    assert again["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 5}}
     alone = generate(body, **(sampling | {"n": 1, "seed": 8}), stop_token_ids=[258, 256]).json()["choices"][0]
     assert alone == reply["choices"][1] | {"index": 0}
 

@@ -132,7 +132,7 @@ def test_the_state_stays_where_it_is(name, axes):
     state = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
     with jax.set_mesh(engine.mesh):
-        compiled = engine_lib._generate.lower(engine.model, 5, capacity, placed, state).compile()
+        compiled = engine_lib._generate.lower(engine.model, 5, capacity, False, placed, state).compile()
     came, went = compiled.input_shardings[0][1], compiled.output_shardings[0]
     same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
     assert all(jax.tree.leaves(same)), same
