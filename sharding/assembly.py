@@ -28,6 +28,7 @@ IN_FLIGHT_BYTES = 256 << 20
 NUM_THREADS = max(2, min(16, os.cpu_count() or 1))
 NUM_REQUESTS = 16  # at once: relays are far away, and their own pool has as many
 ALIGN_BYTES = 64  # an array that starts at a multiple of this becomes an array of a CPU device without a copy
+HUGE_BYTES = 2 << 20  # a page, where numpy asks for huge ones: arrays that start elsewhere have small ones at both ends
 MAX_CHAIN = 1000  # versions between a delta and its snapshot
 
 Region = chunks.Region
@@ -151,10 +152,11 @@ def read(
 
 
 def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
-    """Fresh memory at a multiple of `ALIGN_BYTES`."""
+    """Fresh memory at a multiple of `ALIGN_BYTES`, where it is large of `HUGE_BYTES`."""
     size = math.prod(shape) * kind.itemsize
-    memory = np.empty(size + ALIGN_BYTES, np.uint8)
-    start = -memory.ctypes.data % ALIGN_BYTES
+    align = HUGE_BYTES if size >= HUGE_BYTES else ALIGN_BYTES
+    memory = np.empty(size + align, np.uint8)
+    start = -memory.ctypes.data % align
     return memory[start : start + size].view(kind).reshape(shape)
 
 
@@ -252,10 +254,10 @@ class _Job:
         o = self._objects[f"tensors/{tensor.name}/{'.'.join(['c', *map(str, index)])}"]
         if slot is not None:
             into = [memoryview(slot), memoryview(bytearray(manifest.CRC_BYTES))]
-            self._source.read(self._way.snapshot.version, o.path, size=o.size, sha256=o.sha256, into=into)
+            self._source.read(self._way.snapshot.version, o, into)
             self._count(o.size)
             return slot
-        data = self._source.read(self._way.snapshot.version, o.path, size=o.size, sha256=o.sha256)
+        data = source_lib.read(self._source, self._way.snapshot.version, o)
         self._count(o.size)
         return np.frombuffer(data, np.uint8)[: -manifest.CRC_BYTES]
 
@@ -267,7 +269,7 @@ class _Job:
         whole = tuple(slice(0, n) for n in part.shape)
         return chunks.raw(part, whole, tensor.chunk)
 
-    def _pack(self, link: int, number: int) -> bytes:
+    def _pack(self, link: int, number: int) -> bytearray:
         """An object of deltas, fetched by the first that needs it and held until the last has had it."""
         o, version = self._way.chain[link].objects[number], self._way.chain[link].version
         with self._lock:
@@ -277,7 +279,7 @@ class _Job:
                 future = self._packs[link, number] = concurrent.futures.Future()
         if first:
             try:
-                future.set_result(self._source.read(version, o.path, size=o.size, sha256=o.sha256))
+                future.set_result(source_lib.read(self._source, version, o))
                 self._count(o.size)
             except BaseException as error:  # not handled here: everyone who waits for it must see it
                 future.set_exception(error)

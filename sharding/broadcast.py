@@ -25,7 +25,6 @@ import hashlib
 import os
 import pathlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -35,7 +34,7 @@ import jax
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import assembly, chunks, journal, manifest, publication, transfer, writer
+from sharding import assembly, atomic_file, chunks, journal, manifest, publication, transfer, writer
 from sharding import source as source_lib
 
 DTYPES = publication.DTYPES
@@ -178,7 +177,7 @@ def verify(
             if o.path.endswith("/zarr.json") or target.base is None and o.path.startswith("deltas/")
         ]
         for o in others:
-            opened.read(target.version, o.path, size=o.size, sha256=o.sha256)
+            source_lib.read(opened, target.version, o)
         return target
 
 
@@ -380,29 +379,18 @@ class _Cached:
         self._source, self._directory = source, pathlib.Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def read(
-        self, version: int, path: str, *, size: int, sha256: str, into: Sequence[memoryview] | None = None
-    ) -> bytes:
-        data = self._read(version, path, size, sha256)
-        if into is None:
-            return data
-        transfer.Target(into).put(0, memoryview(data))
-        return b""
-
-    def _read(self, version: int, path: str, size: int, sha256: str) -> bytes:
-        kept = self._directory / f"{sha256}.object"
+    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        kept = self._directory / f"{entry.sha256}.object"
         if kept.exists():
             data = kept.read_bytes()
-            if hashlib.sha256(data).hexdigest() == sha256:
-                return data
-        data = self._source.read(version, path, size=size, sha256=sha256)
-        temporary = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
-        temporary.write_bytes(data)
-        os.rename(temporary, kept)
-        return data
+            if hashlib.sha256(data).hexdigest() == entry.sha256:
+                transfer.Target.of(entry, into).put(0, memoryview(data))
+                return
+        self._source.read(version, entry, into)
+        atomic_file.write(kept, *into)
 
     def clear(self) -> None:
-        for path in [*self._directory.glob("*.object"), *self._directory.glob("*.tmp")]:
+        for path in [*self._directory.glob("*.object"), *self._directory.glob(atomic_file.LEFTOVERS)]:
             path.unlink(missing_ok=True)
 
 

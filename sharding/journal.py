@@ -78,19 +78,5 @@ def parse_journal(data: bytes) -> tuple[list[Object], int]:
         raise CorruptSource(f"journal line is no JSON: {error}") from error
 
 
-def part(
-    path: str, size: int, offset: int, length: int | None, into: Sequence[memoryview] | None = None
-) -> slice | None:
-    """What of an object is asked for, None for all of it; ValueError for what cannot be."""
-    if not is_object_path(path):
-        raise ValueError(f"object path {path!r} is no path of plain segments")
-    stop = size if length is None else offset + length
-    if not 0 <= offset <= stop <= size:
-        raise ValueError(f"bytes {offset}..{stop} of {path} are not within its {size} bytes")
-    if into is not None and ((offset, stop) != (0, size) or sum(memoryview(view).nbytes for view in into) != size):
-        raise ValueError(f"`into` is for all {size} bytes of {path}: pass views of as many bytes, and no part")
-    return None if (offset, stop) == (0, size) else slice(offset, stop)
-
-
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
     return FileNotFoundError(f"no version {version} under {where}; it holds {list(known)}")

@@ -1,7 +1,8 @@
 """A socket to serve HTTP on, and its URL: shared by relays, rollout servers, the orchestrator and the validator. Imports no jax."""
 
-import os
 import socket
+
+from sharding import atomic_file
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -28,6 +29,4 @@ def address(sock: socket.socket) -> str:
 
 def announce(path: str, sock: socket.socket) -> None:
     """Writes the address into a file that appears whole: who waits for it may read it at once."""
-    with open(f"{path}.tmp", "w") as file:
-        file.write(address(sock))
-    os.replace(f"{path}.tmp", path)
+    atomic_file.write(path, address(sock).encode())

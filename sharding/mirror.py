@@ -204,7 +204,7 @@ class Mirror:
             self._store.add(number, entry, None)
         else:
             data = self._buffer(entry.size)
-            self.upstream.read(number, entry.path, size=entry.size, sha256=entry.sha256, into=[data])
+            self.upstream.read(number, entry, [data])
             try:
                 self._store.add(number, entry, data)
             except OSError as error:

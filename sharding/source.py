@@ -1,7 +1,7 @@
 """Where published versions are read from: a directory, a bucket, or relays (`sharding/swarm.py`).
 
 `open` gives a `Source`. Nothing leaves it unverified: a manifest is parsed (and, with `trusted_key`, its signature
-checked) and an object hashed before it is returned; a part of an object costs the whole object.
+checked) and an object is hashed before the read returns.
 """
 
 import builtins
@@ -31,17 +31,13 @@ class Source(Protocol):
 
     def manifest(self, version: int) -> manifest_lib.Manifest: ...
 
-    def read(
-        self,
-        version: int,
-        path: str,
-        *,
-        size: int,
-        sha256: str,
-        offset: int = 0,
-        length: int | None = None,
-        into: Sequence[memoryview] | None = None,
-    ) -> bytes: ...
+    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        """Fills `into`, writable views of `entry.size` bytes together, with an object that has the SHA-256 of the entry.
+
+        `CorruptSource` where whoever has it delivers something else, `FileNotFoundError` where nobody has it, `Unavailable`
+        where nobody delivers in time. After an error the views hold anything.
+        """
+        ...
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing: ...
 
@@ -80,6 +76,13 @@ def open(
     if schemes <= {"gs", "s3", "file", "memory"}:
         return Bucket(sources[0], trusted_key)
     raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
+
+
+def read(source: Source, version: int, entry: journal.Object) -> bytearray:
+    """An object of a source, in memory of its own."""
+    data = bytearray(entry.size)
+    source.read(version, entry, [memoryview(data)])
+    return data
 
 
 # ---- a directory -----------------------------------------------------------------------------------------------------
@@ -133,28 +136,16 @@ class Directory:
                 return entries, complete
             time.sleep(POLL_S)
 
-    def read(
-        self,
-        version: int,
-        path: str,
-        *,
-        size: int,
-        sha256: str,
-        offset: int = 0,
-        length: int | None = None,
-        into: Sequence[memoryview] | None = None,
-    ) -> bytes:
-        part = journal.part(path, size, offset, length, into)
-        full = self.root / journal.dirname(version) / path
+    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        target = transfer.Target.of(entry, into)
+        full = self.root / journal.dirname(version) / entry.path
         try:
             with builtins.open(full, "rb", buffering=0) as file:
                 actual_size = os.fstat(file.fileno()).st_size
-                if actual_size != size:
-                    raise journal.CorruptSource(f"object {full} has {actual_size} bytes, not {size}")
-                data = file.read(size) if into is None else b""
-                target = transfer.Target([data] if into is None else into)
+                if actual_size != entry.size:
+                    raise journal.CorruptSource(f"object {full} has {actual_size} bytes, not {entry.size}")
                 position = 0
-                while into is not None and position < size and (n := file.readinto(target.at(position, size))):
+                while position < entry.size and (n := file.readinto(target.at(position, entry.size))):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
@@ -162,12 +153,11 @@ class Directory:
                     f"{full.parent} was deleted while it was read: pull the newest, or raise keep"
                 ) from error
             raise journal.CorruptSource(f"object {full} is missing") from error
-        self._counters["num_bytes"] += size
+        self._counters["num_bytes"] += entry.size
         actual = target.sha256()
-        if actual != sha256:
+        if actual != entry.sha256:
             self._counters["num_bad_objects"] += 1
-            raise journal.CorruptSource(f"object {full} has sha256 {actual}, not {sha256}")
-        return data if part is None else data[part]
+            raise journal.CorruptSource(f"object {full} has sha256 {actual}, not {entry.sha256}")
 
     def stats(self) -> dict[str, Any]:
         return {"source": str(self.root), **self._counters}
@@ -280,34 +270,21 @@ class Bucket:
                 return entries, complete
             time.sleep(min(1.0, max(0.0, deadline_s - time.monotonic())))
 
-    def read(
-        self,
-        version: int,
-        path: str,
-        *,
-        size: int,
-        sha256: str,
-        offset: int = 0,
-        length: int | None = None,
-        into: Sequence[memoryview] | None = None,
-    ) -> bytes:
-        part = journal.part(path, size, offset, length, into)
+    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        target = transfer.Target.of(entry, into)
+        where = f"{self.url}{journal.dirname(version)}/{entry.path}"
         for _ in range(MAX_TRIES):
-            data = self._get(f"{journal.dirname(version)}/{path}")
+            data = self._get(f"{journal.dirname(version)}/{entry.path}")
             if data is None:
-                raise FileNotFoundError(
-                    f"{self.url}{journal.dirname(version)}/{path} is not there: pull the newest version"
-                )
+                raise FileNotFoundError(f"{where} is not there: pull the newest version")
             actual = hashlib.sha256(data).hexdigest()
-            if actual == sha256 and len(data) == size:
-                self._counters["num_bytes"] += size
-                if into is not None:
-                    transfer.Target(into).put(0, memoryview(data))
-                    return b""
-                return data if part is None else data[part]
+            if actual == entry.sha256 and len(data) == entry.size:
+                self._counters["num_bytes"] += entry.size
+                target.put(0, memoryview(data))
+                return
             self._counters["num_bad_objects"] += 1
         raise journal.CorruptSource(
-            f"object {self.url}{journal.dirname(version)}/{path} has {len(data)} bytes with sha256 {actual}, not {size} with {sha256}"
+            f"object {where} has {len(data)} bytes with sha256 {actual}, not {entry.size} with {entry.sha256}"
         )
 
     def stats(self) -> dict[str, Any]:

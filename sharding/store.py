@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 
-from sharding import journal
+from sharding import atomic_file, journal
 from sharding import manifest as manifest_lib
 
 
@@ -90,7 +90,7 @@ class Store:
 
     def _recover(self, number: int, trusted_key: str | None) -> int:
         directory = self.root / journal.dirname(number)
-        for leftover in directory.rglob(".part-*"):
+        for leftover in directory.rglob(atomic_file.LEFTOVERS):
             leftover.unlink()
         manifest = None
         try:
@@ -183,17 +183,10 @@ class Store:
             if self._max_bytes is not None and used + len(data) > self._max_bytes:
                 raise OSError(errno.EDQUOT, f"{name}: {len(data)} bytes more would exceed max_bytes {self._max_bytes}")
             self._reserved_bytes += len(data)
-        temporary = directory / f".part-{next(self._names)}"
         try:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb", buffering=0) as file:
-                view = memoryview(data)
-                while view:  # a full disk may take a part, and say so only at the next write
-                    view = view[file.write(view) :]
-            os.rename(temporary, directory / name)
+            atomic_file.write(directory / name, data)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
             with self.lock:
                 self._reserved_bytes -= len(data)
 

@@ -2,12 +2,8 @@
 
 An object takes this way:
 
-1. It is cut into ranges of `piece_bytes`; all of them are fetched at the same time into one buffer.
-2. Each range asks one relay, drawn by `sharding/choice.py`.
-3. A connection that breaks keeps what it brought; the rest is asked of another relay.
-4. A range that lags far behind what another relay would need is fetched there too; the first to end wins and the loser
-   is cut off. No byte of a loser can reach the buffer afterwards.
-5. The SHA-256 of the whole is compared. If it is wrong and came from one relay, that relay lied; if it came from several,
+1. `sharding/gathering.py` fetches it in ranges, each from a relay drawn by `sharding/choice.py`.
+2. The SHA-256 of the whole is compared. If it is wrong and came from one relay, that relay lied; if it came from several,
    one relay at a time is asked for the whole, and those whose ranges differ from the right bytes lied. A liar is counted
    and suspended. It cannot make an object wrong, nor a read fail while an honest relay lives.
 
@@ -17,9 +13,9 @@ Left out: discovering relays (a list is configuration), and peers serving peers,
 
 import collections
 import concurrent.futures
-import dataclasses
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -28,15 +24,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharding import choice as choice_lib
-from sharding import journal, transfer
+from sharding import gathering, journal, ramp, transfer
 from sharding import manifest as manifest_lib
 
 MIN_BYTES_PER_S = 32_000  # below this an object is given up: a 4 MB chunk may take two minutes
 MAX_LIES_PER_OBJECT = 3  # how often one object may arrive wrong from the only relay: wires flip bits, too
+FEW_READS = max(4, 2 * (os.cpu_count() or 1))
+QUICK_S = 0.1  # 4 MB at 40 MB/s
 MAX_LISTED = 4096
 MANIFESTS_AT_ONCE = 3
-FLYING_PER_OBJECT = 8
-WHOLE_BYTES = 256 << 20  # kept of objects of which parts are read
 COUNTERS = ("num_bytes", "num_objects", "num_bad_objects", "num_resumed", "num_hedges", "num_hedges_won")
 
 
@@ -50,6 +46,7 @@ class Relays:
         self._pieces = concurrent.futures.ThreadPoolExecutor(self.options.parallel, "weights-piece")
         # apart, or hedges would queue behind those that hang
         self._hedges = concurrent.futures.ThreadPoolExecutor(self.options.parallel, "weights-hedge")
+        self._ramp = ramp.Ramp(FEW_READS, QUICK_S)
         self.is_closed = False
         self._closing = threading.Lock()
         self._trusted_key = trusted_key
@@ -57,7 +54,6 @@ class Relays:
         self._lock = threading.Lock()  # of what follows
         self._polls: dict[transfer.Relay, tuple[transfer.Get, concurrent.futures.Future]] = {}
         self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
-        self._whole: collections.OrderedDict[tuple, bytes] = collections.OrderedDict()
         self._phantoms: dict[int, float] = {}  # versions that were claimed and not delivered, until when to ignore them
         self._counters = collections.Counter()
 
@@ -291,58 +287,33 @@ class Relays:
 
     # -- objects
 
-    def read(
-        self,
-        version: int,
-        path: str,
-        *,
-        size: int,
-        sha256: str,
-        offset: int = 0,
-        length: int | None = None,
-        into: Sequence[memoryview] | None = None,
-    ) -> bytes:
-        """`length` bytes from `offset` of an object whose size and SHA-256 the manifest gives, verified as a whole.
+    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        target = transfer.Target.of(entry, into)
+        with self._ramp.admitted():
+            self._read(version, entry, target)
 
-        `CorruptSource` where every relay that has it delivers something else, `FileNotFoundError` where none has it,
-        `Unavailable` where none delivers in time. `into`: writable views of `size` bytes together, which are filled instead of
-        new memory (then b"" is returned); after an error they hold anything.
-        """
-        part = journal.part(path, size, offset, length, into)
-        if part is None:
-            return self._read(version, path, size, sha256, into)
-        key = (version, path, sha256)
-        with self._lock:
-            data = self._whole.get(key)
-        if data is None:  # rows for one host of many: its next rows are likely in the same object
-            data = self._read(version, path, size, sha256)
-            with self._lock:
-                self._whole[key] = data
-                while len(self._whole) > 1 and sum(map(len, self._whole.values())) > WHOLE_BYTES:
-                    self._whole.popitem(last=False)
-        return data[part]
-
-    def _read(self, version: int, path: str, size: int, sha256: str, into: Sequence[memoryview] | None = None) -> bytes:
-        deadline_s = time.monotonic() + self.options.patience_s + size / MIN_BYTES_PER_S
-        name = f"/{journal.dirname(version)}/{path}"
-        mixed: list[tuple[bytes, list[_Part]]] = []  # what several relays together delivered, and was wrong
+    def _read(self, version: int, entry: journal.Object, target: transfer.Target) -> None:
+        deadline_s = time.monotonic() + self.options.patience_s + entry.size / MIN_BYTES_PER_S
+        name = f"/{journal.dirname(version)}/{entry.path}"
+        mixed: list[tuple[bytes, list[gathering.Part]]] = []  # what several relays together delivered, and was wrong
         lies, only = collections.Counter(), None
-        if size == 0 and sha256 != hashlib.sha256().hexdigest():
-            raise journal.CorruptSource(f"object {path} of version {version} has no bytes, and sha256 {sha256}")
+        if entry.size == 0 and entry.sha256 != hashlib.sha256().hexdigest():
+            raise journal.CorruptSource(
+                f"object {entry.path} of version {version} has no bytes, and sha256 {entry.sha256}"
+            )
         while True:
-            target = transfer.Target([memoryview(bytearray(size))] if into is None else into)
             try:
-                parts = _Gathering(self, version, name, target, deadline_s, only).run()
+                parts = gathering.Gathering(self, version, name, target, deadline_s, only).run()
             except transfer.Failed:
                 parts = None  # the one relay that was to deliver all of it does not
             actual = None if parts is None else target.sha256()
-            if actual == sha256:
+            if actual == entry.sha256:
                 right = target.copy() if mixed else b""
                 for relay in {p.relay for other, ps in mixed for p in ps if not p.agrees(other, right)}:
                     self.choice.convict(relay, f"{name} differs from what was published")
-                self.count("num_bytes", size)
+                self.count("num_bytes", entry.size)
                 self.count("num_objects", 1)
-                return b"" if into is not None else target.copy()
+                return
             if parts is not None:
                 self.count("num_bad_objects", 1)
                 relays = {p.relay for p in parts}
@@ -351,15 +322,15 @@ class Relays:
                 else:
                     (relay,) = relays
                     lies[relay] += 1
-                    self.choice.convict(relay, f"{name} has sha256 {actual}, not {sha256}")
+                    self.choice.convict(relay, f"{name} has sha256 {actual}, not {entry.sha256}")
             honest = [r for r in self.relays if not lies[r]]
             if not honest and max(lies.values()) >= MAX_LIES_PER_OBJECT:
                 raise journal.CorruptSource(
-                    f"object {path} of version {version} is wrong wherever it was asked for: {self.choice.reasons()}"
+                    f"object {entry.path} of version {version} is wrong wherever it was asked for: {self.choice.reasons()}"
                 )
             if time.monotonic() > deadline_s:
                 raise journal.Unavailable(
-                    f"object {path} of version {version} did not come in time: {self.choice.reasons()}"
+                    f"object {entry.path} of version {version} did not come in time: {self.choice.reasons()}"
                 )
             only = self.choice.choose(version, set(lies) if honest else ())
 
@@ -396,135 +367,3 @@ class Relays:
         self._asks.shutdown(wait=False)
         self._pieces.shutdown(wait=False)
         self._hedges.shutdown(wait=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Where the bytes [start, stop) of a buffer came from."""
-
-    start: int
-    stop: int
-    relay: transfer.Relay
-
-    def agrees(self, data: bytes, right: bytes) -> bool:
-        return data[self.start : self.stop] == right[self.start : self.stop]
-
-
-class _Gathering:
-    """One object being fetched into `target`; used by one thread, which hands ranges to the pool and waits."""
-
-    def __init__(
-        self,
-        relays: Relays,
-        version: int,
-        name: str,
-        target: transfer.Target,
-        deadline_s: float,
-        only: transfer.Relay | None,
-    ):
-        self._source, self._choice, self._version, self._name, self._target = (
-            relays,
-            relays.choice,
-            version,
-            name,
-            target,
-        )
-        self._deadline_s, self._only = deadline_s, only
-        step, size = relays.options.piece_bytes, len(target)
-        self._todo = collections.deque((start, min(start + step, size)) for start in range(0, size, step))
-        self._flying: dict[concurrent.futures.Future, transfer.Get] = {}
-        self._num_missing = collections.Counter()
-        self._num_failed = 0
-        self._parts: list[_Part] = []
-
-    def run(self) -> list[_Part]:
-        """The parts that fill the target; `Failed` when `only` was asked for and is not up to it."""
-        if not self._todo:  # an empty object is fetched from nowhere; its hash is checked all the same
-            return [_Part(0, 0, self._source.relays[0])]
-        try:
-            while self._todo or self._flying:
-                while self._todo and len(self._flying) < FLYING_PER_OBJECT:
-                    relay = self._only or self._choice.choose(self._version, wait=not self._flying)
-                    if relay is None:
-                        break
-                    self._launch(relay, *self._todo.popleft())
-                done, _ = concurrent.futures.wait(self._flying, 0.05, concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    if future in self._flying:  # its twin may have ended in the same moment
-                        self._settle(future)
-                if not done:
-                    self._hedge()
-                if self._source.is_closed:
-                    raise journal.Unavailable(f"the source was closed while {self._name} was read")
-                if time.monotonic() > self._deadline_s:
-                    raise journal.Unavailable(f"{self._name} did not come in time: {self._choice.reasons()}")
-            return self._parts
-        finally:
-            for get in self._flying.values():
-                get.abort()
-
-    def _launch(self, relay: transfer.Relay, start: int, stop: int, twin: transfer.Get | None = None) -> None:
-        where = {"target": self._target, "origin": start}
-        if twin is not None:  # apart: until one of the two is cut off, both write
-            where = {"target": transfer.Target([memoryview(bytearray(stop - start))])}
-        get = transfer.Get(relay, self._name, start=start, stop=stop, total=len(self._target), twin=twin, **where)
-        if twin is not None:
-            twin.twin = get
-        self._flying[self._source.submit(get)] = get
-
-    def _settle(self, future: concurrent.futures.Future) -> None:
-        get = self._flying.pop(future)
-        try:
-            future.result()
-        except transfer.Failed as error:
-            self._fail(get, error)
-            return
-        self._choice.observe(get.relay, True, get.received, get.seconds)
-        if get.twin is not None:  # cut off before what it wrote is overwritten
-            self._cut(get.twin)
-        if get.is_hedge:
-            self._source.count("num_hedges_won", 1)
-            if get.twin is not None:
-                self._parts.append(_Part(get.twin.start, get.start, get.twin.relay))
-            self._target.put(get.start, get.target.at(0, len(get.target)))
-        self._parts.append(_Part(get.start, get.stop, get.relay))
-
-    def _fail(self, get: transfer.Get, error: transfer.Failed) -> None:
-        self._choice.failed(get.relay, error, get.received, get.seconds, self._version)
-        self._num_failed += 1
-        if isinstance(error, transfer.Missing):
-            self._num_missing[get.relay] += 1
-            if all(self._num_missing[relay] >= 2 for relay in self._source.relays):
-                raise FileNotFoundError(f"{self._name} is on none of {self._choice.urls()}: was the version deleted?")
-        twin, get.twin = get.twin, None
-        if twin is not None:
-            twin.twin = None
-        if get.is_hedge:
-            if twin is None:  # the one it was to help failed before, and left this range to it
-                self._todo.appendleft((get.start, get.stop))
-        elif twin is not None:
-            self._parts.append(_Part(get.start, twin.start, get.relay))  # the rest is the twin's
-        else:
-            if get.received:
-                self._source.count("num_resumed", 1)
-                self._parts.append(_Part(get.start, get.start + get.received, get.relay))
-            if get.start + get.received < get.stop:
-                self._todo.appendleft((get.start + get.received, get.stop))
-        if self._only is not None and self._num_failed >= 3:
-            raise error
-
-    def _hedge(self) -> None:
-        if self._only is not None:
-            return
-        for get in list(self._flying.values()):
-            if get.twin is None and not get.is_hedge and get.is_straggling(self._source.relays):
-                other = self._choice.choose(self._version, {get.relay}, wait=False)
-                start = get.start + get.received
-                if other is not None and start < get.stop:
-                    self._source.count("num_hedges", 1)
-                    self._launch(other, start, get.stop, twin=get)
-
-    def _cut(self, get: transfer.Get) -> None:
-        get.abort()
-        self._choice.observe(get.relay, None, get.received, get.seconds)
-        self._flying = {future: other for future, other in self._flying.items() if other is not get}

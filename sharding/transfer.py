@@ -35,6 +35,16 @@ class Options:
 class Target:
     """Writable bytes in one or several pieces, addressed as one: where an object is received."""
 
+    @classmethod
+    def of(cls, entry: journal.Object, views: Sequence[memoryview]) -> "Target":
+        """For a read of `entry`; ValueError where that is no object, or the views are not of its size."""
+        target = cls(views)
+        if not journal.is_object_path(entry.path):
+            raise ValueError(f"object path {entry.path!r} is no path of plain segments")
+        if len(target) != entry.size:
+            raise ValueError(f"{entry.path} has {entry.size} bytes: pass views of as many together, not {len(target)}")
+        return target
+
     def __init__(self, views: Sequence[memoryview]):
         self._views = [memoryview(view).cast("B") for view in views if len(view)]
         self._starts = list(itertools.accumulate(map(len, self._views), initial=0))

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import tensorstore as ts
 
-from sharding import journal
+from sharding import atomic_file, journal
 
 Buffer = bytes | memoryview | np.ndarray
 
@@ -112,9 +112,7 @@ class Directory:
         (self._directory / path).unlink()
 
     def finish(self, manifest: bytes) -> None:
-        temporary = self._directory / ".tmp-manifest.json"
-        temporary.write_bytes(manifest)
-        os.rename(temporary, self._directory / "manifest.json")
+        atomic_file.write(self._directory / "manifest.json", manifest)
 
     def abort(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

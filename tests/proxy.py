@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from sharding import journal, listening
 from sharding import manifest as manifest_lib
 from sharding import relay as relay_lib
+from sharding import source as source_lib
 
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
@@ -96,7 +97,7 @@ def publish(root, version, objects, /, **fields) -> None:
 def read_all(source, version, objects) -> dict[str, bytes]:
     listed = json.loads(source.manifest_bytes(version))["objects"]
     assert [o["path"] for o in listed] == list(objects)
-    return {o["path"]: source.read(version, o["path"], size=o["size"], sha256=o["sha256"]) for o in listed}
+    return {o["path"]: source_lib.read(source, version, journal.Object(**o)) for o in listed}
 
 
 def wait_until(condition, timeout_s=10.0, what=""):

@@ -225,9 +225,9 @@ class _Counting(source.Directory):
         super().__init__(str(root), key)
         self.paths = []
 
-    def read(self, version, path, **expected):
-        self.paths.append((version, path))
-        return super().read(version, path, **expected)
+    def read(self, version, entry, into):
+        self.paths.append((version, entry.path))
+        super().read(version, entry, into)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -411,7 +411,7 @@ STAGES = {  # the calls before and after which a publisher is killed, in order o
     "its journal line": ("writer.Directory", "note", 3),
     "the last object": ("writer.Directory", "put", 4),
     "manifest": ("writer.Directory", "finish", 1),
-    "manifest renamed": ("os", "rename", 1),
+    "manifest renamed": ("os", "replace", 1),
     "an old version": ("publication", "_unneeded", 1),
 }
 KILLS = [(stage, when) for stage in STAGES for when in ("before", "after")]
@@ -990,10 +990,10 @@ def test_a_pull_that_was_killed_goes_on_where_it_was(tmp_path):
     broadcast.publish(tree, 0, tmp_path / "root")
 
     class Dying(_Counting):
-        def read(self, version, path, **expected):
+        def read(self, version, entry, into):
             if len(self.paths) == 3:
                 raise FileNotFoundError("the line went dead")
-            return super().read(version, path, **expected)
+            super().read(version, entry, into)
 
     first, cache = Dying(tmp_path / "root"), tmp_path / "cache"
     with pytest.raises(FileNotFoundError, match="went dead"):

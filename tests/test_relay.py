@@ -248,7 +248,7 @@ def test_killed_and_started_again_it_goes_on_where_it_was(pub, tmp_path):
             process.wait()
             process.stdin.close()
         assert not (directory / "manifest.json").exists()
-        (directory / ".part-77").write_bytes(b"half of something")
+        (directory / ".c.0-0123456789abcdef.tmp").write_bytes(b"half of something")
         kept = sorted(directory.rglob("c.*"))
         kept[0].write_bytes(b"rotten")
         with open(directory / "objects.jsonl", "a") as file:
@@ -276,7 +276,7 @@ def test_killed_and_started_again_it_goes_on_where_it_was(pub, tmp_path):
         finally:
             process.stdin.close()  # --exit_with_parent
             assert process.wait(10) == 0
-    assert not list(directory.rglob(".part*"))
+    assert not list(directory.rglob(".*.tmp"))
 
 
 def test_rot_in_a_complete_version_is_found_at_the_start(pub, tmp_path):
@@ -629,12 +629,12 @@ def test_an_origin_keeps_what_it_saw_grow(tmp_path):
 def test_half_an_object_is_never_there(tmp_path, monkeypatch):
     """Whatever call to the disk fails: the object is not exposed, nor under its name, nor left behind."""
     good = store.journal.parse_object(proxy.entry("a/b", b"x" * 1000))
-    for name in ("rename", "truncate_journal"):
+    for name in ("replace", "truncate_journal"):
         held = store.Store(tmp_path / name)
         held.recover()
         with monkeypatch.context() as patch:
-            if name == "rename":
-                patch.setattr(os, "rename", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            if name == "replace":
+                patch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             else:
                 patch.setattr(
                     store, "_append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -642,7 +642,7 @@ def test_half_an_object_is_never_there(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space"):
                 held.add(3, good, b"x" * 1000)
         assert not held.has(3, good) and held.object(3, "a/b") is None and held.num_bytes == 0
-        assert not list(pathlib.Path(tmp_path / name).rglob(".part*"))
+        assert not list(pathlib.Path(tmp_path / name).rglob(".*.tmp"))
         held.add(3, good, b"x" * 1000)
         assert held.has(3, good) and held.num_bytes == 1000
         held.close()

@@ -1,6 +1,7 @@
 """Sources hand out verified bytes or a clear error, whoever lies, lags or dies."""
 
 import collections
+import dataclasses
 import http.server
 import json
 import os
@@ -40,9 +41,8 @@ def tamper(root, target, version=0, flip=100):
 BIG = "tensors/t0/c.0"
 
 
-def read(opened, objects, path, **part):
-    data = objects[path]
-    return opened.read(0, path, **{k: v for k, v in proxy.entry(path, data).items() if k != "path"}, **part)
+def read(opened, objects, path):
+    return source.read(opened, 0, journal.Object(**proxy.entry(path, objects[path])))
 
 
 # ---- what is opened, and what is refused before ----------------------------------------------------------------------
@@ -145,8 +145,6 @@ def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
     opened = source.open(tamper(root, tmp_path / "bad"))
     with pytest.raises(journal.CorruptSource, match="sha256"):
         read(opened, objects, "tensors/t3/c.0")
-    with pytest.raises(journal.CorruptSource, match="sha256"):  # the wrong bit lies outside of the part
-        read(opened, objects, "tensors/t3/c.0", offset=200, length=10)
     path = tmp_path / "bad" / "v00000000" / "tensors/t4/c.0"
     os.truncate(path, 7)
     with pytest.raises(journal.CorruptSource, match="7 bytes, not 200001"):
@@ -159,20 +157,6 @@ def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
         read(opened, objects, "tensors/t4/c.0")
     with pytest.raises(FileNotFoundError, match="no version 0"):
         opened.manifest_bytes(0)
-
-
-@pytest.mark.parametrize("part", [(0, 300), (0, 0), (299, 1), (17, 100), (300, 0)])
-def test_a_part_of_an_object(root, part):
-    objects = proxy.contents(0)
-    offset, length = part
-    data = read(source.open(root), objects, "tensors/t2/c.0", offset=offset, length=length)
-    assert data == objects["tensors/t2/c.0"][offset : offset + length]
-
-
-@pytest.mark.parametrize("part", [(-1, 2), (0, 301), (301, 0), (5, -1)])
-def test_a_part_outside_of_the_object_is_refused(root, part):
-    with pytest.raises(ValueError, match="not within its 300 bytes"):
-        read(source.open(root), proxy.contents(0), "tensors/t2/c.0", offset=part[0], length=part[1])
 
 
 def test_a_directory_lists_what_grows(root):
@@ -197,7 +181,6 @@ def test_a_bucket_gives_what_was_published(root, tmp_path):
     objects = proxy.contents(0)
     assert opened.versions() == [0]
     assert proxy.read_all(opened, 0, objects) == objects
-    assert read(opened, objects, "tensors/t3/c.0", offset=5, length=6) == objects["tensors/t3/c.0"][5:11]
     proxy.begin(root, 7, objects)
     assert opened.listing() == journal.Listing((0,), (7,))
     assert [e.path for e in opened.entries(7)[0]] == list(objects) and opened.entries(7) == ([], False)
@@ -212,6 +195,7 @@ def test_a_bucket_gives_what_was_published(root, tmp_path):
 def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
     """An array of chunks without checksums, each of which has its own place; what lies around stays as it was."""
     path, data = "tensors/t4/c.0", proxy.contents(0)["tensors/t4/c.0"]
+    entry = journal.Object(**proxy.entry(path, data))
     with proxy.running(root) as good, proxy.running(tamper(root, tmp_path / "bad")) as bad:
         for relay in (good, bad):
             proxy.wait_until(proxy.holds(relay, 0))
@@ -226,13 +210,13 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
         into = [memoryview(array)[5 : 5 + len(data) - 4], memoryview(b""), memoryview(checksum)]
         for _ in range(3):
             array[5:-5] = bytes(len(data) - 4)
-            assert opened.read(0, path, size=len(data), sha256=proxy.entry(path, data)["sha256"], into=into) == b""
+            opened.read(0, entry, into)
             assert array == b"?????" + data[:-4] + b"?????" and checksum == data[-4:]
         for wrong in (into[:1], [*into, memoryview(bytearray(1))]):
-            with pytest.raises(ValueError, match="`into` is for all"):
-                read(opened, proxy.contents(0), path, into=wrong)
-        with pytest.raises(ValueError, match="`into` is for all"):
-            read(opened, proxy.contents(0), path, offset=1, into=into)
+            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes: pass views"):
+                opened.read(0, entry, wrong)
+        with pytest.raises(ValueError, match="no path of plain segments"):
+            opened.read(0, dataclasses.replace(entry, path="../v00000000/tensors/t4/c.0"), into)
 
 
 # ---- relays ----------------------------------------------------------------------------------------------------------
@@ -263,11 +247,10 @@ def test_relays_give_what_was_published(origin, opening):
     objects = proxy.contents(0)
     assert opened.versions() == [0]
     assert proxy.read_all(opened, 0, objects) == objects
-    assert read(opened, objects, "tensors/t3/c.0", offset=69_999, length=1) == objects["tensors/t3/c.0"][-1:]
     with pytest.raises(FileNotFoundError, match="no version 3"):
         opened.manifest_bytes(3)
     with pytest.raises(FileNotFoundError, match="is on none"):
-        opened.read(0, "tensors/none", size=5, sha256="0" * 64)
+        source.read(opened, 0, journal.Object("tensors/none", 5, "0" * 64))
 
 
 def test_a_big_object_comes_from_several_relays(root, origin, opening):
@@ -306,7 +289,7 @@ def test_only_liars_is_an_error_in_bounded_time(root, opening, tmp_path):
 
 def test_an_empty_object_with_another_hash_is_wrong(origin, opening):
     with pytest.raises(journal.CorruptSource):
-        opening(origin.url).read(0, "deltas/d0", size=0, sha256="0" * 64)
+        source.read(opening(origin.url), 0, journal.Object("deltas/d0", 0, "0" * 64))
 
 
 def test_a_dead_relay_changes_nothing(origin, opening):
@@ -330,7 +313,7 @@ def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
     with pytest.raises(journal.Unavailable, match=dead.url):
         opened.manifest_bytes(0)
     with pytest.raises(journal.Unavailable, match="did not come in time"):
-        opened.read(0, "a", size=5, sha256=proxy.entry("a", b"12345")["sha256"])
+        source.read(opened, 0, journal.Object(**proxy.entry("a", b"12345")))
 
 
 def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
