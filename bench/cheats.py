@@ -141,7 +141,7 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
     """Other tokens behind the same prompt, all of one version; the reward as the environment gives it."""
     mask = np.arange(len(tokens)) >= verdicts.prompt_length(rollout)
     group = next(group for group in double.groups if group.group == rollout.task.group)
-    rewards = prescribed(double.prompts).score(group, tokens[mask].tolist())
+    rewards = prescribed(double.prompts).score(group, [tokens[mask].tolist()])[0].scores
     return dataclasses.replace(
         rollout,
         tokens=tokens,
@@ -400,7 +400,7 @@ def play(
     alone, evidence = [], []
     for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
-        cheap = [judge.judge_cheaply(rollout) for rollout in batch]
+        cheap = judge.judge_cheaply(batch)
         good = [i for i, verdict in enumerate(cheap) if verdict.accepted]
         found = dict.fromkeys(range(len(batch)))
         if good:

@@ -32,6 +32,7 @@ from models import config as config_lib
 from models import transformer
 from rl import data, envs, sequential, validator, verdicts, worker
 from rl import experiment as experiment_lib
+from rl.envs import scorer
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 
@@ -98,8 +99,10 @@ def roll_out(
     `change` may alter the request behind the record's back: that is how a test plays a cheat.
     """
     config = exp.raw
-    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
-    run = worker.Run(env, config.seed, exp.tokenizer, [], {})
+    options = config.env.options.to_dict()
+    env = envs.load(config.env.name, seed=config.seed, **options)
+    scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
+    run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
     sizes = engine or exp.engine
     scheduler = scheduler_lib.Scheduler(
         engine_lib.Engine(model or exp.model, sizes, exp.tokenizer), params, version, max_queue=10**6
@@ -129,6 +132,7 @@ def roll_out(
         return out
     finally:
         scheduler.close()
+        scores.close()
 
 
 def measure(

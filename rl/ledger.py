@@ -89,9 +89,12 @@ class Report:
     head: str | None  # "SEQ:HASH" of the last good entry, to be noted elsewhere
 
 
-def sign(kind: str, node: str, key: rollout_lib.WorkerKey, **fields) -> Event:
-    """An event under the key's name. Its rules are checked by `append`, which knows the ledger."""
-    event = Event(kind, node, key.worker, secrets.token_hex(16), fields, b"")
+def sign(kind: str, node: str, key: rollout_lib.WorkerKey, *, nonce: str | None = None, **fields) -> Event:
+    """An event under the key's name. Its rules are checked by `append`, which knows the ledger.
+
+    `nonce`: 32 hex digits that follow from what the event is about, where it must not be appended twice; else at random.
+    """
+    event = Event(kind, node, key.worker, nonce or secrets.token_hex(16), fields, b"")
     return dataclasses.replace(event, signature=key.private.sign(b"intellax/event/1" + _encode(event)))
 
 
@@ -287,6 +290,10 @@ class State:
             totals["invalidated"] += work.invalidated
             totals["forfeited"] += work.forfeited
         return Balance(**totals)
+
+    def has(self, event: Event) -> bool:
+        """Whether an event of this nonce was appended."""
+        return event.nonce in self._nonces
 
     def reputation(self, node: str) -> float:
         """In [0, 1): 0 for a stranger, 1/2 after 32 verified submissions; one taken back costs as much as 64 win."""

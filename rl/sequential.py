@@ -84,6 +84,19 @@ class Record:
                 )
         return self.accused
 
+    def state(self) -> dict:
+        """All that `restored` needs, as plain JSON."""
+        wealth = {name: values.tolist() for name, values in self._log_wealth.items()}
+        return {"num_rollouts": self.num_rollouts, "accused": self.accused, "log_wealth": wealth}
+
+    @classmethod
+    def restored(cls, bands: Bands, state: dict) -> "Record":
+        """A record that goes on where `state` was taken; under other bands its wealth is still that of fair bets."""
+        record = cls(bands)
+        record.num_rollouts, record.accused = state["num_rollouts"], state["accused"]
+        record._log_wealth = {name: np.array(state["log_wealth"][name], np.float64) for name in STREAMS}
+        return record
+
     def log_wealth(self) -> dict[str, float]:
         return {name: log_mean_exp(values) for name, values in self._log_wealth.items()}
 

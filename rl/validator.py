@@ -18,13 +18,14 @@ Letters: G rollouts, N sampled tokens of one.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from models import config as config_lib
 from models import transformer
 from rl import data, envs, sequential, verdicts
 from rl import replay as replay_lib
-from rl.envs import environment
+from rl.envs import environment, scorer
 from sharding import broadcast
 
 Tolerance = verdicts.Tolerance
@@ -78,46 +79,75 @@ class Validator:
 
     def screen(self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train") -> str | None:
         """The reason to refuse this group that can be known without weights, or None; whose lease it is was asked before."""
-        judge = self.judge_cheaply if split == "train" else self._judge_held_out
-        return next((str(verdict) for verdict in map(judge, rollouts) if not verdict.accepted), None)
+        found = self.judge_cheaply(rollouts) if split == "train" else self._judge_held_out(rollouts)
+        return next((str(verdict) for verdict in found if not verdict.accepted), None)
 
     def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
         """A verdict per rollout. `newest`: the last version published; None does not ask.
 
         Whether groups are whole is not asked here (`verdicts.complete`).
         """
-        out = [self.judge_cheaply(rollout, newest) for rollout in rollouts]
+        out = self.judge_cheaply(rollouts, newest)
         passed = [i for i, verdict in enumerate(out) if verdict.accepted]
         for i, verdict in zip(passed, self.judge_replayed([rollouts[i] for i in passed]), strict=True):
             out[i] = verdict
         return out
 
-    def judge_cheaply(self, rollout: rollout_lib.Rollout, newest: int | None = None) -> verdicts.Verdict:
-        """Everything that needs no weights."""
-        verdict = verdicts.form(rollout)
-        if verdict.accepted and len(rollout.tokens) > self._length:
-            return verdicts.Verdict("length", f"{len(rollout.tokens)} tokens exceed the model's {self._length}")
+    def judge_cheaply(
+        self, rollouts: Sequence[rollout_lib.Rollout], newest: int | None = None
+    ) -> list[verdicts.Verdict]:
+        """Everything that needs no weights: rewards last, and group by group."""
         rules = self._rules
-        if rules is None or not verdict.accepted:
-            return verdict
-        checks = [
-            lambda: verdicts.signature(rollout),
-            lambda: verdicts.prescribed(rollout, rules),
-            lambda: verdicts.policy_version(rollout, rules, rollout.step - 1 if newest is None else newest),
-            lambda: verdicts.bounds(rollout, rules),
-            lambda: verdicts.ending(rollout, rules),
-            lambda: verdicts.prompt(rollout, rules),
-            lambda: verdicts.reward(rollout, rules),
-        ]
-        return next((verdict for check in checks if not (verdict := check()).accepted), verdicts.OK)
 
-    def _judge_held_out(self, rollout: rollout_lib.Rollout) -> verdicts.Verdict:
-        verdict = verdicts.form(rollout)
-        if self._rules is None or not verdict.accepted:
-            return verdict
-        rules = dataclasses.replace(self._rules, groups=self._rules.held_out, first_step=0)
-        checks = (verdicts.bounds, verdicts.ending, verdicts.prompt, verdicts.reward)
-        return next((verdict for check in checks if not (verdict := check(rollout, rules)).accepted), verdicts.OK)
+        def checks(rollout):
+            yield verdicts.signature(rollout)
+            yield verdicts.prescribed(rollout, rules)
+            yield verdicts.policy_version(rollout, rules, rollout.step - 1 if newest is None else newest)
+            yield verdicts.bounds(rollout, rules)
+            yield verdicts.ending(rollout, rules)
+            yield verdicts.prompt(rollout, rules)
+
+        return self._judge_records(rollouts, checks, rules)
+
+    def _judge_held_out(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
+        rules = self._rules and dataclasses.replace(self._rules, groups=self._rules.held_out, first_step=0)
+        checks = (verdicts.bounds, verdicts.ending, verdicts.prompt)
+        return self._judge_records(rollouts, lambda rollout: (check(rollout, rules) for check in checks), rules)
+
+    def _judge_records(
+        self, rollouts: Sequence[rollout_lib.Rollout], checks: Callable, rules: verdicts.Rules | None
+    ) -> list[verdicts.Verdict]:
+        """Form, `checks`, and of each group's rollouts that passed them the rewards."""
+        out, groups = [], collections.defaultdict(list)
+        for i, rollout in enumerate(rollouts):
+            verdict = verdicts.form(rollout)
+            if verdict.accepted and len(rollout.tokens) > self._length:
+                verdict = verdicts.Verdict("length", f"{len(rollout.tokens)} tokens exceed the model's {self._length}")
+            if verdict.accepted and rules is not None:
+                verdict = next((found for found in checks(rollout) if not found.accepted), verdicts.OK)
+                if verdict.accepted:
+                    groups[rollout.step, rollout.task.group, rollout.worker].append(i)
+            out.append(verdict)
+        for members in groups.values():
+            for i, verdict in zip(members, verdicts.rewards([rollouts[i] for i in members], rules), strict=True):
+                out[i] = verdict
+        return out
+
+    def record_states(self, nodes: Iterable[str]) -> dict[str, dict]:
+        """Of those that have a record: what `restore_records` takes."""
+        with self._lock:
+            return {node: self.records[node].state() for node in nodes if node in self.records}
+
+    def restore_records(self, states: dict[str, dict]) -> None:
+        """Puts these in the place of all records; without bands none are kept."""
+        if self._bands is not None:
+            with self._lock:
+                self.records = {node: sequential.Record.restored(self._bands, s) for node, s in states.items()}
+
+    def forget_records(self, nodes: Iterable[str]) -> None:
+        with self._lock:
+            for node in nodes:
+                self.records.pop(node, None)
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> replay_lib.Replay:
         """Runs the tokens again; see rl/replay.py for the arrays, which have at least one row per rollout."""
@@ -184,8 +214,10 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
     def prompt(group: data.Group) -> list[int]:
         return list(tokenizer.render(task(group).messages, add_generation_prompt=True).token_ids)
 
-    def score(group: data.Group, completion: Sequence[int]) -> dict[str, float]:
-        return env.score(task(group), tokenizer.parse(completion)["content"])
+    scores = scorer.Scorer(config.env.name, config.env.options.to_dict(), config.seed, limit_s=scorer.CHECK_LIMIT_S)
+
+    def score(group: data.Group, completions: Sequence[Sequence[int]]) -> list[scorer.Scored]:
+        return scores.score(task(group), [tokenizer.parse(completion)["content"] for completion in completions])
 
     return verdicts.Rules(
         env=env.name,
@@ -227,15 +259,15 @@ def save_bands(path: str | pathlib.Path, tolerance: Tolerance, bands: sequential
 
 
 def main(argv: list[str] | None = None) -> int:
-    from rl import calibrate, validator_service  # they import this module
+    from rl import calibrate, validator_routes  # they import this module
 
     parser = argparse.ArgumentParser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    validator_service.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
+    validator_routes.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
     args = parser.parse_args(argv)
     try:
-        return {"serve": validator_service.serve, "calibrate": calibrate.run}[args.command](args)
+        return {"serve": validator_routes.serve, "calibrate": calibrate.run}[args.command](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@ Cheap before dear. From the record alone:
 2. `prescribed`: task, seed, sample and temperature are those that follow from the run's seed (rl/data.py).
 3. `policy_version`: within the lag that this batch allows, not newer than what was published.
 4. `bounds`: lengths, vocabulary, rewards. `ending`: the finish reason is what the last token says.
-5. `prompt` and `reward`: made again by the environment.
+5. `prompt` and `rewards`: made again by the environment.
 From one replay (rl/replay.py):
 6. `sampling`: each token is what the seed's noise draws. `logprob`: claimed against replayed.
 7. `stopping`: the closing token was not absurdly unlikely. `shape`: tokens were drawn at the claimed temperature.
@@ -28,10 +28,12 @@ import numpy as np
 from inference import rollout as rollout_lib
 from inference import toploc
 from rl import data, sequential
+from rl.envs import scorer
 
 NOISE_SPAN = (
     20.0  # nats between the largest Gumbel noise of 23 bits (16.6) and the smallest (-2.8), and some for rounding
 )
+TOO_SLOW = "the scorer took longer than"
 CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
 
 
@@ -70,7 +72,7 @@ class Rules:
     reward_bounds: tuple[float, float] = (-1.0, 1.0)
     min_stop_probability: float = 0.0
     prompt: Callable[[data.Group], Sequence[int]] | None = None  # made by the environment
-    score: Callable[[data.Group, Sequence[int]], dict[str, float]] | None = None  # of a completion's tokens
+    score: Callable[[data.Group, Sequence[Sequence[int]]], list[scorer.Scored]] | None = None  # of completions' tokens
     held_out: Callable[[int], list[data.Group]] | None = None  # version -> the groups of its evaluation
     first_step: int = 1
 
@@ -112,11 +114,16 @@ class Seen:
     """
 
     def __init__(self, keep_steps: int = 16):
-        self._keep, self._by_step = keep_steps, {}
+        self.keep_steps = keep_steps
+        self._by_step: dict[int, set] = {}
+
+    @property
+    def newest(self) -> int:
+        return max(self._by_step, default=0)
 
     def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
-        if self._by_step and rollout.step <= max(self._by_step) - self._keep:
-            return f"step {rollout.step} is over: rollouts of step {max(self._by_step)} were accepted already"
+        if self._by_step and rollout.step <= self.newest - self.keep_steps:
+            return f"step {rollout.step} is over: rollouts of step {self.newest} were accepted already"
         known = self._by_step.get(rollout.step, ())
         if rollout_lib.digest(rollout) in known:
             return "this rollout was accepted before"
@@ -125,10 +132,19 @@ class Seen:
         return None
 
     def remember(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
-        for rollout in rollouts:
-            self._by_step.setdefault(rollout.step, set()).update((rollout_lib.digest(rollout), _place(rollout)))
-        for step in [step for step in self._by_step if step <= max(self._by_step) - self._keep]:
+        self.add(entries(rollouts))
+
+    def add(self, found: Sequence[tuple[int, bytes, str, int, int]]) -> None:
+        """What `entries` gave, maybe long ago."""
+        for step, digest, *place in found:
+            self._by_step.setdefault(step, set()).update((digest, tuple(place)))
+        for step in [step for step in self._by_step if step <= self.newest - self.keep_steps]:
             del self._by_step[step]
+
+
+def entries(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, bytes, str, int, int]]:
+    """What `Seen` keeps of each: (step, digest, environment, group, sample)."""
+    return [(rollout.step, rollout_lib.digest(rollout), *_place(rollout)) for rollout in rollouts]
 
 
 def _place(rollout: rollout_lib.Rollout) -> tuple:
@@ -227,18 +243,30 @@ def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
     return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
 
 
-def reward(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
-    """Recomputed by the environment: the number and every named part."""
-    if rules.score is None:
-        return OK
-    scores = rules.score(_group(rollout, rules), rollout.tokens[rollout.sampled_mask].tolist())
+def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> list[Verdict]:
+    """Of rollouts of one group: recomputed by the environment, the number and every named part.
+
+    A scorer has a limit (rl/envs/scorer.py), and who rolled out gave up sooner than we do. Where it gave up, the
+    completion is worth 0, and we believe that if it takes us a fifth of its limit. Where we gave up, it must have, too:
+    honest machines are not five times as fast as ours; should one be, the group is not taken and nobody is to blame.
+    """
+    if rules.score is None or not rollouts:
+        return [OK] * len(rollouts)
+    found = rules.score(_group(rollouts[0], rules), [r.tokens[r.sampled_mask].tolist() for r in rollouts])
+    return [_reward(rollout, scored) for rollout, scored in zip(rollouts, found, strict=True)]
+
+
+def _reward(rollout: rollout_lib.Rollout, scored: scorer.Scored) -> Verdict:
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
-    if set(claimed) != set(scores):
-        return Verdict("reward", f"its parts are {sorted(scores)}, got {sorted(claimed)[:16]}")
+    if set(claimed) != set(scored.scores):
+        return Verdict("reward", f"its parts are {sorted(scored.scores)}, got {sorted(claimed)[:16]}")
     # A checker may add in another order on another Python; a reward moves by far more when it is invented.
-    if wrong := [name for name in sorted(scores) if not abs(claimed[name] - scores[name]) <= 1e-6]:
-        return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {scores[wrong[0]]}")
-    return OK
+    wrong = [name for name, score in sorted(scored.scores.items()) if not abs(claimed[name] - score) <= 1e-6]
+    if not wrong or (not any(claimed.values()) and scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD):
+        return OK
+    if not scored.in_time:
+        return Verdict("reward", f"{TOO_SLOW} {scorer.CHECK_LIMIT_S} s, and a completion that takes that is worth 0")
+    return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {scored.scores[wrong[0]]}")
 
 
 # ---- from one replay ------------------------------------------------------------------------------------------------

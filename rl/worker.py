@@ -28,6 +28,7 @@ from inference import web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease
 from rl.envs import environment
+from rl.envs import scorer as scorer_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
 
@@ -37,6 +38,7 @@ class Run:
     """What the orchestrator said of the run, made usable."""
 
     env: environment.Environment
+    scorer: scorer_lib.Scorer
     env_seed: int
     tokenizer: tokenizer_lib.Tokenizer
     servers: list[str]
@@ -72,11 +74,9 @@ def make_rollouts(
     run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[client_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and writes them down; unsigned."""
-    rollouts = []
-    for index, sample in enumerate(samples):
-        message = run.tokenizer.parse(sample.tokens)
-        rewards = run.env.score(task, message["content"])
-        P = len(prompt)
+    rollouts, P = [], len(prompt)
+    scored = run.scorer.score(task, [run.tokenizer.parse(sample.tokens)["content"] for sample in samples])
+    for index, (sample, rewards) in enumerate(zip(samples, (one.scores for one in scored), strict=True)):
         rollouts.append(
             rollout_lib.Rollout(
                 tokens=np.array([*prompt, *sample.tokens], np.int32),
@@ -104,7 +104,9 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     samples = await client.generate(prompt, sampling, proofs=group["split"] == "train")
-    await finished.put([rollout_lib.sign(r, key) for r in make_rollouts(run, group, task, prompt, samples)])
+    # In a thread: a slow scorer stops nobody else.
+    rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
+    await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
 
 
 async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
@@ -145,7 +147,8 @@ def _read_run(body: dict) -> Run:
             f"GET /run answered {str(body)[:200]}, which no orchestrator says; check --orchestrator"
         ) from error
     env = envs.load(name, seed=seed, **options)
-    return Run(env, seed, tokenizer_lib.load(tokenizer), servers, sampling)
+    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
+    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer), servers, sampling)
 
 
 async def _patiently(

@@ -22,6 +22,7 @@ JAX_FREE = (
     "rl.envs.reasoning",
     "rl.envs.gsm8k",
     "rl.envs.reverse_text",
+    "rl.envs.scorer",
     "rl.lease",
     "inference.client",
     "inference.rollout",

@@ -23,7 +23,7 @@ from inference import scheduler as scheduler_lib
 from inference import toploc, web
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from rl import calibrate, sequential
+from rl import calibrate, sequential, validator_routes, validator_state, work_units
 from rl import ledger as ledger_lib
 from rl import replay as replay_lib
 from rl import validator as validator_lib
@@ -171,11 +171,11 @@ def test_every_sampled_token_is_packed_behind_its_own_prefix(model_dim):
                 mask[len(prompt) + 1 :] &= rng.random(len(tokens) - len(prompt) - 1) < 0.8  # several turns
                 claims = dict(tokens=tokens, sampled_mask=mask, seed=int(rng.integers(100)), temperature=0.5)
                 rollouts.append(dataclasses.replace(honest()[0], **claims))
-        blocks, places = replay_lib._pack(rollouts, model_dim)
+        blocks, places = replay_lib._pack(rollouts, tiny.model(model_dim=model_dim))
         assert {(i, t) for i, t, *_ in places.tolist()} == {
             (i, t) for i, rollout in enumerate(rollouts) for t in np.flatnonzero(rollout.sampled_mask).tolist()
         }
-        assert len(places) == blocks.num_targets.sum() and not blocks.segment_ids[blocks.num_blocks :].any()
+        assert len(places) == blocks.num_targets.sum() and blocks.segment_ids.any(axis=(1, 2)).all()
         for i, position, m, n in places.tolist():
             rollout, targets = rollouts[i], blocks.targets
             row, column = divmod(int(targets.column[m, n]), blocks.tokens.shape[-1])
@@ -428,6 +428,7 @@ def service(tmp_path):
         tmp_path / "files",
         lambda: 9,
         secret=b"s",
+        state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
         book=book,
         key=keeper,
         slash=30,
@@ -453,7 +454,7 @@ def put(service, name, rollouts, *, units=None, node=cheats.NODE):
 
 
 def flops(rollouts):
-    return sum(service_lib.flops_of(cheats.experiment().model, r)[1] for r in rollouts)
+    return sum(work_units.flops_of(cheats.experiment().model, r)[1] for r in rollouts)
 
 
 def ask(service, name, shas, *, group=False, address=None):
@@ -488,8 +489,8 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
     state = service._book.state
     assert state.nodes[cheats.NODE.worker].stake == 70 and state.nodes[cheats.NODE.worker].ejected
     assert state.works[sha].units == 0 and ledger_lib.verify(service._book._path).error is None
-    assert not service._seen.refusal(batch()[0])  # may come again from an honest node
-    assert service._seen.refusal(batch()[8])
+    assert not service._state.seen.refusal(batch()[0])  # may come again from an honest node
+    assert service._state.seen.refusal(batch()[8])
 
 
 @pytest.mark.parametrize(
@@ -600,7 +601,7 @@ def test_flops_are_those_of_the_weights_one_token_at_a_time():
         flops += sum(4 * model.head_dim for _ in range(model.num_heads) for _ in range(position + 1))
         sampled = bool(rollout.sampled_mask[position])
         counts[sampled] += model.num_layers * flops + sampled * 2 * model.vocab_size * model.model_dim
-    assert service_lib.flops_of(model, rollout) == tuple(counts)
+    assert work_units.flops_of(model, rollout) == tuple(counts)
 
 
 def test_good_repute_is_replayed_less(service, monkeypatch):
@@ -624,7 +625,7 @@ def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
 
 def test_the_routes(service):
     sock = listening.listen("127.0.0.1", 0)
-    server = web.server(service_lib.make_app(service))
+    server = web.server(validator_routes.make_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     with httpx.Client(base_url=listening.address(sock), timeout=WAIT_S) as http:

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from inference import rollout as rollout_lib
-from rl import data, verdicts
+from rl import data, sequential, validator, validator_state, verdicts, work_units
 from rl import ledger as ledger_lib
 from rl import validator_service as service_lib
 from tests import tiny
 
 KEEPER, KEY, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
 G, STAKE, SLASH, WAIT_S = 4, 100, 30, 60
+BANDS = sequential.Bands(margin=0.1, logprob=0.1, proof=0.1, shape=0.1)
 RULES = verdicts.Rules(
     env="e",
     env_seed=0,
@@ -33,18 +34,27 @@ RULES = verdicts.Rules(
 )
 
 
-class Judge:
-    """Signatures and versions are looked at; `replay` says the rest, and may raise."""
+class Judge(validator.Validator):
+    """Signatures and versions are looked at; `replay` says the rest, and may raise. Every rollout is evidence of `margin`."""
 
     def __init__(self):
-        self.replay = lambda rollout: verdicts.OK
+        super().__init__(tiny.model(), None, {}, None, max_model_len=64, bands=BANDS)
+        self.replay, self.margin = lambda rollout: verdicts.OK, 0.0
 
-    def judge_cheaply(self, rollout, newest):
-        verdict = verdicts.signature(rollout)
-        return verdicts.policy_version(rollout, RULES, newest) if verdict.accepted else verdict
+    def judge_cheaply(self, rollouts, newest):
+        found = [(verdicts.signature(rollout), rollout) for rollout in rollouts]
+        return [verdicts.policy_version(r, RULES, newest) if verdict.accepted else verdict for verdict, r in found]
 
     def judge_replayed(self, rollouts):
-        return [self.replay(rollout) for rollout in rollouts]
+        return [self._judge_one(rollout) for rollout in rollouts]
+
+    def _judge_one(self, rollout):
+        verdict = self.replay(rollout)
+        if verdict.accepted:
+            record = self.records.setdefault(rollout.worker, sequential.Record(BANDS))
+            accusation = record.add(sequential.Evidence(self.margin, 0.0, 0.0, np.zeros(len(sequential.TILTS)), 5))
+            verdict = verdicts.Verdict("statistics", accusation) if accusation else verdict
+        return verdict
 
 
 def group(number=0, key=KEY, *, length=8, step=1, version=0):
@@ -75,30 +85,40 @@ def group(number=0, key=KEY, *, length=8, step=1, version=0):
     ]
 
 
-@pytest.fixture
-def service(tmp_path):
-    book = ledger_lib.Ledger.create(tmp_path / "ledger.db", KEEPER)
+def make_ledger(folder):
+    book = ledger_lib.Ledger.create(folder / "ledger.db", KEEPER)
     for key in (KEY, OTHER):
         book.append(ledger_lib.sign("join", key.worker, key), ledger_lib.sign("stake", key.worker, key, amount=STAKE))
-    (tmp_path / "files").mkdir()
-    made = service_lib.Service(
+    (folder / "files").mkdir()
+
+
+def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
+    """A service on what is in `folder`."""
+    return service_lib.Service(
         Judge(),
-        RULES,
+        rules,
         tiny.model(),
-        tmp_path / "files",
+        folder / "files",
         lambda: 8,
         secret=b"s",
-        book=book,
-        key=KEEPER,
+        state=validator_state.State(folder / "state.db", "a run", keep_steps=8),
+        book=ledger_lib.Ledger(folder / "ledger.db", keeper),
+        key=keeper,
         slash=SLASH,
-        eject=True,
+        eject=eject,
     )
+
+
+@pytest.fixture
+def service(tmp_path):
+    make_ledger(tmp_path)
+    made = start(tmp_path)
     yield made
     made.close()
 
 
 def flops(rollouts):
-    return sum(service_lib.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
+    return sum(work_units.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
 
 
 def put(service, name, rollouts, node=KEY, units=None):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from inference import rollout as rollout_lib
 from inference import toploc
-from rl import data, sequential, verdicts
+from rl import data, sequential, validator_status, verdicts
+from rl.envs import scorer
 
 KEY = rollout_lib.WorkerKey.generate()
 STOP = 257
@@ -48,7 +49,7 @@ RULES = verdicts.Rules(
     num_steps=9,
     max_lag=1,
     prompt=lambda group: PROMPT,
-    score=score,
+    score=lambda group, completions: [scorer.Scored(score(group, tokens), 0.01) for tokens in completions],
 )
 
 
@@ -95,7 +96,7 @@ def cheap(rollout, newest=2):
         lambda r: verdicts.bounds(r, RULES),
         lambda r: verdicts.ending(r, RULES),
         lambda r: verdicts.prompt(r, RULES),
-        lambda r: verdicts.reward(r, RULES),
+        lambda r: verdicts.rewards([r], RULES)[0],
     )
     return next((v for check in checks if not (v := check(rollout)).accepted), verdicts.OK)
 
@@ -155,6 +156,29 @@ def test_each_rule_names_itself(rollout, said):
 
     verdict = cheap(rollout())
     assert not verdict.accepted and re.match(said, str(verdict)), verdict
+
+
+@pytest.mark.parametrize(
+    ("claimed", "found", "said"),
+    [
+        ((1, 0.5), scorer.Scored({"reward": 1.0, "odd": 0.5}, 4.9), "ok"),
+        ((0, 0), scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False), "ok"),  # both gave up
+        ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.25), "ok"),  # a slower machine did
+        ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.15), "reward: odd is 0, recomputed 0.5"),
+        ((0, 0.5), scorer.Scored({"reward": 1.0, "odd": 0.5}, 4.9), "reward: reward is 0.0, recomputed 1.0"),
+        (
+            (1, 0),
+            scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False),
+            "reward: the scorer took longer than 5 s",
+        ),
+    ],
+)
+def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
+    rules = dataclasses.replace(RULES, score=lambda group, completions: [found] * len(completions))
+    rollout = make(reward=float(claimed[0]), rewards={"reward": float(claimed[0]), "odd": claimed[1]})
+    (verdict,) = verdicts.rewards([rollout], rules)
+    assert str(verdict).startswith(said)
+    assert validator_status.is_offence(str(verdict)) == ("recomputed" in str(verdict) or verdict.accepted)
 
 
 def test_a_version_must_be_out():

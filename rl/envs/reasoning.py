@@ -10,8 +10,8 @@
 A completion is a stranger's text. Several checkers run Python's eval on it (sympy's parse_expr is eval too): those get
 a GUARD, an alphabet in which no harm can be spelled. Checkers that need more than that, datasets that are not a
 function of their seed, and checkers that can be satisfied without reading the question are REFUSED, with the reason.
-Left out: a time limit. Checkers were not written against an adversary, so whoever scores strangers' text does it in a
-process that can be killed.
+Checkers were not written against an adversary: whoever scores strangers' text does it by rl/envs/scorer.py, which ends
+one that takes too long.
 """
 
 import copy
