@@ -1,7 +1,12 @@
 """Does globally distributed RL improve a 32 B reasoning model? The recipe of INTELLECT-2 on QwQ-32B.
 
     python -m rl.plan --config=configs/intellect2.py --topology=v5p:4x4x4
-    python -m rl.train --config=configs/intellect2.py --workdir=runs/intellect2
+    python -m rl.train --config=configs/intellect2.py --workdir=/shared/intellect2 --config.topology.host=10.0.0.2 \
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
+
+The second on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each other. The
+working directory and `init_from` lie on a disk that all share; 10.0.0.2 is the first host, which prints what to start on the servers
+and for the workers, and waits for them. Whatever ends one host ends all, and the same command resumes.
 
 Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025): 256 prompts x 16
 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, temperature 0.6, AdamW 3e-7 (0.9, 0.99) with weight
@@ -69,6 +74,7 @@ def get_config():
     c.inference.prefill_batch = 8
     c.inference.steps_per_call = 16
     c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     c.topology.mode = "remote"
     c.plan.topology = "v5p:4x4x4"
     return c

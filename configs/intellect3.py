@@ -1,7 +1,12 @@
 """Does large-scale RL carry a 106 B mixture beyond its base? The recipe of INTELLECT-3 on GLM-4.5-Air.
 
     python -m rl.plan --config=configs/intellect3.py --topology=v5p:4x4x8
-    python -m rl.train --config=configs/intellect3.py --workdir=runs/intellect3
+    python -m rl.train --config=configs/intellect3.py --workdir=/shared/intellect3 --config.topology.host=10.0.0.2 \
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
+
+The second on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each other. The
+working directory and `init_from` lie on a disk that all share; 10.0.0.2 is the first host, which prints what to start on the servers
+and for the workers, and waits for them. Whatever ends one host ends all, and the same command resumes.
 
 Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x 16 samples, contexts of 65,536 tokens,
 Muon at 1e-6, masked token importance sampling with ratios kept in [0.5, 5] straight against the sampler's
@@ -77,6 +82,7 @@ def get_config():
     c.inference.prefill_batch = 8
     c.inference.steps_per_call = 16
     c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     c.topology.mode = "remote"
     c.plan.topology = "v5p:4x4x8"
     return c

@@ -1,7 +1,10 @@
 """Does a small mixture learn like a dense model? Qwen3-30B-A3B at the sizes of PRIME-RL's example on mathematics.
 
     python -m rl.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:2x4x4
-    python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
+    python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=/shared/qwen3_30b_a3b --config.topology.host=10.0.0.2 \
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
+
+The second on every host of the slice, with the working directory on a disk that all share (see configs/intellect2.py).
 
 Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768 tokens; its default optimizer
 (AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) and loss (binary total-variation mask, arXiv 2602.04879). GSM8K from
@@ -60,6 +63,7 @@ def get_config():
     c.inference.prefill_batch = 8
     c.inference.steps_per_call = 16
     c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     c.topology.mode = "remote"
     c.plan.topology = "v5p:2x4x4"
     return c

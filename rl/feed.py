@@ -24,22 +24,22 @@ def place(
 ) -> packing.TrainBatch:
     """The batch of the first host (None on the others) as global arrays on `mesh`; all hosts must call."""
     if hosts.is_first:
-        hosts.deal(lambda host: _cut(batch, layout, mesh, host))
+        hosts.deal(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
         return packing.place(batch, mesh)
     header, data = hosts.receive()
-    return _assemble(header["num_micro_batches"], data, layout, mesh, hosts.index)
+    return _assemble(header["num_micro_batches"], data, layout, mesh)
 
 
-def _cut(batch, layout, mesh, host: int) -> tuple[dict, list[np.ndarray]]:
+def _cut(batch, layout, mesh, process: int) -> tuple[dict, list[np.ndarray]]:
     used = int(batch.num_micro_batches)
     arrays = (getattr(batch, name)[:used] for name in packing.empty_row(layout))
-    blocks = [np.ascontiguousarray(array[:, *region]) for array in arrays for region in _regions(layout, mesh, host)]
+    blocks = [np.ascontiguousarray(array[:, *region]) for array in arrays for region in _regions(layout, mesh, process)]
     return {"num_micro_batches": used}, blocks
 
 
-def _assemble(used: int, data: bytearray, layout, mesh, host: int) -> packing.TrainBatch:
+def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
     shape, sharding = _shape(layout), rules.batch_sharding(mesh, 3)
-    regions, offset, arrays = _regions(layout, mesh, host), 0, {}
+    regions, offset, arrays = _regions(layout, mesh, jax.process_index()), 0, {}
     for name, row in packing.empty_row(layout).items():
         blocks = {}
         for rows, columns in regions:
@@ -59,11 +59,11 @@ def _shape(layout: packing.Layout) -> tuple[int, int, int]:
     return layout.num_micro_batches, layout.rows, layout.row_length
 
 
-def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, host: int) -> list[Region]:
-    """What the devices of a host hold of [M, B, T], each block once; every host finds the same order."""
+def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
+    """What the devices of a process hold of [M, B, T], each block once; every host finds the same order."""
     shape = _shape(layout)
     indices = rules.batch_sharding(mesh, 3).devices_indices_map(shape)
-    own = [index[1:] for device, index in indices.items() if device.process_index == host]
+    own = [index[1:] for device, index in indices.items() if device.process_index == process]
     spans = {tuple(span.indices(size)[:2] for span, size in zip(index, shape[1:], strict=True)) for index in own}
     return [(slice(*rows), slice(*columns)) for rows, columns in sorted(spans)]
 

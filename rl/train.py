@@ -80,6 +80,7 @@ def train(
         writer.truncate("rl", start)
         if hosts.is_first:
             _forget_versions(weights, start)
+        hosts.agree()
         publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
         if hosts.is_first:
             progress.note("starting the rollout server and its workers")

@@ -1,7 +1,6 @@
 """The hosts of one learner: how they find each other, what the first tells the others, and how all end when one does.
 
-1. `joined` asks where this process stands: the config's fields, the environment, or what JAX finds (a TPU pod, Slurm, Open MPI).
-   A process that is alone gets `ALONE`, with which everything below does nothing.
+1. `joined` asks where this process stands (sharding/cluster.py). If it is alone it gets `ALONE`, with which nothing below happens.
 2. The first host listens one port above JAX's coordinator. The others connect, and prove with the key in the working directory that
    they belong to the run and see the same disk. Only when all are there does `jax.distributed` start: it kills a process in which a
    peer is missing, with a stack trace.
@@ -35,7 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import cloud_tpu_init, clusters  # what jax.distributed.initialize() asks; it has no public name
+
+from sharding import cluster
 
 # Of several accounts of one end, the smallest is the cause.
 MISTAKE, INTERRUPTED, DIED, BUG, CONSEQUENCE = range(5)
@@ -62,6 +62,7 @@ class Hosts:
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index, self.count = index, count
+        self.processes = {index: index}  # on the first host: each host's number among JAX's processes
         self.at_end: list[Callable[[], None]] = []  # before the process ends for another host's error
         self._names = {index: socket.gethostname()}
         self._links: dict[int, _Link] = {}
@@ -113,6 +114,21 @@ class Hosts:
         else:
             self._reach_first(address, workdir, timeout_s)
 
+    def number(self) -> None:
+        """Tells the first host by what number JAX knows this one: on TPUs the runtime counts for itself."""
+        if jax.process_count() != self.count:
+            raise ValueError(
+                f"JAX sees {jax.process_count()} processes, the hosts are {self.count}: this {jax.default_backend()} is not theirs "
+                f"together; look at JAX_PLATFORMS"
+            )
+        if self.is_first:
+            with self._changed:
+                self.processes[0] = jax.process_index()
+                self._changed.wait_for(lambda: len(self.processes) == self.count)
+        else:
+            self._links[0].send({"kind": "process", "process": jax.process_index()})
+        self.agree()
+
     def part(self) -> None:
         """Returns once every host has come here."""
         if self.is_first:
@@ -130,7 +146,8 @@ class Hosts:
         reader, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self.take_sigterm()
+        # A handler, or Python does not note the signal and the thread hears nothing.
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
         def watch():
             while True:
@@ -140,17 +157,13 @@ class Hosts:
 
         threading.Thread(target=watch, name="signals", daemon=True).start()
 
-    def take_sigterm(self) -> None:
-        """Has Python note the signal, without which nothing reaches the thread that watches."""
-        signal.signal(signal.SIGTERM, lambda *_: None)
-
     # Inside.
 
     def _await_others(self, address, workdir, timeout_s):
         key, expected = _key(workdir, timeout_s=None), {"count": self.count, "jax": jax.__version__}
         deadline_s = time.monotonic() + timeout_s
         _listen(address[1]).close()  # JAX kills the process if its own port is taken
-        with _listen(address[1] + 1) as listener:
+        with _listen(_beside(address[1])) as listener:
             while missing := sorted(set(range(self.count)) - {0} - self._links.keys()):
                 listener.settimeout(max(0.01, deadline_s - time.monotonic()))
                 try:
@@ -198,13 +211,13 @@ class Hosts:
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                link = _Link(socket.create_connection((address[0], address[1] + 1), timeout=5))
+                link = _Link(socket.create_connection((address[0], _beside(address[1])), timeout=5))
                 nonce = link.receive(timeout_s=5)[0]["nonce"]
                 break
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline_s:
                     raise ValueError(
-                        f"host 0 did not answer at {address[0]}:{address[1] + 1} within {timeout_s:.0f} s ({error}); start the same "
+                        f"host 0 did not answer at {address[0]}:{_beside(address[1])} within {timeout_s:.0f} s ({error}); start the same "
                         f"command there, or correct topology.coordinator"
                     ) from None
                 time.sleep(0.2)
@@ -225,9 +238,10 @@ class Hosts:
                     self._end(header)
                 elif kind == "cause":
                     self._account(Cause(header["rank"], host, header["message"], header["code"]))
-                elif kind == "done":
+                elif kind in ("done", "process"):
                     with self._changed:
-                        self._done.add(host)
+                        self._done |= {host} if kind == "done" else set()
+                        self.processes |= {host: header["process"]} if kind == "process" else {}
                         self._changed.notify_all()
                 else:
                     self._is_over |= kind == "bye"
@@ -309,7 +323,7 @@ def joined(
       workdir: a directory that all share; made if need be.
       explain: (message, exit code, rank) of an error.
     """
-    found = _standing(coordinator, num_processes, process_id, timeout_s)
+    found = cluster.standing(coordinator, num_processes, process_id, timeout_s)
     if found is None:
         yield ALONE
         return
@@ -319,8 +333,9 @@ def joined(
         hosts.watch_signals()
         host, _, port = address.rpartition(":")
         hosts.meet((host.strip("[]"), int(port)), workdir, timeout_s)
+        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing with it here
         jax.distributed.initialize(address, count, index, device_ids, initialization_timeout=int(timeout_s))
-        hosts.take_sigterm()  # back: JAX has a handler of its own
+        hosts.number()
         yield hosts
         hosts.part()
     except BaseException as error:  # the others must hear of whatever it is
@@ -328,54 +343,6 @@ def joined(
         if rank >= BUG:
             hosts._traceback = traceback.format_exc()
         hosts.fail(message, code, rank)
-
-
-def _standing(
-    coordinator: str, num_processes: int, process_id: int, timeout_s: float
-) -> tuple[str, int, int, Sequence[int] | None] | None:
-    """(Coordinator's address, number of this process, how many there are, its devices), or None for a process alone."""
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS", "") if coordinator in ("", "auto") else coordinator
-    count = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", 0)) or None
-    index = process_id if process_id >= 0 else int(os.environ.get("JAX_PROCESS_ID", -1))
-    index, device_ids = None if index < 0 else index, None
-    if not address and coordinator != "auto" and not _looks_like_a_cluster():
-        if count not in (None, 1) or index is not None:
-            raise ValueError(
-                "topology.num_processes and topology.process_id mean nothing without topology.coordinator; set it to HOST:PORT "
-                "of the first host"
-            )
-        return None
-    if not address or None in (count, index):
-        try:
-            address, count, index, device_ids = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-                address or None, count, index, None, None, int(timeout_s)
-            )
-        except OSError:  # a TPU without the metadata of a pod: a notebook's
-            if address or coordinator == "auto":
-                raise
-            return None
-    if count == 1 or (not address and not coordinator):
-        return None
-    if not address or count is None or index is None:
-        raise ValueError(
-            f"topology.coordinator = {coordinator!r}, topology.num_processes = {count or 'unset'} and topology.process_id = "
-            f"{'unset' if index is None else index} do not say where this process stands, and JAX finds no cluster; set all three"
-        )
-    if not 0 <= index < count:
-        raise ValueError(
-            f"topology.process_id = {index} must be below topology.num_processes = {count}; they count from 0"
-        )
-    if not address.rpartition(":")[2].isdigit():
-        raise ValueError(f"topology.coordinator = {address!r} must be HOST:PORT of the first host")
-    return address, index, count, device_ids
-
-
-def _looks_like_a_cluster() -> bool:
-    """Whether JAX is worth asking: on a machine with TPUs, or in a step of several tasks of Slurm or Open MPI."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    tasks = (os.environ.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    has_tpus = cloud_tpu_init.running_in_cloud_tpu_vm and (not platforms or "tpu" in platforms)
-    return has_tpus or any(number.isdigit() and int(number) > 1 for number in tasks)
 
 
 def _key(workdir: pathlib.Path, *, timeout_s: float | None) -> bytes:
@@ -395,6 +362,11 @@ def _key(workdir: pathlib.Path, *, timeout_s: float | None) -> bytes:
     while not file.exists() and time.monotonic() < deadline_s:
         time.sleep(0.1)
     return file.read_bytes() if file.exists() else b""
+
+
+def _beside(port: int) -> int:
+    """Where the first host listens when JAX's coordinator has `port`; Slurm's may be the last there is."""
+    return port + 1 if port < 65535 else port - 1
 
 
 def _listen(port: int) -> socket.socket:

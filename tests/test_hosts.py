@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rl import feed, packing
+from sharding import cluster
 from sharding import hosts as hosts_lib
 from sharding import mesh as mesh_lib
 from tests import proxy
@@ -36,6 +37,7 @@ def join(index, count, timeout_s=20.0, workdir="shared", jax_version=None):
     if jax_version:
         hosts_lib.jax.__version__ = jax_version
     hosts_lib.jax.distributed.initialize = lambda *args, **kwargs: None
+    hosts_lib.jax.process_count, hosts_lib.jax.process_index = lambda: count, lambda: count - 1 - index
     return hosts_lib.joined(coordinator=f"127.0.0.1:{port}", num_processes=count, process_id=index, timeout_s=timeout_s,
         workdir=pathlib.Path(workdir), explain=explain)
 
@@ -45,6 +47,7 @@ def hang():  # as in a collective: no bytecode runs here until it is over
 def talk(index):
     with join(index, 3) as hosts:
         told = [hosts.agree({"step": 7, "of": [hosts.index]}), hosts.agree(None)]
+        assert not hosts.is_first or hosts.processes == {0: 2, 1: 1, 2: 0}
         arrays = lambda host: [np.full((3, 2), host, np.int32), np.zeros((0, 4)), np.arange(host, dtype=np.float32)]
         if hosts.is_first:
             hosts.deal(lambda host: ({"for": host}, arrays(host)))
@@ -215,16 +218,45 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
 )
 def test_a_place_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        hosts_lib._standing(*arguments, timeout_s=1.0)
+        cluster.standing(*arguments, timeout_s=1.0)
 
 
 def test_where_a_process_stands(monkeypatch):
-    assert hosts_lib._standing("", 0, -1, 1.0) is None
-    assert hosts_lib._standing("localhost:1", 1, 0, 1.0) is None
-    assert hosts_lib._standing("localhost:1", 2, 1, 1.0)[:3] == ("localhost:1", 1, 2)
+    assert cluster.standing("", 0, -1, 1.0) is None
+    assert cluster.standing("localhost:1", 1, 0, 1.0) is None
+    assert cluster.standing("localhost:1", 2, 1, 1.0)[:3] == ("localhost:1", 1, 2)
     for name, value in (("COORDINATOR_ADDRESS", "first:7"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
         monkeypatch.setenv(f"JAX_{name}", value)
-    assert hosts_lib._standing("", 0, -1, 1.0)[:3] == ("first:7", 3, 4)
+    assert cluster.standing("", 0, -1, 1.0)[:3] == ("first:7", 3, 4)
+
+
+def test_a_pod_and_a_slurm_step_are_found(monkeypatch):
+    """Three workers of a TPU slice, of which this is the second; four tasks of Slurm; a machine alone, in both."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.cloud_tpu_init, "running_in_cloud_tpu_vm", True)
+        patch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+        patch.delenv("JAX_PLATFORMS")
+        variables = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost,b,c", "TPU_WORKER_ID": "1"}
+        for name, value in (
+            variables | {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "1"}
+        ).items():
+            patch.setenv(name, value)
+        patch.setenv("MEGASCALE_SLICE_ID", "0")
+        address, index, count, device_ids = cluster.standing("", 0, -1, 1.0)
+        assert (address.split(":")[0], index, count, device_ids) == ("localhost", 1, 3, None)
+        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+        patch.setenv("TPU_WORKER_ID", "0")
+        assert cluster.standing("", 0, -1, 1.0) is None
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost,b,c")
+        assert cluster.standing("", 0, -1, 1.0) is None  # the CPU of a pod's host, for an export
+    variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+    for name, value in (variables | {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}).items():
+        monkeypatch.setenv(name, value)
+    address, *rest = cluster.standing("", 0, -1, 1.0)
+    assert address.startswith("node3:") and rest == [2, 4, [0]]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in an allocation
+    assert cluster.standing("", 0, -1, 1.0) is None
 
 
 def test_a_stranger_is_not_listened_to(tmp_path):
@@ -254,7 +286,7 @@ def test_dealt_rows_are_the_rows_that_were_packed():
         mesh = mesh_lib.create(sizes)
         header, buffers = feed._cut(batch, layout, mesh, 0)
         data = bytearray(b"".join(buffer.tobytes() for buffer in buffers))
-        built = feed._assemble(header["num_micro_batches"], data, layout, mesh, 0)
+        built = feed._assemble(header["num_micro_batches"], data, layout, mesh)
         for name, placed in vars(packing.place(batch, mesh)).items():
             found = getattr(built, name)
             assert (found is None) == (placed is None)

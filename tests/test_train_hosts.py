@@ -94,6 +94,21 @@ def test_two_hosts_are_one(straight, tmp_path):
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 2, 4, 6]  # 0 scored best
 
 
+def test_adapters_a_reference_and_deltas_over_two_hosts(tmp_path):
+    """What else the hosts do together: merge, score the reference's log-probabilities, publish differences."""
+    fields = {"lora__rank": 2, "objective__kl_coef": 0.1, "objective__kl_reference": "reference", "rl__num_steps": 3}
+    fields |= {"optimizer__learning_rate": 1e-2, "optimizer__warmup_steps": 0, "broadcast__snapshot_every": 3}
+    for workdir, num_hosts in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
+        run(workdir, num_hosts, **fields)
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")
+    assert [line["phase"] for line in curve(tmp_path / "two")] == ["warm-up"] * 2 + ["rl"] * 3
+    manifests = [[broadcast.read_manifest(tmp_path / w / "weights", v) for v in range(4)] for w in ("one", "two")]
+    assert [m.base for m in manifests[1]] == [None, 0, 1, None]
+    assert [m.digest for m in manifests[0]] == [m.digest for m in manifests[1]] and len(
+        {m.digest for m in manifests[0]}
+    ) == 4
+
+
 def test_a_killed_host_ends_the_run_which_resumes_on_two_hosts_and_on_one(straight, tmp_path):
     processes = start(tmp_path / "w")
     wait_for_step(tmp_path / "w", 3, processes)
