@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
+from models import cpu_attention
 from sharding import rules
 
 MASKED = -1e30  # finite, so that a row with no key gives a uniform softmax instead of NaN; its output is unused
@@ -152,10 +153,16 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
     T = q_BTHC.shape[1]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
 
+    is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
+
     def run(q_BTHC, packing_q, columns):
         q_BKGTC = _stored(_by_key_head(q_BTHC, k_BKTC.shape[1]))
         mask_BTS = readable(packing_q, columns, packing, columns_T, window)
-        out_BKGTV = _stored(_attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTS, **how))
+        if platform() == "cpu" and is_plain and T <= BLOCK:
+            out_BKGTV = cpu_attention.attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTS, how["scale"])
+        else:
+            out_BKGTV = _attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTS, **how)
+        out_BKGTV = _stored(out_BKGTV)
         return jnp.moveaxis(out_BKGTV, 3, 1).reshape(*q_BTHC.shape[:3], -1)
 
     if T <= BLOCK:
