@@ -152,9 +152,9 @@ def read(
 
 
 def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
-    """Fresh memory at a multiple of `ALIGN_BYTES`, where it is large of `HUGE_BYTES`."""
+    """Fresh memory at a multiple of `ALIGN_BYTES`; if it is large, of `HUGE_BYTES`."""
     size = math.prod(shape) * kind.itemsize
-    align = HUGE_BYTES if size >= HUGE_BYTES else ALIGN_BYTES
+    align = HUGE_BYTES if size >= 8 * HUGE_BYTES else ALIGN_BYTES  # at most an eighth of it is left unused
     memory = np.empty(size + align, np.uint8)
     start = -memory.ctypes.data % align
     return memory[start : start + size].view(kind).reshape(shape)

@@ -47,14 +47,8 @@ class Gathering:
         deadline_s: float,
         only: transfer.Relay | None,
     ):
-        self._source, self._choice, self._version, self._name, self._target = (
-            relays,
-            relays.choice,
-            version,
-            name,
-            target,
-        )
-        self._deadline_s, self._only = deadline_s, only
+        self._source, self._choice, self._only = relays, relays.choice, only
+        self._version, self._name, self._target, self._deadline_s = version, name, target, deadline_s
         step, size = relays.options.piece_bytes, len(target)
         self._todo = collections.deque((start, min(start + step, size)) for start in range(0, size, step))
         self._flying: dict[concurrent.futures.Future, transfer.Get] = {}

@@ -98,6 +98,13 @@ def test_a_cpu_device_adopts_what_was_received(tmp_path):
         assert jax.device_put(leaf, jax.devices()[0]).unsafe_buffer_pointer() == leaf.ctypes.data
 
 
+def test_a_large_array_begins_where_a_huge_page_does(tmp_path):
+    """Elsewhere it would begin and end with up to 511 faults of 4 kB each."""
+    broadcast.publish({"w": np.zeros(16 << 20, np.uint8), "v": np.zeros(17 << 20, np.uint8)}, 0, tmp_path)
+    for leaf in broadcast.pull(tmp_path).params.values():
+        assert leaf.ctypes.data % (2 << 20) == 0
+
+
 def test_digest_against_its_definition():
     """By hand: the digest of a chunk is that of the file which stock tensorstore writes for it."""
     rows = []
