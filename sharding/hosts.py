@@ -42,6 +42,8 @@ MISTAKE, INTERRUPTED, DIED, BUG, CONSEQUENCE = range(5)
 SETTLE_S = 1.0  # for others' accounts: a collective breaks on one host before the cause is told by another
 KEY_S = 20.0  # a network disk may show a new file late
 MAX_HEADER_BYTES = 1 << 26
+MAX_HELLO_BYTES = 1 << 16  # of somebody who has proved nothing yet
+LOST_S = 60  # without an answer from the other machine's TCP; less would end a host that reads nothing while it copies
 _HEAD = struct.Struct(">IQ")  # sizes of a message's JSON and of the bytes behind it
 
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and rank
@@ -192,7 +194,7 @@ class Hosts:
         who = f"host {index} ({name})"
         if isinstance(index, int):
             self._links.setdefault(index, link)  # to be told what is wrong
-        if not hmac.compare_digest(str(hello.get("proof")), proof):
+        if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
             raise ValueError(
                 f"{who} does not see the key of this run in {workdir}: give a --workdir on a disk that all hosts share"
             )
@@ -212,9 +214,15 @@ class Hosts:
         while True:
             try:
                 link = _Link(socket.create_connection((address[0], _beside(address[1])), timeout=5))
-                nonce = link.receive(timeout_s=5)[0]["nonce"]
+                nonce = str(link.receive(timeout_s=5)[0]["nonce"])
                 break
-            except (OSError, EOFError) as error:
+            except (
+                OSError,
+                EOFError,
+                ValueError,
+                LookupError,
+                TypeError,
+            ) as error:  # nobody yet, or something else's port
                 if time.monotonic() > deadline_s:
                     raise ValueError(
                         f"host 0 did not answer at {address[0]}:{_beside(address[1])} within {timeout_s:.0f} s ({error}); start the same "
@@ -387,8 +395,9 @@ class _Link:
         self._sock, self._lock = sock, threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):  # a lost machine: 20 s
-            if hasattr(socket, name):
+        options = {"TCP_KEEPIDLE": LOST_S // 4, "TCP_KEEPINTVL": LOST_S // 4, "TCP_KEEPCNT": 3}
+        for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * LOST_S}).items():
+            if hasattr(socket, name):  # on Linux all
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, header: dict, buffers: Sequence = ()) -> None:
@@ -403,7 +412,8 @@ class _Link:
         """The next message; with a timeout only one without bytes. EOFError at the end of the connection."""
         self._sock.settimeout(timeout_s)
         text_bytes, body_bytes = _HEAD.unpack(self._read(_HEAD.size))
-        if text_bytes > MAX_HEADER_BYTES or (timeout_s is not None and body_bytes):
+        most = MAX_HEADER_BYTES if timeout_s is None else MAX_HELLO_BYTES
+        if text_bytes > most or (timeout_s is not None and body_bytes):
             raise OSError(f"a message of {text_bytes} + {body_bytes} bytes is none of ours")
         return json.loads(self._read(text_bytes)), self._read(body_bytes)
 
