@@ -24,6 +24,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 P, G, PROMPT, NEW, VOCAB = 8, 8, 32, 64, 512
@@ -103,6 +104,9 @@ def run(skewed: bool, args) -> dict:
         model, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh
     )
     layout = packing.Layout.for_streams(P * G, PROMPT + NEW, row_length=args.row_length, rows=args.rows)
+    # As rl/train.py does: the step is compiled while the engine compiles and rolls out.
+    compiling = threading.Thread(target=step.compile, args=(packing.abstract(layout, mesh),))
+    compiling.start()
     policy = scheduler.Scheduler(
         engine.Engine(
             model,
@@ -148,6 +152,7 @@ def run(skewed: bool, args) -> dict:
         times = [(time.perf_counter(), time.process_time())]
         trees, num_tokens = roll_out(number)
         times.append((time.perf_counter(), time.process_time()))
+        compiling.join()
         state, metrics = step(state, packing.place(packing.pack(trees, layout), mesh))
         metrics = jax.device_get(metrics)
         times.append((time.perf_counter(), time.process_time()))

@@ -204,7 +204,8 @@ def make_train_step(
     adapters: lora.LoraConfig | None = None,
     share_prompts: bool = True,
 ) -> Callable[[TrainState, packing.TrainBatch], tuple[TrainState, dict]]:
-    """Returns the jitted step. `state` is donated: use the one that comes back.
+    """Returns the jitted step. `state` is donated: use the one that comes back. `step.compile(packing.abstract(...))` compiles it
+    for batches of that shape from any thread, while others work; the first call is then as quick as the next.
 
     `loss` is a name of `LOSSES` or a function of the same signature. Without `share_prompts`, no tree of a batch may have
     a prompt of its own or a second branch; kernels that know nothing of branches can then run. Metrics are float32 scalars on the device, equal on all
@@ -277,7 +278,11 @@ def make_train_step(
         with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
             return jitted(state, batch)
 
-    step.jitted = jitted
+    def compile(batch):
+        with jax.set_mesh(mesh):
+            jitted.lower(abstract_state(model, optimizer, mesh, adapters), batch).compile()
+
+    step.jitted, step.compile = jitted, compile
     return step
 
 

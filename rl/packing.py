@@ -163,6 +163,17 @@ def empty_row(layout: Layout) -> dict[str, np.ndarray]:
     return row
 
 
+def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
+    """The shapes of `place(pack(trees, layout), mesh)`, whatever the trees."""
+
+    def described(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.batch_sharding(mesh, len(shape)))
+
+    shape = (layout.num_micro_batches, layout.rows, layout.row_length)
+    arrays = {name: described(shape, row.dtype) for name, row in empty_row(layout).items()}
+    return TrainBatch(**arrays, num_micro_batches=described((), np.dtype(np.int32)))
+
+
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
     """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes.
 

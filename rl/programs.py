@@ -240,14 +240,8 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
     length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
     streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())
     layout = packing.Layout.for_streams(num_streams, length, row_length=T, rows=rows, streams=streams)
-    one = packing.pack([], dataclasses.replace(layout, num_micro_batches=1, rows=1))
-
-    def widen(x):
-        shape = (layout.num_micro_batches, rows, T) if x.ndim else ()
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=rules.batch_sharding(mesh, x.ndim))
-
     rows_in_use = math.ceil(num_streams / max(T // length, 1))
-    return jax.tree.map(widen, one), math.ceil(rows_in_use / rows)
+    return packing.abstract(layout, mesh), math.ceil(rows_in_use / rows)
 
 
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:

@@ -16,8 +16,10 @@ the score and what people read; the others get their rows of each batch from it 
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import time
+from concurrent import futures
 
 import jax
 from absl import flags
@@ -85,6 +87,10 @@ def train(
         if hosts.is_first:
             progress.note("starting the rollout server and its workers")
             rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say, hosts.count))
+        # Compiled while the first score and the first batch are made.
+        with_reference = ("ref_logp",) if reference is not None else ()
+        shapes = packing.abstract(dataclasses.replace(layout, streams=layout.streams + with_reference), mesh)
+        compiled = stack.enter_context(futures.ThreadPoolExecutor(1)).submit(train_step.compile, shapes)
 
         def score(step):
             result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
@@ -96,6 +102,7 @@ def train(
 
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
             history = []
+            compiled.result()
             for step in range(start + 1, config.rl.num_steps + 1):
                 clock = _Clock()
                 with clock("wait"):

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -539,6 +540,27 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
     assert step.jitted._cache_size() == 1
     # It starts near log V = 4.2; that it learns 70 random tokens by heart is the point of 20 steps at a rate of 0.02.
     assert losses[0] > 3 and losses[-1] < losses[0] / 3
+
+
+def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
+    """By a thread of its own, from shapes alone, on eight devices."""
+    mesh = make_mesh(axes(fsdp=2, tensor=4))
+    step = learner.make_train_step(DENSE, SGD, "two_sided_clip", CLIP, mesh)
+    state = learner.init_state(jax.random.key(0), DENSE, SGD, mesh, params=params_of(DENSE))
+    batch = packing.place(pack(), mesh)
+
+    jax.config.update("jax_log_compiles", True)  # of all threads, unlike the context manager
+    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
+
+    def compilations(work):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            work()
+        return [record for record in caplog.messages if "Finished XLA compilation of jit(train_step)" in record]
+
+    ahead = threading.Thread(target=step.compile, args=(packing.abstract(packing.Layout(ROW, 2, 6), mesh),))
+    assert len(compilations(lambda: (ahead.start(), ahead.join()))) == 1
+    assert not compilations(lambda: step(state, batch))
 
 
 def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
