@@ -34,7 +34,7 @@ from inference import kv_cache, proof_window, routing, sampler
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
-from models import logprobs, transformer
+from models import logprobs, quantized, transformer
 from models import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -335,6 +335,8 @@ def _empty(model, num_sequences, capacity):
 @functools.partial(jax.jit, static_argnums=0)
 def _score(model, params, tokens_BT):
     hidden_BTD = transformer.apply(params, model, tokens_BT)
+    name = "embed" if model.tie_embeddings else "lm_head"
+    params = params | {name: quantized.dense(params[name], model.dtype)}
     ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
     return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
 

@@ -68,6 +68,9 @@ def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> No
             "owned_by": "intellax",
             "max_model_len": server.max_model_len,
             "policy_version": server.scheduler.version,
+            "quantization": server.store.quantization
+            if server.store
+            else "none",  # with any, near that version, not it
         }
         return {"object": "list", "data": [card]}
 

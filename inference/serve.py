@@ -109,6 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--mesh", default="", help="axes over this host's devices: tensor=4,expert=2,data=-1; none: one device"
     )
+    parser.add_argument(
+        "--quantize", default="none", help="int8: large matrices at half the memory; then near the policy, not it"
+    )
     parser.add_argument("--routed_experts", action="store_true", help="record each token's experts, for router replay")
     parser.add_argument("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights")
     parser.add_argument("--drain_s", type=int, default=30, help="what requests in flight get on SIGTERM")
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     options = {"max_queue": args.max_queue, "prefix_cache_bytes": args.prefix_cache_mib * 2**20}
     try:
-        options["mesh"] = mesh_lib.parse(args.mesh)
+        options |= {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize}
         config = engine_lib.EngineConfig(
             args.num_slots,
             args.max_model_len,

@@ -26,7 +26,7 @@ from inference import weights as weights_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import broadcast
+from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding import source as source_lib
 
@@ -40,7 +40,7 @@ class Server:
     weights: source_lib.Source | None  # the broadcast, opened; None: updates name their folder
     scheduler: scheduler_lib.Scheduler
     engine: engine_lib.Engine
-    shardings: transformer.Params
+    store: weights_lib.Store | None
     model_name: str = "policy"
     key: str | None = None  # hex of the publisher's public key; None: any
     have: broadcast.Pulled | None = None  # what serves now, from which deltas lead on
@@ -78,7 +78,7 @@ class Server:
                 return self.scheduler.version
             if source is None and not isinstance(root, source_lib.Directory):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
-            pulled = broadcast.pull(root, version, shardings=self.shardings, have=self.have, key=self.key)
+            pulled = broadcast.pull(root, version, shardings=self.store.on_arrival, have=self.have, key=self.key)
             version = self._swap(pulled.params, pulled.version)
             self.have = pulled if source is None else None
             return version
@@ -125,14 +125,15 @@ class Server:
     def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
         from models import hf
 
-        config, params = hf.load(folder, shardings=self.shardings)
+        config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} is another model than the one that serves; start a server of its own on it")
+        params = _load_folder(folder, self.store)
         return self._swap(params, self.scheduler.version + 1 if version is None else version)
 
     def _swap(self, params: transformer.Params, version: int) -> int:
         check_params(params, self.engine.model)
-        return self.scheduler.update(params, version).result()
+        return self.scheduler.update(self.store.keep(params), version).result()
 
 
 def start(
@@ -142,38 +143,43 @@ def start(
     key: str | None = None,
     timeout_s: float = 600.0,
     mesh: dict[str, int] | None = None,
+    quantize: str = "none",
     **options,
 ) -> Server:
     """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
-    `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `options`: those of `Scheduler`.
+    `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `quantize`: a name of
+    weights.QUANTIZATIONS. `options`: those of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
     version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     model = config_lib.ModelConfig(**metadata["model"])
-    shardings = weights_lib.shardings(model, devices)
-    pulled = broadcast.pull(source, version, shardings=shardings, key=key)
-    engine = engine_lib.Engine(model, config, tokenizer_lib.load(metadata["tokenizer"]), pulled.params, devices)
-    server = _serve(source, engine, pulled.params, pulled.version, shardings, options)
+    store = weights_lib.Store(model, devices, quantize)
+    pulled = broadcast.pull(source, version, shardings=store.on_arrival, key=key)
+    tokenizer = tokenizer_lib.load(metadata["tokenizer"])
+    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options)
     server.key, server.have = key, pulled
     return server
 
 
 def start_model(
-    folder: str, config: engine_lib.EngineConfig, *, mesh: dict[str, int] | None = None, **options
+    folder: str,
+    config: engine_lib.EngineConfig,
+    *,
+    mesh: dict[str, int] | None = None,
+    quantize: str = "none",
+    **options,
 ) -> Server:
     """Loads a Hugging Face folder as version 0; see `start`."""
     from models import hf
 
     devices = host_mesh(mesh, config)
     tokenizer = tokenizer_lib.load(folder)
-    shardings = weights_lib.shardings(hf.read_config(folder), devices)
-    model, params = hf.load(folder, shardings=shardings)
-    engine = engine_lib.Engine(model, config, tokenizer, params, devices)
-    return _serve(None, engine, params, 0, shardings, options)
+    store = weights_lib.Store(hf.read_config(folder), devices, quantize)
+    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -205,12 +211,25 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
 _HAS = {"lack": "needs", "have": "has not"}
 
 
-def _serve(weights, engine: engine_lib.Engine, params, version: int, shardings, options: dict) -> Server:
-    check_params(params, engine.model)
+def _serve(weights, tokenizer, config: engine_lib.EngineConfig, params, version: int, store, options: dict) -> Server:
+    check_params(params, store.model)
+    params = store.keep(params)
+    engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
     scheduler = scheduler_lib.Scheduler(engine, params, version, state=_compile(engine, params), **options)
-    length = min(8, engine.config.max_model_len - 1)
+    length = min(8, config.max_model_len - 1)
     scheduler.submit(scheduler_lib.GenerateRequest(tokens=(0,) * length, max_tokens=1, proofs=True)).result()
-    return Server(weights, scheduler, engine, shardings)
+    return Server(weights, scheduler, engine, store)
+
+
+def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
+    """The weights of a Hugging Face folder, where the store wants them."""
+    from models import hf
+
+    if store.on_arrival is not None:
+        return hf.load(folder, shardings=store.on_arrival)[1]
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    specs = transformer.specs(store.model)
+    return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]
 
 
 def _compile(engine: engine_lib.Engine, params) -> state_lib.DecodeState:

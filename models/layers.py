@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention
+from models import attention, quantized
 from models import config as config_lib
 
 SAVED = "projection"  # what rematerialisation by the name "dots" keeps: the results of matmuls with parameters
@@ -21,8 +21,10 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
 
     On one device as a product of two matrices, of which XLA needs no transposed copies, forward or backward. Over several,
-    B and T may be split, and merging them would gather the rows.
+    B and T may be split, and merging them would gather the rows. The kernel may be `Quantized`.
     """
+    if quantized.is_quantized(kernel):
+        return quantized.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and math.prod(mesh.shape.values()) > 1:
         return checkpoint_name(_project(x, kernel), SAVED)

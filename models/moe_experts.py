@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 from jax.sharding import PartitionSpec
 
-from models import attention, layers
+from models import attention, layers, quantized
 from models import config as config_lib
 from sharding import rules
 
@@ -65,7 +65,10 @@ def run(
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
-    specs = {name: rules.partition(mesh, x.shape, AXES[name]) for name, x in params.items()}
+    specs = {
+        name: jax.tree.map(functools.partial(_partition, mesh, AXES[name], param.shape), param)
+        for name, param in params.items()
+    }
     run_local = jax.shard_map(
         functools.partial(_run_local, config=config),
         in_specs=(tokens, tokens, tokens, specs),
@@ -204,7 +207,12 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
     inside_A = None if all_inside else group_A < num_local
 
     def project(rows, name):
-        out = grouped_matmul(rows, params[name], group_sizes, inside_A, config)
+        kernel = params[name]
+        if quantized.is_quantized(kernel):
+            out = grouped_matmul(rows, kernel.values.astype(rows.dtype), group_sizes, inside_A, config)
+            out = quantized.grouped(out, kernel, group_A)
+        else:
+            out = grouped_matmul(rows, kernel, group_sizes, inside_A, config)
         if f"{name}_bias" not in params:
             return out
         bias_AF = params[f"{name}_bias"][jnp.minimum(group_A, num_local - 1)]
@@ -246,10 +254,23 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
 
 
-def _gather_model_dim(name: str, param: jax.Array) -> jax.Array:
+def _partition(mesh, axes: tuple[str, ...], shape: tuple[int, ...], x) -> PartitionSpec:
+    """The layout of a parameter of `shape`, or of its scales, which have no more than a place for what is summed over."""
+    spec = rules.partition(mesh, shape, axes)
+    return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
+
+
+def _gather_model_dim(name: str, param):
+    """A parameter, or a `Quantized` one, whole in the model dim."""
     if "model" not in AXES[name]:
         return param
-    return jax.lax.all_gather(param, "fsdp", axis=AXES[name].index("model"), tiled=True)
+    dim = AXES[name].index("model")
+    gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
+    if (
+        quantized.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]
+    ):  # what is summed over has one scale
+        return param.replace(values=gather(param.values))
+    return jax.tree.map(gather, param)
 
 
 # ---- assignments that travel -----------------------------------------------------------------------------------------

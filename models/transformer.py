@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, blocks, layers, moe
+from models import attention, blocks, layers, moe, quantized
 from models import config as config_lib
 from sharding import rules
 
@@ -258,7 +258,12 @@ def extend_routed(
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
     kernel_DV = head(params, config).astype(hidden_BTD.dtype)
-    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
+    if quantized.is_quantized(kernel_DV):
+        integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, integers_DV, preferred_element_type=jnp.float32)
+        logits_BTV = quantized.scaled(logits_BTV, kernel_DV.scale)
+    else:
+        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
     if config.final_softcap:
         logits_BTV = config.final_softcap * jnp.tanh(logits_BTV / config.final_softcap)
     return logits_BTV
@@ -314,8 +319,12 @@ def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
 def _embed(params, config, tokens_BT):
     # The table is gathered over `fsdp` first: looked up as it lies, its rows would come back split over the model dim,
     # and XLA would replicate them in full to split them over the batch instead.
-    table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
-    x_BTD = table_VD[tokens_BT]
+    if quantized.is_quantized(params["embed"]):
+        values_VD = rules.constrain(params["embed"].values, "vocab", None)
+        x_BTD = quantized.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
+    else:
+        table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
+        x_BTD = table_VD[tokens_BT]
     if config.scale_embeddings:
         x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)

@@ -255,7 +255,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
 def test_a_scheduler_that_stopped_is_503(weights, server):
     scheduler = scheduler_lib.Scheduler(server.engine, server.engine.load_params(), 0)
     scheduler.close()
-    app = serve.make_app(service.Server(str(weights), scheduler, server.engine, server.shardings))
+    app = serve.make_app(service.Server(str(weights), scheduler, server.engine, server.store))
 
     async def exchange():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
