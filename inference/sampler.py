@@ -12,6 +12,7 @@ Letters: B sequences, V vocabulary, M biased entries.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -45,6 +46,14 @@ def noise(seed_B: jax.Array, position_B: jax.Array, vocab_size: int) -> jax.Arra
     return -jnp.log(-jnp.log(u_BV))
 
 
+def races(seed_N: np.ndarray, position_N: np.ndarray, token_N: np.ndarray) -> np.ndarray:
+    """-log u [N] float64 of single entries of `noise`, on the host: `noise` is -log of it. Exponentially distributed."""
+    zero_N = np.zeros(len(seed_N), np.uint32)
+    key = _threefry2x32(zero_N, seed_N.astype(np.uint32), zero_N, position_N.astype(np.uint32))
+    first_N, second_N = _threefry2x32(*key, zero_N, token_N.astype(np.uint32))
+    return -np.log((((first_N ^ second_N) >> 9) + 0.5) * 2**-23)
+
+
 def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     """Log-probabilities [B, V] of the distribution sampled from; -inf where filtered out.
 
@@ -75,15 +84,15 @@ def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple
 
 
 def _threefry2x32(key0, key1, x0, x1):
-    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011) of uint32 arrays of one shape."""
-    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011) of uint32 arrays of one shape, jax's or numpy's."""
+    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for block in range(5):
         for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[block % 2]:
             x0 = x0 + x1
             x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
         x0 = x0 + keys[(block + 1) % 3]
-        x1 = x1 + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+        x1 = x1 + keys[(block + 2) % 3] + np.uint32(block + 1)
     return x0, x1
 
 

@@ -54,7 +54,7 @@ class Validator:
       filters: top_k, top_p, min_p that the run prescribes (a worker's word is not taken for them).
       tolerance: limits on one rollout.
       rules: what else the run prescribes; without them only the replay is judged.
-      bands: of honest means; without them nothing is summed up over a node's rollouts.
+      bands: of honest means; without them only claims are summed up over a node's rollouts.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Validator:
         self._model, self._weights, self._filters, self._tolerance = model, weights, filters, tolerance
         self._length, self._rules, self._bands = max_model_len, rules, bands
         self._lock = threading.Lock()
+        self._counted = verdicts.Seen()  # by `screen`
         self.records: dict[str, sequential.Record] = {}
 
     def check(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
@@ -80,6 +81,13 @@ class Validator:
     def screen(self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train") -> str | None:
         """The reason to refuse this group that can be known without weights, or None; whose lease it is was asked before."""
         found = self.judge_cheaply(rollouts) if split == "train" else self._judge_held_out(rollouts)
+        if split == "train" and all(verdict.accepted for verdict in found):
+            with self._lock:  # a group that is done again is no news
+                new = [rollout for rollout in rollouts if not self._counted.refusal(rollout)]
+                self._counted.remember(new)
+            self.add_claims(new)
+            accusation = self.records[rollouts[0].worker].accused if rollouts[0].worker in self.records else None
+            return f"statistics: {accusation}" if accusation else None
         return next((str(verdict) for verdict in found if not verdict.accepted), None)
 
     def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
@@ -109,6 +117,19 @@ class Validator:
 
         return self._judge_records(rollouts, checks, rules)
 
+    def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
+        """Adds what these claim to the records of their nodes, once each, replayed or not; who is accused is refused."""
+        out = []
+        for rollout, y_N in zip(rollouts, verdicts.claimed_races(rollouts), strict=True):
+            ratio_K = sequential.claims_ratio(y_N) * (rollout.temperature > 0)
+            with self._lock:
+                accusation = self._record(rollout.worker).add_claims(ratio_K)
+            out.append(verdicts.Verdict("statistics", accusation) if accusation else verdicts.OK)
+        return out
+
+    def _record(self, node: str) -> sequential.Record:
+        return self.records.setdefault(node, sequential.Record(self._bands))
+
     def _judge_held_out(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
         rules = self._rules and dataclasses.replace(self._rules, groups=self._rules.held_out, first_step=0)
         checks = (verdicts.bounds, verdicts.ending, verdicts.prompt)
@@ -117,17 +138,20 @@ class Validator:
     def _judge_records(
         self, rollouts: Sequence[rollout_lib.Rollout], checks: Callable, rules: verdicts.Rules | None
     ) -> list[verdicts.Verdict]:
-        """Form, `checks`, and of each group's rollouts that passed them the rewards."""
+        """Form, `checks`, and of rollouts that passed them the claims, and the rewards group by group."""
         out, groups = [], collections.defaultdict(list)
-        for i, rollout in enumerate(rollouts):
+        for rollout in rollouts:
             verdict = verdicts.form(rollout)
             if verdict.accepted and len(rollout.tokens) > self._length:
                 verdict = verdicts.Verdict("length", f"{len(rollout.tokens)} tokens exceed the model's {self._length}")
             if verdict.accepted and rules is not None:
                 verdict = next((found for found in checks(rollout) if not found.accepted), verdicts.OK)
-                if verdict.accepted:
-                    groups[rollout.step, rollout.task.group, rollout.worker].append(i)
             out.append(verdict)
+        passed = [i for i, verdict in enumerate(out) if verdict.accepted and rules is not None]
+        for i, y_N in zip(passed, verdicts.claimed_races([rollouts[i] for i in passed]), strict=True):
+            out[i] = verdicts.claims(rollouts[i], y_N)
+            if out[i].accepted:
+                groups[rollouts[i].step, rollouts[i].task.group, rollouts[i].worker].append(i)
         for members in groups.values():
             for i, verdict in zip(members, verdicts.rewards([rollouts[i] for i in members], rules), strict=True):
                 out[i] = verdict
@@ -139,10 +163,9 @@ class Validator:
             return {node: self.records[node].state() for node in nodes if node in self.records}
 
     def restore_records(self, states: dict[str, dict]) -> None:
-        """Puts these in the place of all records; without bands none are kept."""
-        if self._bands is not None:
-            with self._lock:
-                self.records = {node: sequential.Record.restored(self._bands, s) for node, s in states.items()}
+        """Puts these in the place of all records."""
+        with self._lock:
+            self.records = {node: sequential.Record.restored(self._bands, s) for node, s in states.items()}
 
     def forget_records(self, nodes: Iterable[str]) -> None:
         with self._lock:
@@ -182,8 +205,7 @@ class Validator:
         if not verdict.accepted or self._bands is None:
             return verdict
         with self._lock:
-            record = self.records.setdefault(rollout.worker, sequential.Record(self._bands))
-            accusation = record.add(verdicts.evidence(rollout, scored, results))
+            accusation = self._record(rollout.worker).add(verdicts.evidence(rollout, scored, results))
         return verdicts.Verdict("statistics", accusation) if accusation else verdicts.OK
 
 

@@ -253,6 +253,9 @@ class Service:
         # Whole groups only: the others are lost already. Each by the repute of its own signer: a stranger's rollouts
         # must not pass behind one that borrows a good name and fails by its signature.
         passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
+        for i, verdict in zip(passed, self._judge.add_claims([rollouts[i] for i in passed]), strict=True):
+            found[i] = verdict
+        passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
         checked = any(self._is_drawn(node, lot) for node in {rollouts[i].worker for i in passed})
         if checked:
             judged = self._judge.judge_replayed([rollouts[i] for i in passed])

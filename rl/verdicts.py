@@ -5,7 +5,8 @@ Cheap before dear. From the record alone:
 2. `prescribed`: task, seed, sample and temperature are those that follow from the run's seed (rl/data.py).
 3. `policy_version`: within the lag that this batch allows, not newer than what was published.
 4. `bounds`: lengths, vocabulary, rewards. `ending`: the finish reason is what the last token says.
-5. `prompt` and `rewards`: made again by the environment.
+5. `prompt`: made again by the environment. `claims`: the log-probabilities fit the noise that drew the tokens.
+   `rewards`: made again.
 From one replay (rl/replay.py):
 6. `sampling`: each token is what the seed's noise draws. `logprob`: claimed against replayed.
 7. `stopping`: the closing token was not absurdly unlikely. `shape`: tokens were drawn at the claimed temperature.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from inference import rollout as rollout_lib
-from inference import toploc
+from inference import sampler, toploc
 from rl import data, sequential
 from rl.envs import scorer
 
@@ -241,6 +242,36 @@ def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
     expected = rules.prompt(_group(rollout, rules))
     found = rollout.tokens[: prompt_length(rollout)].tolist()
     return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
+
+
+def claimed_races(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:
+    """y [N] of rl/sequential.py per rollout: exponentially distributed where the noise of its seed drew each token and the
+    log-probabilities are those that it was drawn with. All at once, as numpy's calls cost more than the arithmetic."""
+    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
+    counts = [len(position_N) for position_N in positions]
+    tokens = [rollout.tokens[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
+    logps = [rollout.logprobs[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
+    if not rollouts:
+        return []
+    seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], np.uint32), counts)
+    races = sampler.races(seeds, np.concatenate(positions), np.concatenate(tokens))
+    y = races * np.exp(-np.concatenate(logps).astype(np.float64))
+    return np.split(y, np.cumsum(counts)[:-1])
+
+
+def claims(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
+    """Of one of `claimed_races`. Greedy streams have no noise."""
+    if rollout.temperature == 0:
+        return OK
+    limit = math.log(len(y_N) / CHANCE)
+    if (top := float(y_N.max())) > limit:
+        at = int(np.flatnonzero(rollout.sampled_mask)[y_N.argmax()])
+        least = float(rollout.logprobs[at]) + math.log(top / limit)
+        return Verdict("logprob", f"{rollout.logprobs[at]:.3g} of token {at}, its noise draws it from {least:.3g} on")
+    odds = sequential.log_mean_exp(sequential.claims_ratio(y_N))
+    if odds < -math.log(CHANCE):
+        return OK
+    return Verdict("logprob", f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1")
 
 
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> list[Verdict]:
