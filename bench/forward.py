@@ -3,7 +3,7 @@
     python -m bench.forward
     python -m bench.forward --peer-python=/path/to/venv/bin/python     # a venv with torch and transformers
 
-1. Two Qwen3 models with random weights: "tiny" (4 layers, D 256, V 512, tied: 4.1 M parameters; 64 rows of 96 tokens) and
+1. Two Qwen3 models with random weights: "4m" (4 layers, D 256, V 512, tied: 4.1 M parameters; 64 rows of 96 tokens) and
    "100m" (12 layers, D 768, V 32000, tied; 8 rows of 128).
 2. One process per side and model computes the mean negative log-probability of the next tokens and its gradient by every
    parameter. They take turns, one step each, so that a busy machine is busy for both.
@@ -11,7 +11,7 @@
    FLOPs counted as 6 per token and parameter of a matmul, plus 12 L T H C per token for attention, over those of the best
    of our 2048 x 2048 float32 products, one of which is timed after each of our steps. Then the ratio of the two sides.
 
-Acceptance: at least 2 times the peer on "tiny", 1.3 times on "100m".
+Acceptance: at least 2 times the peer on "4m", 1.3 times on "100m".
 """
 
 import argparse
@@ -21,20 +21,20 @@ import subprocess
 import sys
 import time
 
-MODELS = {
-    "tiny": dict(vocab=512, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=1024, rows=64, tokens=96),
-    "100m": dict(vocab=32000, dim=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2304, rows=8, tokens=128),
-}
+from bench import shapes
+
+BATCHES = {"4m": {"rows": 64, "tokens": 96}, "100m": {"rows": 8, "tokens": 128}}
 PEER = """
 import json, sys, time
 import torch, transformers
 m = json.loads(sys.argv[1])
 torch.manual_seed(0)
 config = transformers.Qwen3Config(
-    vocab_size=m["vocab"], hidden_size=m["dim"], num_hidden_layers=m["layers"], num_attention_heads=m["heads"],
-    num_key_value_heads=m["kv_heads"], head_dim=m["head_dim"], intermediate_size=m["ffn"], tie_word_embeddings=True)
+    vocab_size=m["vocab_size"], hidden_size=m["model_dim"], intermediate_size=m["ffn_dim"],
+    num_hidden_layers=m["num_layers"], num_attention_heads=m["num_heads"], num_key_value_heads=m["num_kv_heads"],
+    head_dim=m["head_dim"], tie_word_embeddings=True)
 model = transformers.Qwen3ForCausalLM(config)
-ids = torch.randint(0, m["vocab"], (m["rows"], m["tokens"]))
+ids = torch.randint(0, m["vocab_size"], (m["rows"], m["tokens"]))
 def step():
     model.zero_grad(set_to_none=True)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -50,20 +50,21 @@ for line in sys.stdin:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--peer-python", help="interpreter with torch and transformers; only ours is timed without")
     parser.add_argument("--serve", help=argparse.SUPPRESS)  # our side of a pair, in its own process
     args = parser.parse_args()
     if args.serve:
-        return serve(json.loads(args.serve))
+        return serve(args.serve)
     for name in args.models:
-        compare(name, MODELS[name], args)
+        compare(name, args)
     return 0
 
 
-def compare(name: str, m: dict, args) -> None:
-    sides = {"ours": [sys.executable, "-m", "bench.forward", "--serve", json.dumps(m)]}
+def compare(name: str, args) -> None:
+    m = shapes.SHAPES[name] | BATCHES[name]
+    sides = {"ours": [sys.executable, "-m", "bench.forward", "--serve", name]}
     if args.peer_python:
         sides["transformers"] = [args.peer_python, "-c", PEER, json.dumps(m)]
     processes = {
@@ -98,41 +99,20 @@ def compare(name: str, m: dict, args) -> None:
         print(f"  ours / transformers: {peer / ours:.2f} x by best step")
 
 
-def serve(m: dict) -> int:
+def serve(name: str) -> int:
     """Our side: a line when warm, then a step per line of input."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from models import config as config_lib
     from models import logprobs, transformer
 
-    config = config_lib.ModelConfig(
-        vocab_size=m["vocab"],
-        model_dim=m["dim"],
-        num_layers=m["layers"],
-        num_heads=m["heads"],
-        num_kv_heads=m["kv_heads"],
-        head_dim=m["head_dim"],
-        ffn_dim=m["ffn"],
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        qk_norm=True,
-        tie_embeddings=True,
-        num_experts=0,
-        experts_per_token=0,
-        expert_ffn_dim=0,
-        first_dense_layers=0,
-        norm_topk=True,
-        param_dtype="float32",
-        dtype="float32",
-        remat="none",
-    )
+    config, m = shapes.model(name), BATCHES[name]
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.02, jnp.float32), transformer.abstract(config)
     )
-    tokens_BT = jnp.asarray(rng.integers(0, m["vocab"], (m["rows"], m["tokens"])), jnp.int32)
+    tokens_BT = jnp.asarray(rng.integers(0, config.vocab_size, (m["rows"], m["tokens"])), jnp.int32)
     ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
 
     def loss(params):
@@ -148,7 +128,7 @@ def serve(m: dict) -> int:
     product(square, square).block_until_ready()
     count = transformer.num_params(config)
     tokens = m["rows"] * m["tokens"]
-    attention = 12 * m["layers"] * m["tokens"] * m["heads"] * m["head_dim"]
+    attention = 12 * config.num_layers * m["tokens"] * config.num_heads * config.head_dim
     print("ready", count, tokens * (6 * count + attention), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()

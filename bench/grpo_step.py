@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 
-P, G, PROMPT, NEW, VOCAB = 8, 8, 32, 64, 512
+P, G, PROMPT, NEW = 8, 8, 32, 64
 TARGETS = {"equal": 0.5, "skewed": 0.35, "first_step_s": 1.0, "peak_rss_MiB": 0.6}
 
 
@@ -69,33 +69,13 @@ def run(skewed: bool, args) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
+    from bench import shapes
     from inference import engine, scheduler
-    from models import config as config_lib
     from models import tokenizer
     from rl import advantages, learner, packing
     from sharding import mesh as mesh_lib
 
-    model = config_lib.ModelConfig(
-        vocab_size=VOCAB,
-        model_dim=256,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        ffn_dim=1024,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qk_norm=True,
-        tie_embeddings=True,
-        num_experts=0,
-        experts_per_token=0,
-        expert_ffn_dim=0,
-        first_dense_layers=0,
-        norm_topk=True,
-        param_dtype="float32",
-        dtype="float32",
-        remat="none",
-    )
+    model = shapes.model("4m")
     rng, begun = np.random.default_rng(0), time.perf_counter()
     mesh = mesh_lib.create({})
     optimizer = learner.make_optimizer(learner.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
@@ -121,7 +101,7 @@ def run(skewed: bool, args) -> dict:
         """One group of trees, trained tokens and reward; a sample of its own length is a request of its own."""
         futures = []
         for p in range(P):
-            prompt = rng.integers(3, VOCAB, PROMPT).tolist()
+            prompt = rng.integers(3, model.vocab_size, PROMPT).tolist()
             lengths = np.maximum(1, (NEW * rng.random(G) ** 3).astype(int)) if skewed else np.full(G, NEW)
             lengths[0] = NEW if p == 0 else lengths[0]
             plans = [(int(n), 1, g) for g, n in enumerate(lengths)] if skewed else [(NEW, G, 0)]

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import shapes
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from models import config as config_lib
@@ -46,12 +47,6 @@ from sharding import broadcast
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = pathlib.Path(__file__).with_name("inference_peer.py")
-SHAPES = {
-    "4m": dict(vocab_size=512, model_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=1024),
-    "100m": dict(
-        vocab_size=32000, model_dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, ffn_dim=2304
-    ),
-}
 PARTS = ("in_process", "proofs", "http", "transformers", "tunix", "first_token")
 
 
@@ -69,7 +64,7 @@ class Work:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SHAPES, default="4m")
+    parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
     parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")
     parser.add_argument("--rounds", type=int, default=5)
@@ -81,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", help="also write the results there")
     args = parser.parse_args(argv)
     work = make_work(args.model, args.lengths, args.requests)
-    model = make_model(args.model)
+    model = shapes.model(args.model)
     longest = max(len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True))
     # 64 slots of skewed lengths are half empty on average, and each step reads the keys of all of them.
     slots = min(args.num_slots or (64 if args.lengths == "equal" else 16), len(work.prompts))
@@ -134,12 +129,6 @@ def make_work(model: str, lengths: str, num_requests: int | None) -> Work:
     prompt, new = (32, 64) if model == "4m" else (64, 64)
     prompts = rng.integers(0, 256, (num, prompt)).tolist()
     return Work(prompts, [new] * num if lengths == "equal" else np.geomspace(8, 256, num).astype(int).tolist())
-
-
-def make_model(name: str) -> config_lib.ModelConfig:
-    rest = dict(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, num_experts=0)
-    rest |= dict(experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
-    return config_lib.ModelConfig(**SHAPES[name], **rest, param_dtype="float32", dtype="float32", remat="none")
 
 
 def report(name: str, work: Work, seconds: list[float], cpu: list[float]) -> dict:
@@ -265,7 +254,7 @@ class Peer:
     """bench/inference_peer.py in another interpreter: one line of JSON in, one out, per round."""
 
     def __init__(self, python: str, name: str, model: str):
-        command = [python, str(PEER), name, json.dumps(SHAPES[model])]
+        command = [python, str(PEER), name, json.dumps(shapes.SHAPES[model])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, work: Work) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import sys
 import jax
 import numpy as np
 
-from bench import inference
+from bench import shapes
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from models import tokenizer as tokenizer_lib
@@ -46,11 +46,11 @@ VARIANTS = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=inference.SHAPES, default="4m")
+    parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args = parser.parse_args(argv)
-    model = inference.make_model(args.model)
+    model = shapes.model(args.model)
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
     requests = make_requests(args.requests)
     expected = complete(model, params, requests, Variant({}))

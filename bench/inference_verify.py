@@ -17,7 +17,7 @@ import time
 import jax
 import numpy as np
 
-from bench import inference
+from bench import shapes
 from inference import engine as engine_lib
 from inference import rollout as rollout_lib
 from inference import scheduler as scheduler_lib
@@ -29,14 +29,11 @@ from rl import validator, verdicts
 PROMPT, NEW, SAMPLES = 32, 64, 8
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NODE = rollout_lib.WorkerKey.generate()
-inference.SHAPES["tiny"] = dict(
-    vocab_size=272, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64
-)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=inference.SHAPES, default=["tiny", "4m"])
+    parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=["tiny", "4m"])
     parser.add_argument("--groups", type=int, default=16, help="of 8 samples")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
@@ -46,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(name: str, num_groups: int, num_rounds: int) -> None:
-    model = inference.make_model(name)
+    model = shapes.model(name)
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
     sizes = engine_lib.EngineConfig(64, PROMPT + NEW, 16, 16)
     engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
