@@ -27,7 +27,6 @@ import numbers
 import os
 import pathlib
 import re
-import secrets
 import struct
 
 import numpy as np
@@ -39,6 +38,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference import rollout_file
+from sharding import atomic_file
 
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
@@ -122,16 +122,7 @@ def write(path: str | os.PathLike, rollouts: list[Rollout]) -> None:
     data = to_parquet(rollouts)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The leading dot and the other suffix keep it out of a reader's *.parquet.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # or a crash after the rename leaves a complete name with no content
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    atomic_file.write(path, data, durable=True)
 
 
 def read(path: str | os.PathLike) -> list[Rollout]:

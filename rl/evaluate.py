@@ -21,7 +21,7 @@ from absl import flags
 from inference import rollout as rollout_lib
 from models import transformer
 from rl import experiment, launch, learner, metrics, orchestrator
-from sharding import broadcast, checkpoint
+from sharding import atomic_file, broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
 NUM_SAMPLES_SHOWN = 12
@@ -44,7 +44,7 @@ def held_out(
     path = workdir / "evaluations.json"
     entries = [e for e in _entries(path) if e["step"] != version]
     entries.append({"step": version, "phase": "rl", "scores": result, "samples": samples})
-    metrics.write_atomic(path, json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1) + "\n")
+    atomic_file.write(path, (json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1) + "\n").encode())
     writer.truncate("evaluation", version - 1)
     writer.write(
         version,

@@ -31,9 +31,9 @@ from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from rl import credit as credit_lib
-from rl import learner, lora, losses, metrics
+from rl import learner, lora, losses
+from sharding import atomic_file, rules
 from sharding import hosts as hosts_lib
-from sharding import rules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -354,7 +354,7 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
             )
     elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
         raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
-    metrics.write_atomic(file, json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n")
+    atomic_file.write(file, (json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n").encode())
 
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:

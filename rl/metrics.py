@@ -33,6 +33,7 @@ import rich.table
 import rich.text
 import tensorboardX
 
+from sharding import atomic_file
 from sharding import hosts as hosts_lib
 
 
@@ -77,7 +78,7 @@ class MetricsWriter:
         lines = _lines(self.path)
         kept = [text for record, text in lines if record["phase"] != phase or record["step"] <= after_step]
         self._file.close()
-        write_atomic(self.path, "".join(text + "\n" for text in kept))
+        atomic_file.write(self.path, "".join(text + "\n" for text in kept).encode())
         self._open()
         if phase in self._writers:
             self._writers.pop(phase).close()
@@ -119,14 +120,6 @@ def reduce(rows: list[dict[str, float]]) -> dict[str, float]:
         for name, value in row.items():
             columns[name].append(float(value))
     return {name: _reduction(name)(column) for name, column in columns.items()}
-
-
-def write_atomic(path, text: str) -> None:
-    """Writes beside `path` and renames: no reader and no kill meets half a file."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
 
 
 class Progress:

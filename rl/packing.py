@@ -14,6 +14,7 @@ Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt
 """
 
 import dataclasses
+import io
 import pathlib
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from sharding import rules
+from sharding import atomic_file, rules
 
 
 @struct.dataclass
@@ -203,10 +204,9 @@ def save(batch: TrainBatch, path: pathlib.Path) -> None:
     """Writes a batch for a replay: `train_step(state, place(load(path), mesh))` with the state that met it."""
     host = jax.device_get(batch)
     arrays = {f.name: getattr(host, f.name) for f in dataclasses.fields(host) if getattr(host, f.name) is not None}
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays)
-    temporary.rename(path)
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    atomic_file.write(path, file.getvalue())
 
 
 def load(path: pathlib.Path) -> TrainBatch:

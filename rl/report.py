@@ -22,6 +22,7 @@ import statistics
 import sys
 
 from rl import metrics
+from sharding import atomic_file
 
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
 
@@ -78,7 +79,7 @@ def write(workdir) -> pathlib.Path:
 <h2>Rollouts, before and after</h2>{_samples(evaluations)}
 <h2>Set-up</h2>{_setup(config.pop("command", None), config.pop("versions", None), config)}</main></body></html>
 """
-    metrics.write_atomic(workdir / "report.html", page)
+    atomic_file.write(workdir / "report.html", page.encode())
     return workdir / "report.html"
 
 

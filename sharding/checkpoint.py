@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from sharding import atomic_file
 from sharding import hosts as hosts_lib
 
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
@@ -94,9 +95,8 @@ class Checkpointer:
         """Says how good a saved step is: the first of the highest value is kept, however old it becomes."""
         best = _best(self._directory)
         if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
-            path = self._directory / "best.json"
-            path.with_suffix(".tmp").write_text(json.dumps({"step": step, "score": value}) + "\n")
-            path.with_suffix(".tmp").replace(path)
+            text = json.dumps({"step": step, "score": value}) + "\n"
+            atomic_file.write(self._directory / "best.json", text.encode())
 
     def wait(self) -> None:
         """Returns when the save in flight is a complete checkpoint; raises if it failed."""
