@@ -439,7 +439,7 @@ def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.Fas
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
     app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
     desk = lease_lib.Desk(invited)
-    reading, decoding = asyncio.Semaphore(16), asyncio.Semaphore(2)  # 64 MiB each, and 0.8 GiB at worst
+    decoding = asyncio.Semaphore(2)  # 0.8 GiB at worst
 
     @app.get("/run")
     async def run():
@@ -452,10 +452,9 @@ def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.Fas
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
-        async with reading:
-            body = await web.read_body(request)
-            async with decoding:
-                verdicts = await asyncio.to_thread(orchestrator.submit, body)
+        body = await web.read_body(request, hold=True)
+        async with decoding:
+            verdicts = await asyncio.to_thread(orchestrator.submit, body)
         # Which groups are replayed is nobody's business.
         return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
 
