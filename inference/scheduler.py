@@ -37,14 +37,14 @@ import numpy as np
 
 from inference import decode_state as state_lib
 from inference import engine as engine_lib
-from inference import prefix_cache, proof_window, routing, toploc
+from inference import job as job_lib
+from inference import prefilling, proof_window, routing, toploc
 from inference import request as request_lib
-from models import tokenizer as tokenizer_lib
 from models import transformer
 
 GenerateRequest, Completion = request_lib.GenerateRequest, request_lib.Completion  # what `submit` takes and gives
 
-Listener = Callable[[int, Completion], None]  # (sample index, the completion so far), on the scheduler's thread
+Listener = job_lib.Listener
 
 
 class Overloaded(RuntimeError):
@@ -59,42 +59,11 @@ class Fault(RuntimeError):
     """The engine could not finish this request: its numbers are not finite, or the device failed."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """A request on its way: waiting, then ready with its prefilled prompt, then with samples in slots."""
-
-    request: GenerateRequest
-    future: concurrent.futures.Future
-    listener: Listener | None
-    completions: list[Completion | None]
-    submitted_s: float
-    prefix: state_lib.Prefix | None = None
-    row: int = 0
-    prompt_version: int = 0
-    prompt_logprobs: list[float] | None = None
-    num_cached: int = 0
-    num_started: int = 0
-    num_running: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class _Sample:
-    """A sample in a slot."""
-
-    job: _Job
-    index: int
-    completion: Completion
-    text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
-    tail: str = ""  # of that text, as long as the longest stop string
-    proofs: list[bytes] = dataclasses.field(default_factory=list)
-    experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., L, X] of each call
-
-
 @dataclasses.dataclass(frozen=True)
 class _Window:
     """Rows of a sample that a proof is due of, as their top values."""
 
-    sample: _Sample
+    sample: job_lib.Sample
     num_rows: int
     indices_k: np.ndarray
     bits_k: np.ndarray
@@ -104,19 +73,9 @@ class _Window:
 class _Outcome:
     """What is left to do of a call once its tokens are taken."""
 
-    told: list[_Sample]
+    told: list[job_lib.Sample]
     windows: list[_Window]
-    finished: list[_Sample]
-
-
-@dataclasses.dataclass(eq=False)
-class _LongPrompt:
-    """A prompt that is prefilled chunk by chunk; `cache` holds its first `num_done` tokens, `experts` where they went."""
-
-    job: _Job
-    cache: object
-    num_done: int
-    experts: tuple
+    finished: list[job_lib.Sample]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,20 +132,17 @@ class Scheduler:
     ):
         """`state` is a fresh one of the engine, which makes its own when None."""
         self._engine, self._params, self.version = engine, params, version
-        self._max_queue = max_queue
+        self._max_queue, self._max_model_len = max_queue, engine.config.max_model_len
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._waiting: collections.deque[_Job] = collections.deque()
-        self._ready: collections.deque[_Job] = collections.deque()
-        self._long: _LongPrompt | None = None
         self._outcome: _Outcome | None = None
-        self._slots: list[_Sample | None] = [None] * engine.config.num_slots
-        self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
+        self._slots: list[job_lib.Sample | None] = [None] * engine.config.num_slots
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
         self._last_arrival_s = -RECENT_S
         self.is_paused = False
         self.stats = collections.Counter(dict.fromkeys(_STATS, 0))  # all keys at once: other threads copy it
+        self._prompts = prefilling.Prompts(engine, prefix_cache_bytes, self.stats)
         self._state = engine.init_decode_state() if state is None else state
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
@@ -204,13 +160,15 @@ class Scheduler:
           Overloaded: too many requests wait already.
           Closed: `close` was called.
         """
-        request.check(self._engine.model.vocab_size, self._engine.config.max_model_len)
+        request.check(self._engine.model.vocab_size, self._max_model_len)
         if request.routed_experts and not self._engine.config.routed_experts:
             raise ValueError(
                 "return_routed_experts = true, but this server does not record experts; start it with --routed_experts on a "
                 "model that has some"
             )
-        job = _Job(request, concurrent.futures.Future(), listener, [None] * request.num_samples, time.monotonic())
+        job = job_lib.Job(
+            request, concurrent.futures.Future(), listener, [None] * request.num_samples, time.monotonic()
+        )
         with self._lock:
             if self._closing:
                 raise Closed("the server is shutting down")
@@ -261,12 +219,12 @@ class Scheduler:
 
     @property
     def prefix_bytes(self) -> int:
-        return self._prefixes.num_bytes
+        return self._prompts.kept_bytes
 
     def cache_usage(self) -> float:
         """Part of the slots' positions that hold a token, 0..1."""
         lengths = [len(s.job.request.tokens) + len(s.completion.tokens) for s in list(self._slots) if s is not None]
-        return sum(lengths) / (len(self._slots) * self._engine.config.max_model_len)
+        return sum(lengths) / (len(self._slots) * self._max_model_len)
 
     def _send(self, message: Callable) -> concurrent.futures.Future:
         done: concurrent.futures.Future = concurrent.futures.Future()
@@ -295,7 +253,7 @@ class Scheduler:
             self._empty_inbox()
 
     def _turn(self) -> bool:
-        idle = self.is_paused or not (self._waiting or self._ready or self._long or self.num_running)
+        idle = self.is_paused or not (self._prompts or self.num_running)
         if idle:
             self._settle()
         if not self._take_messages(block=idle):
@@ -305,7 +263,7 @@ class Scheduler:
         if self.is_paused:
             return True
         try:
-            self._extend_long()
+            self._prompts.extend(self._params, self.version)
             self._start_samples()
             if self.num_running:
                 self._generate()
@@ -315,7 +273,7 @@ class Scheduler:
             self.stats["faults"] += 1
             self._settle()
             self._fail_all(Fault(f"the device failed: {error}"))
-            self._prefixes.clear()
+            self._prompts.forget_kept()
             self._state = self._engine.init_decode_state()
         return True
 
@@ -328,8 +286,8 @@ class Scheduler:
             block = False
             if message is _STOP:
                 return False
-            if isinstance(message, _Job):
-                self._waiting.append(message)
+            if isinstance(message, job_lib.Job):
+                self._prompts.add(message)
                 self._last_arrival_s = time.monotonic()
             elif message is not _WAKE and message.done.set_running_or_notify_cancel():  # not given up meanwhile
                 if isinstance(message, _Update):
@@ -337,23 +295,17 @@ class Scheduler:
                 else:
                     self.is_paused = message.paused
                     if message.clear:
-                        self._prefixes.clear()
+                        self._prompts.forget_kept()
                 message.done.set_result(self.version)
 
     def _swap(self, params: transformer.Params, version: int) -> None:
         self._params, self.version = params, version
-        self._prefixes.clear()
-        if self._long is not None:  # half of its keys are of the old weights: from the start
-            self._waiting.appendleft(self._long.job)
-            self._long = None
+        self._prompts.restart()
         self.stats["weight_updates"] += 1
 
     def _drop_done(self) -> None:
         """Forgets requests that were cancelled, or failed, wherever they are."""
-        self._ready = collections.deque(job for job in self._ready if not job.future.done())
-        self._waiting = collections.deque(job for job in self._waiting if not job.future.done())
-        if self._long is not None and self._long.job.future.done():
-            self._long = None
+        self._prompts.drop_done()
         dropped = [i for i, sample in enumerate(self._slots) if sample is not None and sample.job.future.done()]
         if dropped:
             self.stats["aborted"] += len(dropped)
@@ -370,16 +322,17 @@ class Scheduler:
 
     def _start_samples(self) -> None:
         free = collections.deque(i for i, sample in enumerate(self._slots) if sample is None)
-        started: dict[int, list[tuple[int, _Sample]]] = collections.defaultdict(list)
-        while free and (job := self._next_job()):
+        most = max(1, len(self._slots) // 2)
+        started: dict[int, list[tuple[int, job_lib.Sample]]] = collections.defaultdict(list)
+        while free and (job := self._prompts.next(self._params, self.version, most)):
             streams = self._engine.tokenizer.text_stream() if job.request.stop_texts else None
             completion = Completion([], [], [], job.prompt_version, prompt_logprobs=job.prompt_logprobs)
             completion.num_cached = job.num_cached
-            sample = _Sample(job, job.num_started, completion, streams)
+            sample = job_lib.Sample(job, job.num_started, completion, streams)
             job.num_started += 1
             job.num_running += 1
             if job.num_started == job.request.num_samples:
-                self._ready.remove(job)
+                self._prompts.started(job)
             slot = free.popleft()
             self._slots[slot] = sample
             started[id(job.prefix)].append((slot, sample))
@@ -397,110 +350,6 @@ class Scheduler:
                 self._pad(slots, len(self._slots), size),
                 state_lib.request_arrays(requests, size),
             )
-
-    def _next_job(self) -> _Job | None:
-        """The request whose sample gets the next free slot: first come, but none holds half of them while others wait."""
-        most = max(1, len(self._slots) // 2)
-        while True:
-            for job in self._ready:
-                if job.num_running < most:
-                    return job
-            if not self._prefill():
-                return self._ready[0] if self._ready else None
-
-    def _prefill(self) -> bool:
-        """Prefills the next waiting prompts of one length bucket, oldest first; False if there is none to prefill."""
-        P, chunk = self._engine.config.prefill_batch, self._engine.config.prefill_chunk
-        bucket, rows, rest = None, {}, collections.deque()  # rows: prompt -> the jobs that share its row
-        num_ready = len(self._ready)
-        for at, job in enumerate(self._waiting):
-            tokens = tuple(job.request.tokens)
-            if len(rows) == P or at >= 4 * P:  # the queue may be thousands long
-                rest.append(job)
-            elif len(tokens) > chunk:
-                if self._long is not None:
-                    rest.append(job)
-                else:
-                    self._open_long(job)
-            elif self._reuse(job):
-                pass
-            elif tokens in rows:
-                rows[tokens].append(job)
-            elif self._engine.bucket(len(tokens)) == (bucket or self._engine.bucket(len(tokens))):
-                bucket = self._engine.bucket(len(tokens))
-                rows[tokens] = [job]
-            else:
-                rest.append(job)
-        if rows:
-            tokens_PT, length_P = np.zeros((P, bucket), np.int32), np.ones((P,), np.int32)
-            for row, tokens in enumerate(rows):
-                length_P[row] = len(tokens)
-                tokens_PT[row, : len(tokens)] = tokens
-            prefix = self._engine.prefill_batch(self._params, tokens_PT, length_P)
-            self.stats["prefill_calls"] += 1
-            for row, (tokens, jobs) in enumerate(rows.items()):
-                self._prefixes.keep(tokens, self.version, prefix, row)
-                for job in jobs:
-                    self._count_prompt(job, 0 if job is jobs[0] else len(tokens))
-                    self._make_ready(job, prefix, row)
-        self._waiting = rest  # not before: should the engine raise, `_fail_all` finds them there
-        return len(self._ready) > num_ready
-
-    def _open_long(self, job: _Job) -> None:
-        """Begins a prompt of several chunks, behind what is kept of it."""
-        found = self._prefixes.find(job.request.tokens, self.version)
-        num_done = found.num_tokens if found else 0
-        self._count_prompt(job, num_done)
-        if num_done == len(job.request.tokens):
-            # Maybe kept of a longer prompt.
-            self._make_ready(job, _whole(job.request.tokens, found.prefix.cache, found.prefix.experts), 0)
-        else:
-            # A copy: the chunks that follow are written into it, and others may find what is kept.
-            cache = jax.tree.map(jax.numpy.copy, found.prefix.cache) if found else None
-            num_chunks = num_done // self._engine.config.prefill_chunk
-            self._long = _LongPrompt(job, cache, num_done, found.prefix.experts[:num_chunks] if found else ())
-
-    def _extend_long(self) -> None:
-        """Runs the next chunk of the long prompt under way."""
-        if self._long is None:
-            return
-        long, chunk = self._long, self._engine.config.prefill_chunk
-        tokens = long.job.request.tokens
-        tokens_1T = np.zeros((1, chunk), np.int32)
-        piece = tokens[long.num_done : long.num_done + chunk]
-        tokens_1T[0, : len(piece)] = piece
-        long.cache, experts = self._engine.prefill_chunk(self._params, tokens_1T, long.num_done, long.cache)
-        long.experts += experts
-        long.num_done += len(piece)
-        self.stats["prefill_chunks"] += 1
-        if long.num_done == len(tokens):
-            prefix = _whole(tokens, long.cache, long.experts)
-            self._prefixes.keep(tokens, self.version, prefix, 0)
-            self._make_ready(long.job, prefix, 0)
-            self._long = None
-
-    def _reuse(self, job: _Job) -> bool:
-        """Whether the whole prompt is kept; the request is then ready."""
-        found = self._prefixes.find(job.request.tokens, self.version)
-        if found:
-            self._count_prompt(job, found.num_tokens)
-            self._make_ready(job, found.prefix, found.row)
-        return found is not None
-
-    def _count_prompt(self, job: _Job, num_reused: int) -> None:
-        num_tokens, job.num_cached = len(job.request.tokens), num_reused
-        self.stats["prefix_queries"] += num_tokens
-        self.stats["prefix_hits"] += num_reused
-        self.stats["prompt_tokens"] += num_tokens - num_reused
-
-    def _make_ready(self, job: _Job, prefix: state_lib.Prefix, row: int) -> None:
-        job.prefix, job.row, job.prompt_version = prefix, row, self.version
-        if job.request.prompt_logprobs:
-            tokens = job.request.tokens
-            tokens_1T = np.zeros((1, self._engine.bucket(len(tokens))), np.int32)
-            tokens_1T[0, : len(tokens)] = tokens
-            job.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
-        self._ready.append(job)
 
     def _generate(self) -> None:
         begun = time.perf_counter()
@@ -529,13 +378,17 @@ class Scheduler:
                 self._fail(sample.job, "the engine gave no token for a slot that is in use")
                 continue
             before = len(sample.completion.tokens)
-            active = self._take(sample, tokens[slot, :count].tolist(), logprobs[slot, :count].tolist())
+            if before == 0:
+                self.stats["first_tokens"] += 1
+                self.stats["first_token_s"] += time.monotonic() - sample.job.submitted_s
+            new = tokens[slot, :count].tolist(), logprobs[slot, :count].tolist()
+            active = sample.take(*new, self.version, self._max_model_len)
             after = len(sample.completion.tokens)
             self.stats["tokens"] += after - before
             if sample.job.request.raw_logprobs:
                 sample.completion.raw_logprobs += raw[slot, : after - before].tolist()
             if sample.job.request.top_logprobs:
-                self._take_top(sample, tops[0][slot, : after - before], tops[1][slot, : after - before])
+                sample.take_top(tops[0][slot, : after - before], tops[1][slot, : after - before])
             if sample.job.request.routed_experts:
                 sample.experts.append(experts[slot, : after - before])
             if sample.completion.finish_reason:
@@ -553,59 +406,15 @@ class Scheduler:
     def _num_steps(self) -> int:
         """Steps of the next call, at most."""
         steps = self._engine.config.steps_per_call
-        if self._waiting or self._ready or self._long:
-            return min(steps, *(self._num_left(s) for s in self._slots if s is not None))
+        if self._prompts:
+            return min(steps, *(s.num_left(self._max_model_len) for s in self._slots if s is not None))
         if None in self._slots and time.monotonic() - self._last_arrival_s < RECENT_S:
             return -(-steps // SHORT)
         return steps
 
-    def _num_left(self, sample: _Sample) -> int:
-        """New tokens after which this sample ends in any case."""
-        request, num_new = sample.job.request, len(sample.completion.tokens)
-        return min(request.max_tokens, self._engine.config.max_model_len - len(request.tokens)) - num_new
-
-    def _take(self, sample: _Sample, tokens: list[int], logprobs: list[float]) -> bool:
-        """Adds the new tokens up to where the sample ends; True if the device would go on behind that."""
-        request, completion = sample.job.request, sample.completion
-        if not completion.tokens and tokens:
-            self.stats["first_tokens"] += 1
-            self.stats["first_token_s"] += time.monotonic() - sample.job.submitted_s
-        end, stopped = len(tokens), False
-        if request.stop_texts or len(request.stop_ids) > state_lib.MAX_STOP_IDS:
-            end, stopped = self._first_stop(sample, tokens)
-        elif tokens:
-            stopped = tokens[-1] in request.stop_ids
-        completion.tokens += tokens[:end]
-        completion.logprobs += logprobs[:end]
-        completion.versions += [self.version] * end
-        if stopped:
-            completion.finish_reason = "stop"
-        elif self._num_left(sample) <= 0:
-            completion.finish_reason = "length"
-        by_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: state_lib.MAX_STOP_IDS]
-        return bool(completion.finish_reason) and not by_device and self._num_left(sample) > 0
-
-    def _first_stop(self, sample: _Sample, tokens: list[int]) -> tuple[int, bool]:
-        """How many of the tokens belong to the sample, and whether the last of them stops it."""
-        request = sample.job.request
-        longest = max(map(len, request.stop_texts), default=0)
-        for at, token in enumerate(tokens):
-            if token in request.stop_ids:
-                return at + 1, True
-            if sample.text is not None:
-                sample.tail += sample.text.push([token])
-                if any(stop in sample.tail for stop in request.stop_texts):
-                    return at + 1, True
-                sample.tail = sample.tail[-longest:]
-        return len(tokens), False
-
-    def _take_top(self, sample: _Sample, ids: np.ndarray, logps: np.ndarray) -> None:
-        num = sample.job.request.top_logprobs
-        for row_ids, row_logps in zip(ids[:, :num].tolist(), logps[:, :num].tolist(), strict=True):
-            pairs = zip(row_ids, row_logps, strict=True)
-            sample.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
-
-    def _windows(self, slot: int, sample: _Sample, before: int, after: int, result, *, by_host: bool) -> list[_Window]:
+    def _windows(
+        self, slot: int, sample: job_lib.Sample, before: int, after: int, result, *, by_host: bool
+    ) -> list[_Window]:
         """The windows that a sample finished when it grew from `before` to `after` tokens."""
         size, out = proof_window.WINDOW, []
         if after // size > before // size:
@@ -638,7 +447,7 @@ class Scheduler:
             self._finish(sample)
         self._outcome = None
 
-    def _finish(self, sample: _Sample) -> None:
+    def _finish(self, sample: job_lib.Sample) -> None:
         job = sample.job
         sample.completion.proofs = toploc.join(sample.proofs)
         if job.request.routed_experts:
@@ -650,7 +459,7 @@ class Scheduler:
         if all_there and not job.future.done() and job.future.set_running_or_notify_cancel():
             job.future.set_result(job.completions)
 
-    def _tell(self, samples: list[_Sample]) -> None:
+    def _tell(self, samples: list[job_lib.Sample]) -> None:
         for sample in samples:
             if sample.job.listener is not None:
                 try:
@@ -658,7 +467,7 @@ class Scheduler:
                 except RuntimeError:  # the event loop it spoke to was closed
                     sample.job.future.cancel()
 
-    def _fail(self, job: _Job, reason: str) -> None:
+    def _fail(self, job: job_lib.Job, reason: str) -> None:
         """Ends one request with a Fault; its slots are freed by `_drop_done`."""
         self.stats["faults"] += 1
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
@@ -666,24 +475,21 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         jobs = {id(s.job): s.job for s in self._slots if s is not None}
-        jobs |= {id(j): j for j in [*self._ready, *self._waiting]}
+        jobs |= {id(j): j for j in self._prompts}
         if self._outcome is not None:
             jobs |= {id(s.job): s.job for s in self._outcome.finished}
-        if self._long is not None:
-            jobs[id(self._long.job)] = self._long.job
         for job in jobs.values():
             if not job.future.done() and job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
         self._slots = [None] * len(self._slots)
-        self._ready.clear()
-        self._waiting.clear()
-        self._long = self._outcome = None
+        self._prompts.clear()
+        self._outcome = None
 
     def _empty_inbox(self) -> None:
         closed = Closed("the server is shutting down")
         while not self._inbox.empty():
             message = self._inbox.get()
-            future = message.future if isinstance(message, _Job) else getattr(message, "done", None)
+            future = message.future if isinstance(message, job_lib.Job) else getattr(message, "done", None)
             if future is not None and not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(closed)
 
@@ -692,8 +498,3 @@ class Scheduler:
         padded = np.full((size or len(self._slots),), fill, np.int32)
         padded[: len(values)] = values
         return padded
-
-
-def _whole(tokens: Sequence[int], cache, experts: tuple) -> state_lib.Prefix:
-    """The prefix of one prompt whose keys `cache` holds."""
-    return state_lib.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)
