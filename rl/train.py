@@ -90,7 +90,10 @@ def train(
         # Compiled while the first score and the first batch are made.
         with_reference = ("ref_logp",) if reference is not None else ()
         shapes = packing.abstract(dataclasses.replace(layout, streams=layout.streams + with_reference), mesh)
-        compiled = stack.enter_context(futures.ThreadPoolExecutor(1)).submit(train_step.compile, shapes)
+        compiler = futures.ThreadPoolExecutor(1)
+        stack.callback(compiler.shutdown, wait=False)
+        compiled = compiler.submit(train_step.compile, shapes)
+        stack.push(hosts.tell)
 
         def score(step):
             result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)

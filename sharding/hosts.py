@@ -62,8 +62,8 @@ class Cause:
 class Hosts:
     """This process, number `index` of `count`, and its connections to the others."""
 
-    def __init__(self, index: int = 0, count: int = 1):
-        self.index, self.count = index, count
+    def __init__(self, index: int = 0, count: int = 1, explain: Explain | None = None):
+        self.index, self.count, self._explain = index, count, explain
         self.processes = {index: index}  # on the first host: each host's number among JAX's processes
         self.at_end: list[Callable[[], None]] = []  # before the process ends for another host's error
         self._names = {index: socket.gethostname()}
@@ -101,10 +101,19 @@ class Hosts:
         """On another host: the header of its part, and the bytes of its buffers, one behind the other."""
         return self._next("part")
 
-    def fail(self, message: str, code: int, rank: int) -> None:
+    def tell(self, kind, error: BaseException | None, trace) -> None:
+        """For `ExitStack.push`: tells of an error that leaves the stack before its slower exits are done."""
+        if error is not None and self.count > 1:
+            message, code, rank = self._explain(error)
+            if rank >= BUG:
+                self._traceback = "".join(traceback.format_exception(error))
+            self._account(Cause(rank, self.index, message, code))
+
+    def fail(self, error: BaseException) -> None:
         """Ends all hosts, for this or for what another host knows to be behind it. Does not return."""
-        self._account(Cause(rank, self.index, message, code))
+        self.tell(type(error), error, None)
         time.sleep(30)  # the threads that speak with the others end the process
+        message, code, _ = self._explain(error)
         self._end({"host": self.index, "line": self._line(self.index, message), "code": code})
 
     # Beginning and end.
@@ -336,7 +345,7 @@ def joined(
         yield ALONE
         return
     address, index, count, device_ids = found
-    hosts = Hosts(index, count)
+    hosts = Hosts(index, count, explain)
     try:
         hosts.watch_signals()
         host, _, port = address.rpartition(":")
@@ -347,10 +356,7 @@ def joined(
         yield hosts
         hosts.part()
     except BaseException as error:  # the others must hear of whatever it is
-        message, code, rank = explain(error)
-        if rank >= BUG:
-            hosts._traceback = traceback.format_exc()
-        hosts.fail(message, code, rank)
+        hosts.fail(error)
 
 
 def _key(workdir: pathlib.Path, *, timeout_s: float | None) -> bytes:

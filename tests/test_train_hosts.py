@@ -109,18 +109,26 @@ def test_adapters_a_reference_and_deltas_over_two_hosts(tmp_path):
     ) == 4
 
 
-def test_a_killed_host_ends_the_run_which_resumes_on_two_hosts_and_on_one(straight, tmp_path):
-    processes = start(tmp_path / "w")
-    wait_for_step(tmp_path / "w", 3, processes)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The working directory of two hosts of which one was killed behind step 3."""
+    workdir = tmp_path_factory.mktemp("killed") / "w"
+    processes = start(workdir)
+    wait_for_step(workdir, 3, processes)
     processes[1].send_signal(signal.SIGKILL)
     begun_s = time.monotonic()
     results = finish(processes)
     assert time.monotonic() - begun_s < 15 and [code for code, _, _ in results] == [1, -signal.SIGKILL]
     assert re.search(r"error: host 1 of 2 \(\S+\): ended without a word \(killed", the_error(results))
-    shutil.copytree(tmp_path / "w", tmp_path / "copy")
-    for workdir, num_hosts in ((tmp_path / "w", 2), (tmp_path / "copy", 1)):
-        assert "resuming after step" in run(workdir, num_hosts)[0][1]
-        assert curve(workdir) == straight
+    return workdir
+
+
+@pytest.mark.parametrize("num_hosts", [2, 1])
+def test_a_killed_host_ends_the_run_which_resumes(straight, killed, tmp_path, num_hosts):
+    """By the same command, or on one host."""
+    workdir = shutil.copytree(killed, tmp_path / "copy")
+    assert "resuming after step" in run(workdir, num_hosts)[0][1]
+    assert curve(workdir) == straight
 
 
 def test_what_one_host_began_two_carry_on_until_a_signal(straight, tmp_path):
