@@ -5,7 +5,8 @@ What a client may do, and what it may not cost:
 2. A body is read up to a limit of bytes, and a pause of 30 s in it ends the request (408).
 3. All bodies of a server together have a budget. An address may hold as many bytes as it leaves free: one takes at most
    half, n together n / (n + 1), and who comes new finds room. Beyond it a client gets 503 and is asked to come again.
-   Whoever shares an address (a proxy in front) shares its part.
+   The address is the connection's, whatever a header says: who comes by a proxy shares its part. An IPv6 network of
+   64 bits is one address, since one host has all of them.
 4. A client that hangs up while it waits ends what it waited for (`until_gone`).
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import collections
 import contextlib
 import hmac
+import ipaddress
 import json
 import os
 import threading
@@ -60,6 +62,7 @@ def server(app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MA
         log_config=None,
         log_level="error",
         access_log=False,
+        proxy_headers=False,  # uvicorn's default lets a client behind a local proxy choose its address
         timeout_keep_alive=30,
         timeout_graceful_shutdown=drain_s,
     )
@@ -208,11 +211,22 @@ class _Budgeted:
         self._app, self._budget = app, budget
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        part = _Part(self._budget, (scope.get("client") or ("",))[0])
+        part = _Part(self._budget, _party((scope.get("client") or ("",))[0]))
         try:
             await self._app(scope | {self.KEY: part}, receive, send)
         finally:
             part.give_back()
+
+
+def _party(host: str) -> str:
+    """Who shares a part with this address: an IPv4 address alone, an IPv6 one with its network."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 64 << 64))
 
 
 def stop_at_eof(stop) -> None:

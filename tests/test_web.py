@@ -118,6 +118,39 @@ def test_many_addresses_together_leave_room(running):
     assert all_given_back(budget)
 
 
+def test_an_address_is_that_of_the_connection(running):
+    """A header names no other, through which one client would have as many parts as it likes."""
+    url, budget, gate = running
+
+    async def main():
+        async with client(url, "127.0.0.1") as http:
+            sent = [http.post("/held", content=bytes(9), headers={"x-forwarded-for": f"10.0.0.{i}"}) for i in range(3)]
+            held = asyncio.gather(*sent)
+            await asyncio.wait_for(filled(budget, 27), WAIT_S)
+            assert dict(budget.held) == {"127.0.0.1": 27}
+            gate.set()
+            await held
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+@pytest.mark.parametrize(
+    ("host", "party"),
+    [
+        ("10.0.0.9", "10.0.0.9"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
+        ("2001:db8:1:3::1", "2001:db8:1:3::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("::ffff:10.0.0.9", "10.0.0.9"),
+        ("", ""),
+    ],
+)
+def test_a_network_of_ipv6_is_one_address(host, party):
+    assert web._party(host) == party
+
+
 def test_what_a_route_holds_counts_until_it_answers(running):
     url, budget, gate = running
 
