@@ -14,6 +14,7 @@ from rl import envs
 from rl.envs import environment, scorer
 
 ENDLESS = ("loop", "regex", "power")
+LEAKED = []
 
 
 def build(*, marks="", seed=0):
@@ -35,8 +36,24 @@ def build(*, marks="", seed=0):
             time.sleep(1e6)
         elif order == "grow":
             bytes(8 * 2**30)
+        elif order == "grab":
+            try:
+                bytes(int(argument) * 2**20)
+            except MemoryError:
+                return {"reward": 0.0}
+        elif order == "leak":
+            LEAKED.append(bytes(int(argument) * 2**20))
         elif order == "print":
             print("ready")
+        elif order == "print_in_c":
+            subprocess.run(["echo", argument], check=True)
+        elif order == "ask":
+            try:
+                return {"reward": float(len(input()))}
+            except EOFError:
+                pass
+        elif order == "pid":
+            return {"reward": float(os.getpid())}
         elif order == "raise":
             raise KeyError(argument)
         elif order in ("die", "die_once") and not pathlib.Path(marks, argument).exists():
@@ -102,6 +119,22 @@ def test_memory_has_a_limit(orders):
     assert worth(orders("grow", "a")) == [0, 1]
 
 
+def test_what_a_completion_leaves_in_memory_is_not_felt_by_others(orders):
+    """Not by another task, whose checker takes the want of memory for a wrong answer; nor by the next completion."""
+    assert worth(orders("leak 600")) == [1]
+    assert worth(orders("grab 600")) == [1]
+    assert worth(orders("leak 400")) == [1]
+    (pid,) = worth(orders("pid"))
+    assert worth(orders("leak 450", "leak 700")) == [1, 1]
+    assert worth(orders("pid")) != [pid]
+
+
+def test_an_interrupt_from_the_terminal_is_for_the_parent(orders):
+    (pid,) = worth(orders("pid"))
+    os.kill(int(pid), signal.SIGINT)
+    assert worth(orders("pid")) == [pid]
+
+
 def test_what_else_ends_the_child_is_tried_again(orders):
     assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
 
@@ -113,7 +146,8 @@ def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
 
 
 def test_a_checker_may_print_and_its_own_fault_is_ours(orders):
-    assert worth(orders("print", "a")) == [1, 1]
+    forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
+    assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
     with pytest.raises(RuntimeError, match="orders failed on task 7: KeyError"):
         orders("raise this")
     assert worth(orders("a")) == [1]

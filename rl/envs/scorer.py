@@ -6,8 +6,10 @@
 2. The child makes the task again from its number. Before each completion it sets the CPU time at which the system ends
    it (RLIMIT_CPU reaches into a regular expression or a product of huge numbers, where no Python signal handler runs).
    CPU time and not the clock: a busy machine blames nobody. Memory has a limit, too. A scorer that waits instead of
-   working is ended by its parent.
-3. A completion that ended its child is worth 0 in every part, wherever it is scored; the next one gets a new child.
+   working is ended by its parent. Its standard streams are not the pipes that we speak through: what a checker prints,
+   in C or by a process of its own, is no score.
+3. A completion that ended its child is worth 0 in every part, wherever it is scored; the next one gets a new child. So
+   does the next task if half of the memory is not given back: a stranger's completion must not be felt by others.
 
 Who rolls out and who checks do not have the same machine: workers give up after LIMIT_S, validators after CHECK_LIMIT_S
 (rl/verdicts.py says what they make of it). Imports no jax, as nothing here does.
@@ -30,6 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from rl import envs
 from rl.envs import environment
@@ -98,8 +101,12 @@ class Scorer:
         line = child.line(CLOCK_FACTOR * self.limit_s)
         if line is None:
             self._child = None
-            return [], child.end() in (None, -signal.SIGXCPU, OUT_OF_MEMORY)
+            # Not so sure of memory: completions before this one may have left little.
+            return [], child.end() in (None, -signal.SIGXCPU)
         reply = json.loads(line)
+        if reply["grown"]:
+            self._child = None
+            child.end()
         if "error" in reply:
             raise RuntimeError(f"{task.env} failed on task {task.index}: {reply['error']}")
         return [Scored(scores, cpu_s) for scores, cpu_s in reply["scored"]], True
@@ -167,14 +174,16 @@ def main(argv: list[str] | None = None) -> int:
     config = json.loads(parser.parse_args(argv).config)
     env = envs.load(config["name"], seed=config["seed"], **config["options"])
     task = functools.lru_cache(1024)(env.make_task)
-    replies = sys.stdout.buffer
-    sys.stdout = sys.stderr  # a checker that prints must not speak for us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and it ends us
+    requests, replies = _own_pipes()
     env.score(task(0, "train"), "")  # whatever a checker imports when it is first used
-    _limit(resource.RLIMIT_AS, _address_space_bytes() + MAX_GROWTH_BYTES)
+    ready_bytes = _address_space_bytes()
+    _limit(resource.RLIMIT_AS, ready_bytes + MAX_GROWTH_BYTES)
     replies.write(b"ready\n")
     replies.flush()
-    for line in sys.stdin.buffer:
+    for line in requests:
         request = json.loads(line)
+        signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends one that waits where no parent is left to do so
         try:
             reply = {
                 "scored": _scored(
@@ -185,10 +194,22 @@ def main(argv: list[str] | None = None) -> int:
             return OUT_OF_MEMORY
         except Exception as error:  # ours: an environment gives a score whatever the completion says
             reply = {"error": repr(error)}
+        signal.alarm(0)
         _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+        reply["grown"] = _address_space_bytes() > ready_bytes + MAX_GROWTH_BYTES // 2
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
     return 0
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Where requests come from and replies go; in their place standard input is empty, and standard output the error's."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, replies
 
 
 def _scored(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
