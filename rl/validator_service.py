@@ -191,7 +191,8 @@ class Service:
             if files[number] is not None:
                 continue
             data = validator_files.read(path, sha)
-            self._state.unsettled.add(sha)
+            if works is not None:
+                self._state.unsettled.add(sha)
             try:
                 part = rollout_lib.from_parquet(data)
                 if not part:

@@ -57,8 +57,10 @@ class State:
         self.names: collections.OrderedDict[tuple[str, bool], tuple[str, ...]] = collections.OrderedDict()
         self.unsettled: set[str] = set()
         self.seen = verdicts.Seen(keep_steps)
-        # check_same_thread: the service opens it in one thread and judges in another, never at once
-        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
+        try:  # check_same_thread: the service opens it in one thread and judges in another, never at once
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
+        except sqlite3.Error as error:
+            raise ValueError(f"validator state {path}: {error}; give another --state") from error
         try:
             self._open(identity)
         except sqlite3.Error as error:

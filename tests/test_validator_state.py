@@ -27,8 +27,9 @@ MANY = dataclasses.replace(
 
 
 @pytest.fixture
-def restart(tmp_path):
-    """Call it for a service on the same files as the one before, which it closes."""
+def restart(tmp_path, monkeypatch):
+    """Call it for a service on the same files as the one before, which it closes. Everything is replayed."""
+    monkeypatch.setattr(service_lib, "MIN_RATE", 1.0)
     stand.make_ledger(tmp_path)
     made = []
 
@@ -194,8 +195,18 @@ def test_another_file_than_ours(tmp_path):
     path.write_bytes(b"SQLite, but for the rest of it" * 100)
     with pytest.raises(ValueError, match="not a database"):
         validator_state.State(path, "a run", keep_steps=4)
+    with pytest.raises(ValueError, match="unable to open database file; give another --state"):
+        validator_state.State(tmp_path / "absent" / "state.db", "a run", keep_steps=4)
     assert validator_state.identity(b"1", None) != validator_state.identity(b"2", None)
     assert validator_state.identity(b"1", "ab") != validator_state.identity(b"1", None)
+
+
+def test_without_a_ledger_nothing_waits_for_it(restart):
+    service = restart()
+    service._book = None
+    part = stand.put(service, "a.parquet", stand.group(0)[:1], node=None)
+    assert stand.ask(service, "a.parquet", part).status == "incomplete_group"
+    assert not service._state.unsettled
 
 
 # ---- kill ------------------------------------------------------------------------------------------------------------
