@@ -6,6 +6,7 @@ rl/validator_service.py says what they mean.
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 
@@ -119,8 +120,11 @@ def serve(args: argparse.Namespace) -> int:
     print(f"validating files under {args.rollouts} on {listening.address(sock)}", flush=True)
     if args.address_file:
         listening.announce(args.address_file, sock)
-    web.server(make_app(service)).run(sockets=[sock])
-    service.close()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+            web.server(make_app(service)).run(sockets=[sock])
+    finally:
+        service.close()  # or the process judges all that is queued before it ends
     return 0
 
 

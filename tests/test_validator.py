@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import signal
 import threading
 import time
+import types
 
 import httpx
 import jax
@@ -661,6 +663,23 @@ def test_the_routes(service):
         assert http.get("/health").json()["verdicts"] == {"accept": 1}
     server.should_exit = True
     thread.join()
+
+
+def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
+    exp = cheats.experiment(prompts=2)
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
+    closed = []
+
+    def run(sockets):
+        sockets[0].close()
+        signal.raise_signal(signal.SIGINT)
+
+    server = types.SimpleNamespace(run=run)
+    monkeypatch.setattr(validator_routes.web, "server", lambda app: server)
+    monkeypatch.setattr(validator_routes.validator_service.Service, "close", lambda self: closed.append(self))
+    assert validator_lib.main(["serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--port", "0"]) == 0
+    assert len(closed) == 1
+    closed[0]._state.close()
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
