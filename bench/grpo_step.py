@@ -10,8 +10,9 @@
    to the longest sample and run until it ends, so that their step of equal lengths is also their step of skewed ones.
 3. Each side runs in a process of its own; with peers, the three take turns `--rounds` times, so that a busy machine is busy for all.
    A peer's script prints one JSON line with step_s_median, first_step_s and peak_rss_MiB.
-4. Printed per side: first step (compilation included), best and median step, CPU seconds, peak memory, ratios to the peers; and
-   GFLOP/s of our update, at 6 FLOPs per parameter and token of the plain streams, beside a 2048 x 2048 float32 product.
+4. Printed per side: first step (from a model with weights to its first update, compilation included), best and median step,
+   CPU seconds, peak memory, ratios to the peers; and GFLOP/s of our update, at 6 FLOPs per parameter and token of the plain
+   streams, beside a 2048 x 2048 float32 product.
 
 Acceptance: a step of equal lengths at most half of either peer's, of skewed ones 0.35; first step no slower than Tunix's; memory
 at most 0.6 of either.
@@ -76,7 +77,7 @@ def run(skewed: bool, args) -> dict:
     from sharding import mesh as mesh_lib
 
     model = shapes.model("4m")
-    rng, begun = np.random.default_rng(0), time.perf_counter()
+    rng = np.random.default_rng(0)
     mesh = mesh_lib.create({})
     optimizer = learner.make_optimizer(learner.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
     state = learner.init_state(jax.random.key(0), model, optimizer, mesh)
@@ -84,6 +85,8 @@ def run(skewed: bool, args) -> dict:
         model, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh
     )
     layout = packing.Layout.for_streams(P * G, PROMPT + NEW, row_length=args.row_length, rows=args.rows)
+    jax.block_until_ready(state)
+    begun = time.perf_counter()
     # As rl/train.py does: the step is compiled while the engine compiles and rolls out.
     compiling = threading.Thread(target=step.compile, args=(packing.abstract(layout, mesh),))
     compiling.start()
