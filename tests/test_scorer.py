@@ -1,5 +1,6 @@
 """Scores from a process of its own: the same as here, and a completion that never ends costs itself alone."""
 
+import json
 import os
 import pathlib
 import re
@@ -113,6 +114,14 @@ def test_an_endless_completion_costs_itself_alone(orders, order):
 def test_who_waits_instead_of_working_is_ended(orders, monkeypatch):
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     assert worth(orders("wait", "a")) == [0, 1]
+
+
+def test_who_waits_ends_though_no_parent_is_left_to_end_it(monkeypatch):
+    code = "from tests import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
+    waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
+    waiting.write(json.dumps({"index": 0, "split": "train", "completions": ["wait"]}))
+    assert waiting.line(30) is None and waiting.end() == -signal.SIGALRM
 
 
 def test_memory_has_a_limit(orders):
