@@ -91,7 +91,15 @@ def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding
     """
     frequency_R, factor = frequencies(config, sliding=sliding)
     angle_BT1R = positions_BT[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency_R)[None, None, None, :]
-    return jnp.cos(angle_BT1R) * factor, jnp.sin(angle_BT1R) * factor
+    table = jnp.cos(angle_BT1R) * factor, jnp.sin(angle_BT1R) * factor
+    return jax.tree.map(_computed_once, table) if attention.platform() == "cpu" else table
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+    """x, behind a product with the identity, which changes no bit. XLA's loop fusion on a CPU does not look through a
+    product; through a barrier it does, and computes x again in every loop that reads it.
+    """
+    return x @ jnp.eye(x.shape[-1], dtype=x.dtype)
 
 
 def rotate(x_BTHC: jax.Array, rotation: Rotation, *, interleaved: bool = False) -> jax.Array:
