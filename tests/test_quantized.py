@@ -196,6 +196,7 @@ def test_integers_on_a_mesh(name, axes):
     same(answers(name, placed, mesh), answers(name, kept(name)))
 
 
+@pytest.mark.slow
 def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     """From a broadcast, by a delta, and from the same in a folder; refused names; the host's copy stays what was published."""
     root, metadata = tmp_path / "weights", {"model": dataclasses.asdict(DENSE), "tokenizer": "byte_chatml"}

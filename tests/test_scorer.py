@@ -14,7 +14,7 @@ import pytest
 from rl import envs
 from rl.envs import environment, scorer
 
-ENDLESS = ("loop", "regex", "power")
+ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
 LEAKED = []
 
 
