@@ -25,7 +25,6 @@ from inference import (
 )
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import rules
 from tests import tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
@@ -55,15 +54,7 @@ class Ask:
 
 @functools.cache
 def params():
-    """Matrices of unit gain drawn by numpy: tokens are far from uniform, so a wrong key or position shows."""
-    rng = np.random.default_rng(3)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    return jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
 
 
 @functools.cache

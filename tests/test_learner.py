@@ -21,7 +21,7 @@ from configs import quickstart
 from models import config as config_lib
 from models import transformer
 from rl import experiment, learner, packing
-from sharding import checkpoint, rules
+from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from tests import tiny
 
@@ -43,15 +43,7 @@ def compile_fast():
 
 @functools.cache
 def params_of(config):
-    """Matrices of roughly unit gain drawn by numpy (compiling `init` takes a second per layer); scales in 0.5 .. 1.5."""
-    rng = np.random.default_rng(7)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
-        return (rng.standard_normal(spec.shape) * config.model_dim**-0.5).astype(np.float32)
-
-    return jax.tree.map(draw, transformer.specs(config), is_leaf=rules.is_spec)
+    return tiny.params(config, 7)
 
 
 @functools.cache

@@ -41,14 +41,7 @@ TOKENS = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
 
 @functools.cache
 def params(name, version=0):
-    model, rng = MODELS[name], np.random.default_rng(version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
-        return (rng.standard_normal(spec.shape) * model.model_dim**-0.5).astype(np.float32)
-
-    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+    return tiny.params(MODELS[name], version)
 
 
 @functools.cache

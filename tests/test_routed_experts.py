@@ -21,7 +21,6 @@ from inference import serve, service, weights
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from sharding import mesh as mesh_lib
-from sharding import rules
 from tests import tiny
 
 MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))
@@ -34,14 +33,7 @@ HELLO = list(b"hello")
 
 @functools.cache
 def params():
-    rng = np.random.default_rng(1)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    return jax.tree.map(jnp.asarray, tiny.params(MODEL, 1))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,11 @@
 """The model that most tests run: two layers of 32 dims, float32, every switch stated once."""
 
+import jax
+import numpy as np
+
 from models import config as config_lib
+from models import transformer
+from sharding import rules
 
 
 def model(**changes) -> config_lib.ModelConfig:
@@ -26,3 +31,16 @@ def model(**changes) -> config_lib.ModelConfig:
         "remat": "none",
     }
     return config_lib.ModelConfig(**fields | changes)
+
+
+def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
+    """Matrices of unit gain drawn by numpy, scales in 0.5 .. 1.5: compiling `init` takes a second per layer, and tokens are far
+    from uniform, so that a wrong key or position shows."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
+        return (rng.standard_normal(spec.shape) * config.model_dim**-0.5).astype(np.float32)
+
+    return jax.tree.map(draw, transformer.specs(config), is_leaf=rules.is_spec)
