@@ -124,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
             url = args.url
             if url is None:
                 kind = "weights" if args.weights else "model"
-                folder = str(pathlib.Path(getattr(args, kind)).resolve())
+                folder = getattr(args, kind)
+                folder = folder if "://" in folder else str(pathlib.Path(folder).resolve())  # the server runs elsewhere
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             http = stack.enter_context(
                 httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=10))

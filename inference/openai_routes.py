@@ -50,7 +50,7 @@ def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> No
         body = schemas.Tokenize.model_validate_json(await body_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("send either prompt or messages")
-        tokens = render(server, body) if body.prompt is None else server.tokenizer.encode(body.prompt)
+        tokens = render(server, body) if body.prompt is None else _prompt_ids(server, body, body.prompt)
         return {"count": len(tokens), "max_model_len": server.max_model_len, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -271,7 +271,7 @@ async def _answer_completions(server: service.Server, request: fastapi.Request, 
     prompts = body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
     if not prompts or len(prompts) > 1024:
         raise ValueError(f"prompt has {len(prompts)} entries; it takes 1 to 1024")
-    prompts = [server.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    prompts = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
     top = max(body.logprobs or 0, 0)
@@ -348,6 +348,12 @@ def _text_logprobs(tokenizer: tokenizer_lib.Tokenizer, completion) -> dict:
         "top_logprobs": tops or None,
         "text_offset": offsets[:-1],
     }
+
+
+def _prompt_ids(server: service.Server, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
+    if body.add_special_tokens is False:
+        return server.tokenizer.encode(text)
+    return server.tokenizer.prompt_ids(text)
 
 
 def _is_ids(prompt: list) -> bool:

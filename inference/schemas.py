@@ -114,6 +114,7 @@ class Completions(Sampling):
     """POST /v1/completions."""
 
     prompt: str | Ids | list[str] | list[Ids]
+    add_special_tokens: bool | None = None  # to a prompt of text, such as Llama's first token; null: yes
     model: str | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -126,6 +127,7 @@ class Tokenize(Body):
     """POST /tokenize: messages or a prompt."""
 
     prompt: str | None = None
+    add_special_tokens: bool | None = None  # as in Completions
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None

@@ -24,6 +24,11 @@ CHOICES = {
     "grouped_matmul": ("auto", "ragged_dot", "megablox"),
 }
 
+KINDS = {
+    float: (float, int),
+    tuple[int, ...]: tuple,
+}  # what else a field of a type may hold; JSON writes 1e6 as it likes
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -162,9 +167,22 @@ def _check(config: ModelConfig) -> None:
     def refuse(field: str, rule: str):
         raise ValueError(f"model.{field} = {getattr(config, field)!r} {rule}")
 
+    for field in dataclasses.fields(config):
+        value, kinds = getattr(config, field.name), KINDS.get(field.type, field.type)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):
+            refuse(field.name, f"must be a {getattr(field.type, '__name__', field.type)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(field.name, "must be finite")
     for field in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
         if getattr(config, field) < 1:
             refuse(field, "must be at least 1")
+    for field in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
+        if getattr(config, field) < 0:
+            refuse(field, "must be at least 0")
+    if config.rope_theta <= 0:
+        refuse("rope_theta", "must be above 0")
+    if not all(map(config.is_mixture, range(config.num_layers))) and config.ffn_dim < 1:
+        refuse("ffn_dim", "must be at least 1 where layers are dense")
     for field, choices in CHOICES.items():
         if getattr(config, field) not in choices:
             refuse(field, f"must be one of {', '.join(map(repr, choices))}")
@@ -189,6 +207,8 @@ def _check(config: ModelConfig) -> None:
         refuse("rope_original_positions", f"must be at least 1 with model.rope_scaling = {config.rope_scaling!r}")
     if config.rope_factor <= 0:
         refuse("rope_factor", "must be positive")
+    if config.rope_scaling == "llama3" and not 0 < config.rope_low_freq <= config.rope_high_freq:
+        refuse("rope_low_freq", f"must lie above 0 and not above model.rope_high_freq = {config.rope_high_freq}")
     if config.is_latent and (config.num_kv_heads != config.num_heads or config.qk_norm or config.sinks):
         refuse("kv_latent_dim", "needs num_kv_heads = num_heads, and neither qk_norm nor sinks")
     if config.is_latent and not 0 < config.rope_dim < config.head_dim:
@@ -199,6 +219,8 @@ def _check_mixture(config: ModelConfig, refuse) -> None:
     E, X, groups = config.num_experts, config.experts_per_token, config.router_groups
     if not 1 <= X <= E:
         refuse("experts_per_token", f"must lie in 1..model.num_experts = {E}")
+    if config.expert_ffn_dim < 1:
+        refuse("expert_ffn_dim", f"must be at least 1, as model.num_experts = {E}")
     if groups < 1 or E % groups:
         refuse("router_groups", f"must divide model.num_experts = {E}")
     if not 1 <= config.router_groups_kept <= groups:

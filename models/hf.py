@@ -38,6 +38,7 @@ BLOCK = 256  # rows and columns that are transposed at a time
 PIECE_BYTES = 8_000_000  # of a file that stay mapped while they are copied
 WORKERS = 4  # parameters that are copied at one time
 LISTED = 8  # names in an error; the rest are counted
+HEAD = "lm_head.weight"
 # What lies beside the weights and does not depend on them; `convert` copies it.
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -64,8 +65,7 @@ def load(
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
     reader = tensor_file.Reader(folder)
     wanted = hf_names.tensors(config)
-    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder), wanted)
-    _check_dtypes(reader, wanted)
+    _check_files(reader, config, folder, wanted)
     sources = collections.defaultdict(list)
     for name, tensor in wanted.items():
         for part in tensor.parts:
@@ -103,6 +103,7 @@ def save(
     params: transformer.Params,
     *,
     extra: dict | None = None,
+    beside: Callable[[pathlib.Path], None] = lambda folder: None,
 ) -> None:
     """Writes a checkpoint folder that transformers loads; the same parameters give the same bytes.
 
@@ -110,13 +111,13 @@ def save(
       path: a folder that does not exist yet, or is empty.
       params: arrays of this process's devices, or of numpy.
       extra: more entries of config.json, such as eos_token_id.
+      beside: writes more files into the folder, before it appears under its name.
 
     Raises:
       ValueError: the folder is not empty, or `config.family` cannot express the config.
     """
     path = pathlib.Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not an empty folder; save to a new one")
+    check_new(path)
     hf = hf_config.write(config) | (extra or {})
     leaves = _leaves(params)
     tensors = {}
@@ -130,9 +131,16 @@ def save(
     partial.mkdir()
     _write_tensors(partial, tensors)
     _write_json(partial / "config.json", hf)
+    beside(partial)
     if path.exists():
         path.rmdir()
     partial.rename(path)
+
+
+def check_new(path: pathlib.Path) -> None:
+    """ValueError unless `save` may write to `path`."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not an empty folder; save to a new one")
 
 
 def check(
@@ -169,6 +177,34 @@ def check(
 def _nearest(name: str, unknown: list[str], shapes) -> str:
     close = difflib.get_close_matches(name, unknown, n=1, cutoff=0.6)
     return f" (nearest in the file: {close[0]} {list(shapes[close[0]])})" if close else ""
+
+
+def _check_files(reader: tensor_file.Reader, config, folder: pathlib.Path, wanted=None) -> None:
+    """Everything that is refused before a parameter is read."""
+    wanted = hf_names.tensors(config) if wanted is None else wanted
+    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder), wanted)
+    _check_dtypes(reader, wanted)
+    if config.tie_embeddings and HEAD in reader.names() and not _equal(reader, HEAD, "model.embed_tokens.weight"):
+        raise ValueError(
+            f"{folder}: config.json ties the output head to the embeddings, but {HEAD} is not model.embed_tokens.weight; set "
+            f"tie_word_embeddings to false in config.json, or remove the tensor that is not the model's"
+        )
+
+
+def _equal(reader: tensor_file.Reader, *names: str) -> bool:
+    """Whether two tensors hold the same numbers; read a piece at a time."""
+    one, other = map(reader.tensor, names)
+    if one.shape != other.shape:
+        return False
+    step = max(1, PIECE_BYTES * len(one) // max(one.nbytes, 1))
+    for start in range(0, len(one), step):
+        pieces = [tensor[start : start + step] for tensor in (one, other)]
+        same = np.array_equal(*(piece.astype(np.float32) for piece in pieces))
+        for name, piece in zip(names, pieces, strict=True):
+            reader.forget(name, piece)
+        if not same:
+            return False
+    return True
 
 
 def _check_dtypes(reader: tensor_file.Reader, wanted) -> None:
@@ -374,19 +410,24 @@ def _inspect(args) -> int:
     ignored = [name for name in reader.names() if hf_names.is_ignored(name, config)]
     if ignored:
         print(f"{'ignored':24} {len(ignored)} tensors, such as {ignored[0]}")
-    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder))
+    _check_files(reader, config, folder)
     print("every tensor is there, in its shape")
     return 0
 
 
 def _convert(args) -> int:
+    check_new(pathlib.Path(args.out))
     config, params = load(args.dir, dtype=args.dtype)
     hf = json.loads((_folder(args.dir) / "config.json").read_text("utf-8"))
     kept = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in hf}
-    save(args.out, config, params, extra=kept)
-    for name in BESIDE:
-        if (_folder(args.dir) / name).is_file():
-            shutil.copyfile(_folder(args.dir) / name, pathlib.Path(args.out) / name)
+    folder = _folder(args.dir)
+
+    def copy_beside(out: pathlib.Path) -> None:
+        for name in BESIDE:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, out / name)
+
+    save(args.out, config, params, extra=kept, beside=copy_beside)
     print(f"wrote {args.out}: {transformer.num_params(config):,} parameters in {config.param_dtype}")
     return 0
 

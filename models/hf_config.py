@@ -27,12 +27,13 @@ def read(hf: dict) -> config_lib.ModelConfig:
         raise ValueError(
             f"model_type {model_type!r} in config.json is not supported; the supported ones are {', '.join(hf_families.READERS)}"
         )
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
+    if quantization := hf.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ValueError(
             f"config.json has quantization_config ({method}): quantised weights are not read; dequantise the checkpoint "
             "to bfloat16 first and remove that entry"
         )
+    _check_numbers(hf)
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = "float32" if dtype == "float16" else dtype  # bfloat16 would lose three bits of its mantissa
     fields = {
@@ -56,6 +57,16 @@ def read(hf: dict) -> config_lib.ModelConfig:
         "max_positions": hf.get("max_position_embeddings") or 0,
     }
     return config_lib.ModelConfig(**fields | hf_families.READERS[model_type](hf))
+
+
+def _check_numbers(hf: dict) -> None:
+    """What counts something must be a whole number, before anything is computed with it."""
+    for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
+        if type(hf.get(name)) not in (int, type(None)):
+            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number")
+
+
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
 
 
 def write(config: config_lib.ModelConfig) -> dict:

@@ -61,7 +61,7 @@ def _read_qwen3_moe(hf: dict) -> dict:
             "experts_per_token": hf_fields.need(hf, "num_experts_per_tok"),
             "expert_ffn_dim": hf_fields.need(hf, "moe_intermediate_size"),
             "norm_topk": bool(hf.get("norm_topk_prob", False)),
-            "mixture_every": hf.get("decoder_sparse_step") or 1,
+            "mixture_every": hf.get("decoder_sparse_step", 1),
             "dense_layers": tuple(sorted(hf.get("mlp_only_layers") or ())),
         }
     )

@@ -14,7 +14,12 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
     Raises:
       ValueError: a stretch that has no counterpart; a part of each head that rotates, unless the caller reads that.
     """
-    stated = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(stated, dict):
+        raise ValueError(
+            f"rope_scaling {stated!r} in config.json is not an object such as {{'rope_type': 'yarn', ...}}"
+        )
+    stated = dict(stated)
     local = stated.get("sliding_attention") or {}
     if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):
         stated = dict(stated.get("full_attention") or {})
@@ -45,18 +50,22 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
     if kind == "linear":
         return fields
     fields["rope_original_positions"] = int(original)
+    if kind == "llama3":
+        low, high = (float(need(stated, name, "rope scaling")) for name in ("low_freq_factor", "high_freq_factor"))
+        return fields | {"rope_low_freq": low, "rope_high_freq": high}
+    if stated.get("attention_factor") == 0:
+        raise ValueError(
+            "attention_factor 0 in config.json would leave nothing of any key; leave it out to have it derived"
+        )
     optional = {
-        "llama3": {"low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
-        "yarn": {
-            "beta_fast": "rope_beta_fast",
-            "beta_slow": "rope_beta_slow",
-            "attention_factor": "rope_attention_factor",
-            "mscale": "rope_mscale",
-            "mscale_all_dim": "rope_mscale_all_dim",
-        },
-    }[kind]
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "attention_factor": "rope_attention_factor",
+        "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+    }
     fields |= {ours: float(stated[name]) for name, ours in optional.items() if stated.get(name)}
-    return fields | ({"rope_truncate": bool(stated.get("truncate", True))} if kind == "yarn" else {})
+    return fields | {"rope_truncate": bool(stated.get("truncate", True))}
 
 
 def write_rope_scaling(config) -> dict | None:
@@ -84,7 +93,12 @@ def layers(hf: dict, default: list[bool]) -> dict:
     if hf.get("layer_types"):
         if unknown := set(hf["layer_types"]) - set(LAYER_TYPES):
             raise ValueError(f"layer type {sorted(unknown)[0]!r} in config.json is not one of {', '.join(LAYER_TYPES)}")
-        sliding = [LAYER_TYPES[name] == "S" for name in hf["layer_types"]][: hf["num_hidden_layers"]]
+        if len(hf["layer_types"]) != hf["num_hidden_layers"]:
+            raise ValueError(
+                f"layer_types in config.json names {len(hf['layer_types'])} layers, num_hidden_layers says "
+                f"{hf['num_hidden_layers']}; correct the one that is wrong"
+            )
+        sliding = [LAYER_TYPES[name] == "S" for name in hf["layer_types"]]
     if not any(sliding):
         return {}
     return {"layer_pattern": _shortest_cycle(sliding), "window": need(hf, "sliding_window")}

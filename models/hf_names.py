@@ -56,7 +56,8 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
 def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
     """Whether a tensor of a file is known to play no part: layers for multi-token prediction, stored rope tables."""
     pieces = name.split(".")
-    if pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
+    predicts = config.family in ("glm4_moe", "deepseek_v3")  # in others a layer too many is a wrong num_hidden_layers
+    if predicts and pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
         if int(pieces[2]) >= config.num_layers:
             return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)

@@ -164,7 +164,7 @@ def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
     """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
     turns_R = config.rope_original_positions * f_R / (2 * math.pi)
     low, high = config.rope_low_freq, config.rope_high_freq
-    keep_R = np.clip((turns_R - low) / (high - low), 0.0, 1.0)
+    keep_R = np.clip((turns_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
     return f_R * (keep_R + (1 - keep_R) / config.rope_factor)
 
 

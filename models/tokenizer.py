@@ -6,15 +6,15 @@
    token spelled inside a caller's string is broken with a private-use character before the template sees it; the
    rendered text is cut at the specials that remain, which only the template can have written; the breaks are
    removed and what lies between is encoded as plain text.
-3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. A
-   template without such blocks (Qwen3's own) is masked from its generation prompt up to the next stop id.
+3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. In a template
+   without such blocks (Qwen3's own) an answer begins where the template has opened the assistant's turn, and ends with the next
+   stop token; the text is cut at both, as it is when an answer is sampled.
 4. `Tokenizer.parse` reads sampled ids back into an assistant message: reasoning, content, tool calls (parsers.py).
 5. `Tokenizer.bridge` appends new messages to the ids of a turn as they were sampled: nothing is rendered again, so a
    conversation trains on exactly the ids that it was made of.
 
 Left out: transformers (126 MB for what 300 lines do); SentencePiece-style tokenizers, whose result depends on where a
-text is cut (refused by `load`); `strftime_now`, so that a rendering never depends on the day (templates that
-use it carry a fixed date for its absence).
+text is cut (refused by `load`).
 """
 
 import codecs
@@ -27,65 +27,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
-from models import parsers
+from models import chat_template as chat_template_lib
+from models import parsers, tokenizer_folder
 
 BYTE_CHATML = "byte_chatml"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-
-# Qwen's turns, with two differences: the reasoning of earlier turns stays, so that a conversation only ever grows
-# at its end and a later turn can reuse the sampled ids; and no empty <think> block, as each byte is a token here.
-CHATML_TEMPLATE = r"""
-{%- if tools or messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
-    {%- if tools %}
-        {{- ('\n\n' if messages[0].role == 'system' else '') + '# Tools\n\nYou may call one or more functions to ' }}
-        {{- 'assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML ' }}
-        {{- 'tags:\n<tools>' }}
-        {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
-        {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-        {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": ' }}
-        {{- '<args-json-object>}\n</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- generation %}
-        {%- if message.reasoning_content is string %}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- message.content or '' }}
-        {%- for call in message.tool_calls or [] %}
-            {%- set call = call.function or call %}
-            {{- '\n' if message.content or not loop.first }}
-            {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
-            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
-    {%- elif message.role != 'system' %}
-        {{- raise_exception('a message has role "' ~ message.role ~ '"; use system, user, assistant or tool') }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-""".lstrip("\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +54,10 @@ class Tokenizer:
     pad_id: int
     eos_id: int
     stop_ids: tuple[int, ...]  # eos_id first
+    named: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of tokenizer_folder.NAMES; templates write `{{ bos_token }}`
+    tool_template: str | None = None  # instead of `chat_template` where there are tools
 
     @property
     def vocab_size(self) -> int:
@@ -120,6 +74,11 @@ class Tokenizer:
         for piece in self._cut.split(text):
             ids += [self.specials[piece]] if piece in self.specials else self.encode(piece)
         return ids
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of a prompt that is plain text: with what the tokenizer puts around a sequence (Llama's and Gemma's first token)."""
+        self.encode(text)  # refuses what is no text
+        return self.model.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids past the vocabulary (padded rows) nothing."""
@@ -149,7 +108,10 @@ class Tokenizer:
             raise ValueError("there are no messages to render; pass at least one {'role': ..., 'content': ...}")
         inputs, unused = self._template_inputs(messages, tools, variables)
         breaker = inputs["breaker"]
-        text = self._render_text(inputs, add_generation_prompt)
+        if chat_template_lib.Generation.TAG.search(self._template_text(tools)) is None:
+            text = self._render_marked(inputs, add_generation_prompt, next(unused))
+        else:
+            text = self._render_text(inputs, add_generation_prompt)
         ids, generated, mask = [], False, []
         for block in re.split(f"([{inputs['generation_opener']}{inputs['generation_closer']}])", text):
             if block in (inputs["generation_opener"], inputs["generation_closer"]):
@@ -157,9 +119,6 @@ class Tokenizer:
                 continue
             ids += self._encode_rendered(block, breaker)
             mask += [generated] * (len(ids) - len(mask))
-        if _Generation.TAG.search(self._template_text) is None:
-            bare, prompted = (self._render_text(inputs, on) for on in (False, True))
-            mask = self._mask_after(self.encode(prompted[len(bare) :], special=True), ids)
         return Rendered(ids, mask)
 
     def parse(self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None) -> dict:
@@ -224,6 +183,7 @@ class Tokenizer:
         names = {id: name for name, id in self.specials.items()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.named,
             "eos_token": names[self.eos_id],
             "pad_token": names[self.pad_id],
             "clean_up_tokenization_spaces": False,
@@ -231,6 +191,11 @@ class Tokenizer:
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
+        if self.tool_template is not None:
+            both = {"default": self.chat_template, "tool_use": self.tool_template}
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in both.items() if text is not None
+            ]
         generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
         self.model.save(str(directory / "tokenizer.json"))
         _write_json(directory / "tokenizer_config.json", config)
@@ -240,33 +205,70 @@ class Tokenizer:
     @functools.cached_property
     def call_format(self) -> str:
         """How this template spells tool calls: one of `parsers.FORMATS`."""
-        return parsers.detect_format(self.chat_template or "")
+        return parsers.detect_format(self.tool_template or self.chat_template or "")
 
     def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
         """The template's variables, with what the caller wrote made harmless, and private-use characters still unused."""
         variables = dict(variables or {})
-        inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text
+        inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text(tools)
         unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
         breaker = next(unused)
-        made = self._break_specials(variables, breaker) | {
-            "breaker": breaker,
-            "messages": self._break_specials(list(messages), breaker),
-            "tools": self._break_specials(list(tools), breaker) if tools else None,
-            "generation_opener": next(unused),
-            "generation_closer": next(unused),
-        }
+        made = (
+            dict(self.named)
+            | self._break_specials(variables, breaker)
+            | {
+                "breaker": breaker,
+                "messages": self._break_specials(list(messages), breaker),
+                "tools": self._break_specials(list(tools), breaker) if tools else None,
+                "generation_opener": next(unused),
+                "generation_closer": next(unused),
+            }
+        )
         return made, unused
 
     def _render_text(self, inputs: Mapping, add_generation_prompt: bool) -> str:
         inputs = dict(inputs) | {"add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(inputs)
+            return chat_template_lib.compiled(self._template_text(inputs["tools"])).render(inputs)
         except (
             jinja2.TemplateError,
             TypeError,
             RecursionError,
         ) as error:  # a field that the template needs is not there
             raise ValueError(f"the chat template cannot render the messages: {error}") from error
+
+    def _render_marked(self, inputs: Mapping, add_generation_prompt: bool, mark: str) -> str:
+        """The rendered text of a template without generation blocks, the answers in it marked as such blocks are."""
+        bare, prompted = (self._render_text(inputs, on) for on in (False, True))
+        prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
+        header = self._header(inputs, prompt, mark)
+        first, *answers = bare.split(header) if header else [bare]
+        text = first
+        for answer in answers:
+            stop = self._stop.search(answer)
+            end = stop.end() if stop else len(answer)
+            text += header + inputs["generation_opener"] + answer[:end] + inputs["generation_closer"] + answer[end:]
+        if not add_generation_prompt:
+            return text
+        return text + prompt if prompted == bare + prompt else prompted
+
+    def _header(self, inputs: Mapping, prompt: str, mark: str) -> str:
+        """What opens every turn of the assistant: the generation prompt, as far as it comes before past answers too.
+
+        Some prompts open a block of reasoning that past turns do not have (QwQ's), some past turns have one that prompts have
+        not (Qwen3's last).
+        """
+        user = {"role": "user", "content": "-"}
+        turns = [user, {"role": "assistant", "content": mark}, user]
+        try:
+            before, last, past = (self._render_text(inputs | {"messages": turns[:n]}, False) for n in (1, 2, 3))
+        except ValueError:  # a template may want other turns first
+            return prompt
+        openings = [text.partition(mark)[0].removeprefix(before) for text in (last, past)]
+        if not all(mark in text and text.startswith(before) for text in (last, past)):
+            return prompt
+        header = os.path.commonprefix([prompt, *openings])
+        return header if header in (prompt, *openings) else header[: header.rfind("\n") + 1]
 
     def _encode_rendered(self, text: str, breaker: str) -> list[int]:
         ids = []
@@ -296,18 +298,24 @@ class Tokenizer:
     def _tails(self) -> tuple[str, ...]:
         return tuple({name[:size] for name in self.specials for size in range(1, len(name))})
 
-    @property
-    def _template_text(self) -> str:
-        if self.chat_template is None:
+    @functools.cached_property
+    def _stop(self) -> re.Pattern:
+        names = {id: name for name, id in self.specials.items()}
+        return re.compile("|".join(re.escape(names[id]) for id in self.stop_ids if id in names))
+
+    def _template_text(self, tools) -> str:
+        text = self.tool_template if tools and self.tool_template is not None else self.chat_template
+        if text is None:
             raise ValueError(
                 "this tokenizer has no chat template, as base models often do not; put a chat_template.jinja beside "
                 "its tokenizer.json, or render with byte_chatml"
             )
-        return self.chat_template
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return _jinja_environment().from_string(self._template_text)
+        if tools and "tools" not in text:
+            raise ValueError(
+                "this tokenizer's chat template knows no tools, so that the model would not see them; leave them out, or "
+                "put a chat_template.jinja that renders them beside its tokenizer.json"
+            )
+        return text
 
     def _break_specials(self, value, breaker: str):
         """The same structure, with `breaker` inside every special token that a string spells or could begin.
@@ -322,20 +330,6 @@ class Tokenizer:
         if isinstance(value, (list, tuple)):
             return [self._break_specials(item, breaker) for item in value]
         return value
-
-    def _mask_after(self, header: list[int], ids: list[int]) -> list[bool]:
-        """True from the end of each `header` up to and with the next stop id."""
-        mask, at = [False] * len(ids), 0
-        while header and at < len(ids):
-            if ids[at : at + len(header)] != header:
-                at += 1
-                continue
-            at += len(header)
-            while at < len(ids):
-                mask[at], at = True, at + 1
-                if ids[at - 1] in self.stop_ids:
-                    break
-        return mask
 
 
 class TextStream:
@@ -360,35 +354,28 @@ def byte_chatml() -> Tokenizer:
     model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     # Not special, so that they survive skip_special and a completion can be read back with its structure.
     model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
-    return _wrap(model, CHATML_TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>", more_stops=[256])
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return _wrap(model, chat_template_lib.CHATML, named=named, more_stops=[256])
 
 
 def load(name_or_dir: str | os.PathLike) -> Tokenizer:
     """`byte_chatml`, or the tokenizer of a Hugging Face folder."""
     if name_or_dir == BYTE_CHATML:
         return byte_chatml()
-    directory = pathlib.Path(name_or_dir)
-    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (directory / name).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{directory} lacks {' and '.join(missing)}; point at the folder of a downloaded checkpoint that has "
-            f"tokenizer.json and tokenizer_config.json, or use {BYTE_CHATML!r}, which needs no files"
-        )
-    config = _read_json(directory / "tokenizer_config.json")
-    model = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    eos, pad = (_token_text(config.get(key)) for key in ("eos_token", "pad_token"))
-    if eos is None:
-        raise ValueError(f"{directory}/tokenizer_config.json names no eos_token; add the token that ends a turn")
-    template_file = directory / "chat_template.jinja"
-    template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # the older form: named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    generation_file = directory / "generation_config.json"
-    stops = _read_json(generation_file).get("eos_token_id", []) if generation_file.is_file() else []
-    return _wrap(model, template, eos=eos, pad=pad or eos, more_stops=stops if isinstance(stops, list) else [stops])
+    folder = tokenizer_folder.read(name_or_dir)
+    return _wrap(
+        folder.model, folder.template, named=folder.named, more_stops=folder.stops, tool_template=folder.tool_template
+    )
 
 
-def _wrap(model: tokenizers.Tokenizer, template: str | None, *, eos: str, pad: str, more_stops: list[int]) -> Tokenizer:
+def _wrap(
+    model: tokenizers.Tokenizer,
+    template: str | None,
+    *,
+    named: dict[str, str],
+    more_stops: Sequence[int],
+    tool_template: str | None = None,
+) -> Tokenizer:
     layout = json.loads(model.to_str())
     if any(kind in json.dumps([layout["pre_tokenizer"], layout["normalizer"]]) for kind in ("Metaspace", "Prepend")):
         raise ValueError(
@@ -404,47 +391,24 @@ def _wrap(model: tokenizers.Tokenizer, template: str | None, *, eos: str, pad: s
     model.no_padding()
     model.no_truncation()
     specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
-    for name in (eos, pad):
+    for key, name in list(named.items()):
+        is_used = key in ("eos_token", "pad_token") or key in f"{template}{tool_template}"
+        if not is_used:
+            continue
         if model.token_to_id(name) is None:
-            raise ValueError(f"tokenizer_config.json names {name!r}, which tokenizer.json does not hold")
+            raise ValueError(f"tokenizer_config.json names {name!r} its {key}, which tokenizer.json does not hold")
         specials.setdefault(name, model.token_to_id(name))
-    eos_id = specials[eos]
-    stop_ids = tuple(dict.fromkeys([eos_id, *more_stops]))
-    return Tokenizer(model, specials, template, pad_id=specials[pad], eos_id=eos_id, stop_ids=stop_ids)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant writes, put between two private-use characters."""
-
-    tags = {"generation"}
-    TAG = re.compile(r"{%-?\s*generation\b")
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opener, closer = (
-            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
-            for name in ("generation_opener", "generation_closer")
-        )
-        return [opener, *body, closer]
-
-
-def _jinja_environment() -> jinja2.Environment:
-    """What transformers gives a chat template, less the clock; sandboxed, as a template is somebody else's code."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    eos_id = specials[named["eos_token"]]
+    return Tokenizer(
+        model,
+        specials,
+        template,
+        pad_id=specials[named.get("pad_token", named["eos_token"])],
+        eos_id=eos_id,
+        stop_ids=tuple(dict.fromkeys([eos_id, *more_stops])),
+        named=named,
+        tool_template=tool_template,
     )
-    environment.filters["tojson"] = _to_json  # jinja's own escapes <, > and & for HTML
-    environment.globals["raise_exception"] = _raise
-    return environment
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str):
-    raise ValueError(f"the chat template refuses the messages: {message}")
 
 
 def _byte_chars() -> list[str]:
@@ -452,14 +416,6 @@ def _byte_chars() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _token_text(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    return json.loads(path.read_text("utf-8"))
 
 
 def _write_json(path: pathlib.Path, value: dict) -> None:

@@ -393,6 +393,19 @@ def test_empty_tensors_of_no_shared_experts_are_no_error():
     hf.check(config, shapes | {"model.layers.1.mlp.shared_experts.gate_proj.weight": (0, config.model_dim)}, "here")
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+
+
+def test_kinds_of_layers_are_as_many_as_layers():
+    """Fewer would be repeated, and the last ones of more left out: both another model than transformers builds."""
+    plain = stored("qwen2_tied_bf16") | {"use_sliding_window": True, "sliding_window": 8}
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"names {count} layers, num_hidden_layers says 2"):
+            config_lib.from_hf(plain | {"layer_types": ["sliding_attention"] * count})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -404,6 +417,14 @@ def test_empty_tensors_of_no_shared_experts_are_no_error():
         ({"vocab_size": None}, ("'vocab_size'",)),
         ({"quantization_config": {"quant_method": "fp8"}}, ("fp8", "dequantise")),
         ({"num_key_value_heads": 3}, ("num_heads = 4", "num_kv_heads = 3")),
+        ({"vocab_size": "67"}, ("vocab_size", "'67'", "whole number")),
+        ({"num_attention_heads": 4.0}, ("num_attention_heads", "4.0", "whole number")),
+        ({"quantization_config": "awq"}, ("awq", "dequantise")),
+        ({"rope_scaling": "linear"}, ("'linear'", "not an object")),
+        ({"rope_scaling": YARN | {"attention_factor": 0.0}}, ("attention_factor 0",)),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 8.0}}, ("rope_low_freq = 8.0", "rope_high_freq = 4.0")),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, ("low_freq_factor",)),
+        ({"rms_norm_eps": float("nan")}, ("norm_eps = nan", "finite")),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -487,14 +508,41 @@ def test_missing_wrong_and_unknown_tensors_are_listed(folder):
     assert lines[4].strip() == "model.norm.weight [39], should be [40]"
 
 
-def test_layers_for_multi_token_prediction_are_skipped(folder):
+@pytest.mark.parametrize("name", ["glm4moe_full", "llama_mha_bias"])
+def test_layers_for_multi_token_prediction_are_skipped(name, tmp_path):
+    """In families that have them: elsewhere a layer too many says that num_hidden_layers is wrong."""
+    folder = shutil.copytree(FOLDERS[name], tmp_path / "checkpoint")
+    L, D = stored(name)["num_hidden_layers"], stored(name)["hidden_size"]
+
     def change(tensors):
-        extra = {name.replace("layers.0", "layers.2"): x for name, x in tensors.items() if ".layers.0." in name}
-        extra |= {"model.layers.2.eh_proj.weight": np.zeros((40, 80), np.float32)}
+        extra = {name.replace("layers.0", f"layers.{L}"): x for name, x in tensors.items() if ".layers.0." in name}
+        extra |= {f"model.layers.{L}.eh_proj.weight": np.zeros((D, 2 * D), np.float32)}
         return tensors | extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(5, np.float32)}
 
     rewrite(folder, change)
-    jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], hf.load(FOLDERS["llama_mha_bias"])[1])
+    if name == "glm4moe_full":
+        jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], hf.load(FOLDERS[name])[1])
+    else:
+        with pytest.raises(ValueError, match=f"unknown:\n    model.layers.{L}"):
+            hf.load(folder)
+
+
+def test_a_head_that_contradicts_its_tie_is_refused(tmp_path, capsys):
+    """transformers 5 then uses both, in spite of config.json; 4 used the embeddings for both."""
+    folder = shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "checkpoint")
+    embedding = tensor_file.Reader(folder).tensor("model.embed_tokens.weight")
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": embedding.astype(np.float32)})
+    hf.load(folder)  # the same numbers in another dtype: how they were tied
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": np.array(embedding)[::-1]})
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        hf.load(folder)
+    assert hf.main(["inspect", str(folder)]) == 1 and "tie_word_embeddings" in capsys.readouterr().err
+
+
+def test_inspect_refuses_what_load_refuses(folder, capsys):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    assert hf.main(["inspect", str(folder)]) == 1 and "quantised" in capsys.readouterr().err
 
 
 def test_a_mixture_stands_for_its_hundreds_of_tensors_in_an_error():

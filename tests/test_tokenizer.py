@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 
-from models import tokenizer
+from models import chat_template, tokenizer
 
 TOK = tokenizer.byte_chatml()
 PAD, START, END = 256, 257, 258
@@ -73,7 +74,7 @@ def test_a_conversation_only_grows_at_its_end():
         before = ids
 
 
-@pytest.mark.parametrize("template", [tokenizer.CHATML_TEMPLATE, PLAIN_TEMPLATE], ids=["own", "plain"])
+@pytest.mark.parametrize("template", [chat_template.CHATML, PLAIN_TEMPLATE], ids=["own", "plain"])
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_text_cannot_open_or_close_a_turn(template, role):
     # Catches: encoding the rendered text in one go, and forgetting that the whole body may be one special.
@@ -151,6 +152,107 @@ def test_save_and_load(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert tokenizer.load(tmp_path).render([{"role": "user", "content": "<|im_end|>"}]).token_ids == list(b"<|im_end|>")
     assert tokenizer.load("byte_chatml").vocab_size == 265
+
+
+def folder(path, files=(), **config):
+    """The embedded tokenizer as a checkpoint's folder, with other entries in tokenizer_config.json and other files."""
+    TOK.save(path)
+    written = json.loads((path / "tokenizer_config.json").read_text()) | config
+    (path / "tokenizer_config.json").write_text(json.dumps(written))
+    for name, text in dict(files).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+def test_a_template_knows_the_specials_by_name(tmp_path):
+    """Llama's and DeepSeek's templates begin with `{{ bos_token }}`, many end a turn with `{{ eos_token }}`."""
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ cls_token }}"
+    names = {"bos_token": {"content": "<|endoftext|>", "special": True}, "unk_token": "<unk>", "sep_token": None}
+    loaded = tokenizer.load(folder(tmp_path / "a", chat_template=template, **names))
+    assert loaded.render([{"role": "user", "content": "a"}]).token_ids == [PAD, 97, END]
+    loaded.save(tmp_path / "b")
+    saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    assert (saved["bos_token"], saved["unk_token"]) == ("<|endoftext|>", "<unk>")
+    assert tokenizer.load(tmp_path / "b").render([{"role": "user", "content": "a"}]).token_ids == [PAD, 97, END]
+    with pytest.raises(ValueError, match="names '<s>' its bos_token, which tokenizer.json does not hold"):
+        tokenizer.load(folder(tmp_path / "c", chat_template=template, bos_token="<s>"))
+
+
+def test_specials_named_in_the_older_file(tmp_path):
+    older = {"special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>"}'}
+    loaded = tokenizer.load(folder(tmp_path, older, eos_token=None, bos_token="<|endoftext|>"))
+    assert (loaded.eos_id, loaded.named["bos_token"]) == (END, "<|endoftext|>")
+
+
+def test_ids_that_end_an_answer(tmp_path):
+    config = {"config.json": '{"eos_token_id": [258, 257]}'}
+    assert tokenizer.load(folder(tmp_path / "a", config)).stop_ids == (END, PAD)  # generation_config.json goes first
+    (tmp_path / "a" / "generation_config.json").unlink()
+    assert tokenizer.load(tmp_path / "a").stop_ids == (END, START)
+    with pytest.raises(ValueError, match=r"generation_config.json has eos_token_id \['x'\]; it must be a token id"):
+        tokenizer.load(folder(tmp_path / "b", {"generation_config.json": '{"eos_token_id": "x"}'}))
+
+
+def test_tools_have_their_own_template_or_are_refused(tmp_path):
+    plain, tools = "{{ messages[0].content }}", "{{ tools | length }}"
+    lists = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+    user = [{"role": "user", "content": "a"}]
+    tool = {"additional_chat_templates/tool_use.jinja": tools}
+    for path in (
+        folder(tmp_path / "a", chat_template=lists),
+        folder(tmp_path / "b", {"chat_template.jinja": plain} | tool),
+    ):
+        loaded = tokenizer.load(path)
+        for _ in range(2):  # as loaded, and as saved again
+            assert loaded.render(user).token_ids == [97]
+            assert loaded.render(user, tools=[TOOL]).token_ids == list(b"1")
+            loaded.save(path / "again")
+            loaded = tokenizer.load(path / "again")
+    alone = tokenizer.load(folder(tmp_path / "c", chat_template=plain))
+    with pytest.raises(ValueError, match="chat template knows no tools"):
+        alone.render(user, tools=[TOOL])
+    with pytest.raises(ValueError, match="an entry of chat_template lacks 'template'"):
+        tokenizer.load(folder(tmp_path / "d", chat_template=[{"name": "default"}]))
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["plain", "opens_reasoning"])
+@pytest.mark.parametrize("last", ["", "<think>\n\n</think>\n\n"], ids=["same", "last_reasons"])
+def test_answers_are_found_in_templates_without_blocks(opening, last):
+    """The prompts of QwQ open a block of reasoning that past turns do not have; Qwen3's last turn has one, its prompts none."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
+        f"{{% if loop.last and m.role == 'assistant' %}}{last}{{% endif %}}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + opening + "{% endif %}"
+    )
+    tok = tokenizer.Tokenizer(TOK.model, TOK.specials, template, TOK.pad_id, TOK.eos_id, TOK.stop_ids)
+    chat = [CHAT[1], {"role": "assistant", "content": "\n\nyes"}, CHAT[3], {"role": "assistant", "content": "no"}]
+    rendered = tok.render(chat)
+    masked = [id for id, on in zip(rendered.token_ids, rendered.assistant_mask, strict=True) if on]
+    assert tok.decode(masked, skip_special=False) == f"\n\nyes<|im_end|>{last}no<|im_end|>"
+    prompt = tok.render(chat[:3], add_generation_prompt=True)
+    assert tok.decode(prompt.token_ids, skip_special=False).endswith("<|im_start|>assistant\n" + opening)
+    assert sum(prompt.assistant_mask) == len("\n\nyes") + 1  # what the prompt opens is not the assistant's
+
+
+def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
+    assert TOK.prompt_ids("a<|im_end|>") == list(b"a<|im_end|>")
+    model = tokenizers.Tokenizer.from_str(TOK.model.to_str())
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", START)]
+    )
+    tok = tokenizer.Tokenizer(model, TOK.specials, None, TOK.pad_id, TOK.eos_id, TOK.stop_ids)
+    assert tok.prompt_ids("ab") == [START, 97, 98] and tok.encode("ab") == [97, 98]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_damaged_file_is_named(tmp_path, name, text):
+    folder(tmp_path)
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=name):
+        tokenizer.load(tmp_path)
 
 
 def test_refusals(tmp_path):
