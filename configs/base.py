@@ -255,4 +255,8 @@ def get_config() -> config_dict.ConfigDict:
     p.process_id = -1  # of this one, from 0; -1: from the environment
     p.join_s = 300.0  # how long hosts wait for each other at the start
     p.lease_s = 120.0  # a worker that took tasks and is silent for this long loses them
+
+    c.lock()  # a field that an experiment mistypes is refused, with the nearest
+    for open_ended in (c.env.options, c.loss_options):  # of whatever environment, and of losses of one's own
+        open_ended.unlock()
     return c

@@ -152,6 +152,13 @@ def main(argv: list[str] | None = None) -> int:
     print(f"serving policy version {server.scheduler.version} on {listening.address(sock)}", flush=True)
     if grpc_server is not None:
         print(f"serving JetStream's Decode on {args.host}:{grpc_server.port}", flush=True)
+    if 0 < server.engine.model.max_positions < args.max_model_len:
+        print(
+            f"note: --max_model_len {args.max_model_len} exceeds the {server.engine.model.max_positions} positions that the model "
+            f"was trained for",
+            file=sys.stderr,
+            flush=True,
+        )
     if args.address_file:
         listening.announce(args.address_file, sock)
     if threading.current_thread() is threading.main_thread():

@@ -219,8 +219,6 @@ def _check_mixture(config: ModelConfig, refuse) -> None:
     E, X, groups = config.num_experts, config.experts_per_token, config.router_groups
     if not 1 <= X <= E:
         refuse("experts_per_token", f"must lie in 1..model.num_experts = {E}")
-    if config.expert_ffn_dim < 1:
-        refuse("expert_ffn_dim", f"must be at least 1, as model.num_experts = {E}")
     if groups < 1 or E % groups:
         refuse("router_groups", f"must divide model.num_experts = {E}")
     if not 1 <= config.router_groups_kept <= groups:
@@ -233,3 +231,5 @@ def _check_mixture(config: ModelConfig, refuse) -> None:
         refuse(
             "experts_per_token", f"exceeds the {config.router_groups_kept * (E // groups)} experts of the kept groups"
         )
+    if config.expert_ffn_dim < 1:
+        refuse("expert_ffn_dim", f"must be at least 1, as model.num_experts = {E}")

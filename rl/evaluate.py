@@ -5,7 +5,10 @@
 1. The checkpoint's parameters are published to a broadcast of their own, under the step as version: signed with the run's key and
    in the dtype of its broadcast, so that servers elsewhere (`topology.mode = "remote"`) take them as they take the run's.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
-3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step.
+3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is drawn anew.
+
+Other questions than the run's own may be asked, as in `--config.evaluation.samples_per_task=8 --config.evaluation.temperature=0.6`
+(or `evaluation.num_tasks`, `sampling.*`): those scores are kept apart, with what was changed, in `<workdir>/other_evaluations.json`.
 """
 
 import json
@@ -20,7 +23,7 @@ from absl import flags
 
 from inference import rollout as rollout_lib
 from models import transformer
-from rl import experiment, launch, learner, metrics, orchestrator
+from rl import experiment, launch, learner, metrics, orchestrator, report
 from sharding import atomic_file, broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
@@ -34,24 +37,27 @@ def held_out(
     workdir: pathlib.Path,
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
+    changed: dict | None = None,
 ) -> dict[str, float]:
-    """Scores `version`, which the servers have, and keeps scores and samples for the report."""
+    """Scores `version`, which the servers have, and keeps scores and samples for the report; apart from it, where the config
+    that asks has `changed` fields of the run's own."""
     begun = time.perf_counter()
     progress.note(f"evaluating version {version} on {exp.raw.evaluation.num_tasks} held-out tasks")
     groups = rollouts.evaluate(version)
     result = scores(groups)
     samples = [_shown(exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
-    path = workdir / "evaluations.json"
-    entries = [e for e in _entries(path) if e["step"] != version]
-    entries.append({"step": version, "phase": "rl", "scores": result, "samples": samples})
-    atomic_file.write(path, (json.dumps(sorted(entries, key=lambda e: e["step"]), indent=1) + "\n").encode())
-    writer.truncate("evaluation", version - 1)
-    writer.write(
-        version,
-        "evaluation",
-        {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
-        | {"time/eval_s": time.perf_counter() - begun},
-    )
+    entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
+    if changed:
+        _keep(workdir / "other_evaluations.json", entry | {"changed": changed})
+    else:
+        _keep(workdir / "evaluations.json", entry)
+        writer.truncate("evaluation", version - 1)
+        writer.write(
+            version,
+            "evaluation",
+            {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
+            | {"time/eval_s": time.perf_counter() - begun},
+        )
     progress.say(
         f"held-out, version {version}: " + "  ".join(f"{k} {metrics.format_value(v)}" for k, v in result.items())
     )
@@ -105,6 +111,14 @@ def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
     }
 
 
+def _keep(path: pathlib.Path, entry: dict) -> None:
+    """Adds an evaluation to a file of them, in the place of one of the same step and the same questions."""
+    same = (entry["step"], entry.get("changed"))
+    entries = [e for e in _entries(path) if (e["step"], e.get("changed")) != same]
+    entries = sorted([*entries, entry], key=lambda e: e["step"])
+    atomic_file.write(path, (json.dumps(entries, indent=1) + "\n").encode())
+
+
 def _entries(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
@@ -141,7 +155,8 @@ def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.raw.mesh.to_dict())
     check_run(flags.FLAGS.workdir)
-    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
+    with experiment.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
+        changed = _changed(workdir, exp)
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", experiment.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
@@ -149,7 +164,20 @@ def main() -> None:
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata, **options)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.rollout_side(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
-            held_out(exp, rollouts, step, workdir, writer, progress)
+            held_out(exp, rollouts, step, workdir, writer, progress, changed)
+    if changed:
+        progress.say(f"kept in {workdir / 'other_evaluations.json'}, since {', '.join(changed)} differs from the run's")
+    else:
+        progress.say(f"report: {report.write(workdir)}")
+
+
+def _changed(workdir: pathlib.Path, exp: experiment.Experiment) -> dict:
+    """Field -> value of what makes these scores others than the run's own."""
+    names = [
+        n for n in experiment.differences(workdir, exp) if n.startswith(("evaluation.", "sampling.", "inference.max"))
+    ]
+    values = json.loads(exp.raw.to_json())
+    return {name: values[name.partition(".")[0]][name.partition(".")[2]] for name in names}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 1. `run(main)` parses the flags. A mistake of the user ends in one line on stderr and a non-zero exit, never a traceback;
    an error raised inside a library is our bug and keeps its traceback.
 2. `resolve` derives what follows from other fields, once, after the overrides, and checks what no single field can.
-3. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config.
+3. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config; `read_workdir`
+   does so for who looks at a run, and saves nothing.
 
 Over several hosts, `joined` comes before all of it (sharding/hosts.py), and only the first host touches the directory here.
 """
@@ -24,14 +25,14 @@ from collections.abc import Callable, Iterator
 
 import jax
 from absl import app, flags
-from ml_collections import config_dict, config_flags
+from ml_collections import config_dict
 
 from inference import engine
 from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
+from rl import command_line, config_rules, learner, lora, losses
 from rl import credit as credit_lib
-from rl import learner, lora, losses
 from sharding import atomic_file, rules
 from sharding import hosts as hosts_lib
 
@@ -73,10 +74,7 @@ class Experiment:
         return self.raw.train.rows
 
 
-def define_flags() -> None:
-    config_flags.DEFINE_config_file("config", None, "the experiment, a file of configs/", lock_config=True)
-    flags.DEFINE_string("workdir", None, "where the run lives: checkpoints, weights, rollouts, metrics, report")
-    flags.mark_flags_as_required(["config", "workdir"])
+define_flags = command_line.define
 
 
 def run(main: Callable[[], None]) -> None:
@@ -93,7 +91,7 @@ def run(main: Callable[[], None]) -> None:
         main()
 
     try:
-        app.run(guarded, flags_parser=_parse_flags)
+        app.run(guarded, flags_parser=_parse)
     except (KeyboardInterrupt, ValueError, OSError) as error:
         message, code, rank = explain(error)
         if rank == hosts_lib.BUG:
@@ -146,34 +144,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
     ):
         if value not in table:
-            raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(table)}")
-    for name in (
-        "rl.num_steps",
-        "warmup.num_steps",
-        "rl.max_lag",
-        "rl.max_off_policy",
-        "evaluation.every",
-        "optimizer.warmup_steps",
-    ):
-        _check(config, name, lambda v: v >= 0, "at least 0")
-    for name in (
-        "rl.prompts_per_step",
-        "rl.samples_per_prompt",
-        "sampling.max_tokens",
-        "train.row_length",
-        "train.rows",
-        "warmup.tasks_per_step",
-        "evaluation.num_tasks",
-        "evaluation.samples_per_task",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "topology.num_workers",
-        "trust.max_attempts",
-    ):
-        _check(config, name, lambda v: v >= 1, "at least 1")
-    _check(config, "trust.check_fraction", lambda v: 0 <= v <= 1, "in [0, 1]")
-    _check(config, "warmup.decoy_fraction", lambda v: 0 <= v <= 1, "in [0, 1]")
-    _check(config, "sampling.temperature", lambda v: v > 0, "above 0 (greedy samples of a group are all alike)")
+            raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(x or repr(x) for x in table)}")
+    config_rules.check_ranges(config)
     if config.inference.max_model_len > config.train.row_length:
         raise ValueError(
             f"inference.max_model_len = {config.inference.max_model_len} exceeds train.row_length = "
@@ -181,6 +153,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         )
     if config.topology.mode == "remote" and not config.topology.servers:
         raise ValueError("topology.mode = 'remote' needs topology.servers, the URLs of running rollout servers")
+    optimizer = learner.OptimizerConfig(**config.optimizer)
     for holds, words in CONTRADICTIONS:
         if holds(config):
             raise ValueError(words)
@@ -191,10 +164,10 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         model=model,
         engine=engine.EngineConfig(**sizes),
         server_mesh=server_mesh,
-        optimizer=learner.OptimizerConfig(**config.optimizer),
+        optimizer=optimizer,
         loss=loss,
         loss_options=_loss_options(config),
-        objective=learner.Objective(**config.objective),
+        objective=_objective(config),
         credit=credit_lib.Credit(
             config.rl.advantage,
             config.rl.normalize,
@@ -262,7 +235,44 @@ CONTRADICTIONS = (
         "optimizer.total_steps is less than rl.num_steps x objective.optimizer_steps: the rate would lie at its floor for the "
         "rest of the run; raise it",
     ),
+    (
+        lambda c: c.topology.mode == "local" and c.topology.servers,
+        "topology.servers is set and topology.mode = 'local' starts a server of its own; set topology.mode = 'remote'",
+    ),
+    (
+        lambda c: c.inference.max_model_len <= c.sampling.max_tokens,
+        "inference.max_model_len must exceed sampling.max_tokens, since a prompt and its completion share it; raise it (and "
+        "train.row_length), or lower sampling.max_tokens",
+    ),
+    (
+        lambda c: 0 < c.model.max_positions < c.inference.max_model_len,
+        "inference.max_model_len exceeds model.max_positions, for which the model was trained; lower it, or stretch the positions "
+        "(model.rope_scaling) and raise model.max_positions",
+    ),
+    (
+        lambda c: not c.model.num_experts and (c.model.experts_per_token or c.model.expert_ffn_dim),
+        "model.experts_per_token and model.expert_ffn_dim mean nothing in a dense model; set model.num_experts",
+    ),
+    (
+        lambda c: not c.model.num_experts and (c.objective.router_balance_coef or c.objective.router_balance_rate),
+        "objective.router_balance_coef and objective.router_balance_rate balance experts, and the model has none; leave them out",
+    ),
+    (
+        lambda c: c.model.window and "S" not in c.model.layer_pattern,
+        "model.window is read by sliding layers alone; say which they are in model.layer_pattern, such as 'SF'",
+    ),
+    (
+        lambda c: c.model.rope_scaling == "none" and c.model.rope_factor != 1,
+        "model.rope_factor stretches nothing with model.rope_scaling = 'none'; set that to 'linear', 'llama3' or 'yarn'",
+    ),
 )
+
+
+def _objective(config: config_dict.ConfigDict) -> learner.Objective:
+    try:
+        return learner.Objective(**config.objective)
+    except ValueError as error:  # begins with the field
+        raise ValueError(f"objective.{error}") from None
 
 
 def _loss_options(config: config_dict.ConfigDict) -> dict:
@@ -279,6 +289,13 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
         return config.rl.loss, config
     if not callable(function):
         raise ValueError(f"rl.loss_function = {function!r} is no function; set it in a config file, see rl/losses.py")
+    name, options = config.rl.loss, config.loss_options.get(config.rl.loss, {})
+    taken = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if unknown := sorted(set(options) - set(taken)):
+        raise ValueError(
+            f"rl.loss_function = {function.__name__} takes no option {unknown[0]!r}, which loss_options.{name} has; in the config "
+            f"file, set c.rl.loss = {function.__name__!r} and c.loss_options.{function.__name__} = dict(...) of what it takes"
+        )
     config = config.copy_and_resolve_references()
     digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     with config.ignore_type():
@@ -296,6 +313,8 @@ def open_workdir(
       ValueError: it belongs to another config (the fields that differ are named), another process runs in it, or this host
         was started with another config than the first.
     """
+    if not workdir:
+        raise ValueError("--workdir is empty; give a directory for the run")
     path = pathlib.Path(workdir).absolute()
     if not hosts.is_first:
         _check_same(hosts.agree(), experiment)
@@ -303,7 +322,33 @@ def open_workdir(
         return
     if path.exists() and not path.is_dir():
         raise ValueError(f"workdir {path} is a file; give a directory")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"workdir {path} cannot be made: {error.strerror}; give another --workdir") from error
+    with _locked(path):
+        _claim(path, experiment)
+        hosts.agree(experiment.raw.to_json())
+        yield path
+
+
+@contextlib.contextmanager
+def read_workdir(workdir: str, experiment: Experiment) -> Iterator[pathlib.Path]:
+    """`workdir` of a run that has taken steps, for this process alone while the block runs. What made its policy must be the same;
+    what a look at it depends on (`READ_BY_RUNS`) may differ, and config.json stays as the run left it."""
+    path = pathlib.Path(workdir).absolute()
+    with _locked(path):
+        if differs := [name for name in differences(path, experiment) if not name.startswith(READ_BY_RUNS)]:
+            raise ValueError(_another(path, experiment, differs))
+        yield path
+
+
+# A run's way to its rollouts: another may be taken to its checkpoints.
+READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "broadcast.", "rl.num_steps")
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
     with open(path / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,9 +356,7 @@ def open_workdir(
             raise ValueError(
                 f"workdir {path} is in use by another run; wait for it or give another --workdir"
             ) from None
-        _claim(path, experiment)
-        hosts.agree(experiment.raw.to_json())
-        yield path
+        yield
 
 
 def _check_same(firsts: str, experiment: Experiment) -> None:
@@ -331,30 +374,47 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
     The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
     """
     wanted = json.loads(experiment.raw.to_json())
+    file, steps = path / "config.json", path / "metrics.jsonl"
+    if file.exists() and steps.exists() and steps.stat().st_size:
+        if differs := differences(path, experiment):
+            raise ValueError(_another(path, experiment, differs))
+    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
+        raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
+    atomic_file.write(file, (json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n").encode())
+
+
+def differences(path: pathlib.Path, experiment: Experiment) -> list[str]:
+    """Fields that the config saved in a workdir has otherwise, but for where things run and how long; sorted."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on how many follow
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut
         free.append("train.rows")
-    free = tuple(free)
-    file, steps = path / "config.json", path / "metrics.jsonl"
-    if file.exists() and steps.exists() and steps.stat().st_size:
-        saved = json.loads(file.read_text())["config"]
-        differs = sorted(
-            name
-            for name in _flat(saved).keys() | _flat(wanted).keys()
-            if _flat(saved).get(name) != _flat(wanted).get(name) and not name.startswith(free)
-        )
-        if differs:
-            old, new = _flat(saved).get(differs[0], "absent"), _flat(wanted).get(differs[0], "absent")
-            raise ValueError(
-                f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}"
-                f"{f' ({len(differs) - 1} more fields differ)' if differs[1:] else ''}; "
-                f"give another --workdir, or the config it was started with"
-            )
-    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
-        raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
-    atomic_file.write(file, (json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n").encode())
+    saved, wanted = _saved(path), _flat(json.loads(experiment.raw.to_json()))
+    return sorted(
+        name
+        for name in saved.keys() | wanted.keys()
+        if saved.get(name) != wanted.get(name) and not name.startswith(tuple(free))
+    )
+
+
+def _saved(path: pathlib.Path) -> dict:
+    try:
+        return _flat(json.loads((path / "config.json").read_text())["config"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path / 'config.json'} is not the config of a run ({error!r}); give another --workdir"
+        ) from error
+
+
+def _another(path: pathlib.Path, experiment: Experiment, differs: list[str]) -> str:
+    old = _saved(path).get(differs[0], "absent")
+    new = _flat(json.loads(experiment.raw.to_json())).get(differs[0], "absent")
+    more = f" ({len(differs) - 1} more fields differ)" if differs[1:] else ""
+    return (
+        f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; give another --workdir, or "
+        f"the config it was started with"
+    )
 
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:
@@ -392,41 +452,19 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _check(config, name: str, holds: Callable, rule: str) -> None:
-    value = config
-    for part in name.split("."):
-        value = value[part]
-    if not holds(value):
-        raise ValueError(f"{name} = {value} must be {rule}")
-
-
-def _parse_flags(argv):
-    """absl's parser, but a mistake ends in one line: value, rule and, for a mistyped field, the nearest one."""
-    try:
-        rest = flags.FLAGS(argv)
-        _ = flags.FLAGS.config.seed  # ml_collections reports a file that it could not load only when asked for a field
-        return rest
-    except FileNotFoundError as error:
-        _fail(f"there is no config file {error.filename}; configs/ holds the experiments", 2)
-    except OSError as error:  # ml_collections' own, around that of the file
-        _fail(f"the config file cannot be read: {str(error).rpartition('] ')[2]}; configs/ holds the experiments", 2)
-    except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as error:
-        cause = error.args[0] if error.args else error
-        if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
-            cause = cause.args[0]
-        field, _, hint = str(cause).partition("\n")
-        if isinstance(error, (AttributeError, KeyError)):
-            name = field.strip("'\"")
-            _fail(f"the config has no field {name!r}; {hint or 'see configs/base.py for all of them'}", 2)
-        _fail(str(cause).strip().replace("\n", " "), 2)
-
-
 def _raised_by_us(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame.tb_next is not None:
         frame = frame.tb_next
     file = pathlib.Path(frame.tb_frame.f_code.co_filename).resolve()
     return ROOT in file.parents and "site-packages" not in file.parts
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return command_line.parse(argv)
+    except ValueError as error:
+        _fail(str(error), 2)
 
 
 def _fail(message: str, code: int) -> None:

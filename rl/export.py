@@ -3,8 +3,8 @@
     python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
 
 1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/lora.py).
-2. `models.hf.save` writes hub-style names; the same parameters give the same bytes.
-3. The tokenizer goes beside them.
+2. `models.hf.save` writes hub-style names; the same parameters give the same bytes. The tokenizer goes beside them, before the
+   folder gets its name.
 """
 
 import pathlib
@@ -20,11 +20,11 @@ def main() -> None:
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
     mesh = mesh_lib.create(exp.raw.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)
-    with experiment.open_workdir(flags.FLAGS.workdir, exp) as workdir:
+    hf.check_new(output)
+    with experiment.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
-        hf.save(output, exp.model, params, extra=ids)
-        exp.tokenizer.save(output)
+        hf.save(output, exp.model, params, extra=ids, beside=exp.tokenizer.save)
     metrics.Progress().say(
         f"step {step} of {flags.FLAGS.workdir} is in {output}: python -m inference.chat --model {output}"
     )

@@ -6,7 +6,7 @@
   4. `Progress` shows every phase alike: a live bar under one line per step, or plain lines off a terminal.
   5. `read` gives the lines back, `reduce` makes one dict of several, `summary_table` closes the run.
 
-A metric is a scalar named by place: `loss/...`, `rollout/...`, `sync/...`, `trust/...`, `time/...`. Whatever
+A metric is a scalar named by place: `loss/...`, `optimizer/...`, `rollout/...`, `sync/...`, `trust/...`, `time/...`. Whatever
 depends on the clock lives under `time/`: drop it, and two identical runs have the same lines, byte for byte.
 `time/<what>_s` are seconds of the main loop and do not overlap; `time/step_s` is the whole step. The last
 part of a name says how it is reduced: `num_*` and `time/*_s` by sum, `*_max`, `*_min`, all others by mean.

@@ -29,9 +29,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import config_dict, config_flags
+from ml_collections import config_dict
 
-from rl import experiment, hlo, programs, roofline
+from rl import command_line, experiment, hlo, programs, roofline
 from sharding import rules
 
 GIB = 2**30
@@ -333,13 +333,12 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    config_flags.DEFINE_config_file("config", None, "the experiment, a file of configs/", lock_config=True)
+    command_line.define(needs_workdir=False)
     flags.DEFINE_string("topology", None, "of the learner, <kind>:<dims>; config.plan.topology by default")
     flags.DEFINE_string("server_topology", None, "of one rollout server; one host of the learner's kind by default")
     flags.DEFINE_float("effort", EFFORT, "of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
     names = [*programs.LEARNER, *programs.SERVER]
     flags.DEFINE_multi_enum("programs", names, names, "which programs to compile; all by default")
-    flags.mark_flags_as_required(["config"])
 
 
 BEGUN = time.perf_counter()

@@ -29,7 +29,8 @@ MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bin
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One figure: `lines` maps a label to a metric of `phase`; `zero` makes the axis start at 0."""
+    """One figure: `lines` maps a label to a metric of `phase`; `zero` makes the axis start at 0. An `optional` one is left out
+    where the run has no such metric."""
 
     title: str
     note: str
@@ -37,6 +38,7 @@ class Curve:
     phase: str = "rl"
     log: bool = False
     zero: bool = False
+    optional: bool = False
 
 
 CURVES = (
@@ -46,7 +48,29 @@ CURVES = (
     Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}, zero=True),
     Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}, zero=True),
     Curve("Rollouts", "per step", {"accepted": "trust/num_accepted", "refused": "trust/num_refused"}, zero=True),
-    Curve("Warm-up loss", "supervised, per token", {"loss": "loss/total"}, phase="warm-up"),
+    Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}, zero=True),
+    Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}, zero=True),
+    Curve(
+        "Clipped tokens",
+        "part whose gradient the loss took away",
+        {"clipped": "loss/clip_frac"},
+        zero=True,
+        optional=True,
+    ),
+    Curve(
+        "Groups that teach nothing",
+        "part of a batch whose rewards are all equal",
+        {"groups": "rollout/zero_advantage_frac"},
+        zero=True,
+        optional=True,
+    ),
+    Curve("Policy lag", "versions behind", {"mean": "sync/lag", "max": "sync/lag_max"}, zero=True, optional=True),
+    Curve("KL penalty", "against objective.kl_reference", {"KL": "loss/kl"}, optional=True),
+    Curve("Distillation", "KL to the teacher, on sampled tokens", {"KL": "loss/ref_kl"}, optional=True),
+    Curve("Learning rate", "", {"rate": "optimizer/learning_rate"}, zero=True, optional=True),
+    Curve(
+        "Warm-up loss", "supervised, per token", {"loss": "loss/total", "held-out": "loss/held_out"}, phase="warm-up"
+    ),
 )
 TILES = {
     "Tokens per second": "time/tokens_per_s",
@@ -62,11 +86,12 @@ def write(workdir) -> pathlib.Path:
     """Draws `<workdir>/report.html` from what `workdir` holds."""
     workdir = pathlib.Path(workdir)
     records = metrics.read(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
+    records = [_against_sampler(record) for record in records]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = _json(workdir / "config.json", dict)
     split = _time_split(records)
     name, (headline, lede) = _text(workdir.resolve().name), _headline(evaluations, records, sum(split.values()))
-    figures = [_score_figure(evaluations), *(_curve_figure(curve, records) for curve in CURVES)]
+    figures = [_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -81,6 +106,12 @@ def write(workdir) -> pathlib.Path:
 """
     atomic_file.write(workdir / "report.html", page.encode())
     return workdir / "report.html"
+
+
+def _against_sampler(record):
+    """Where ratios are taken against the learner's old policy, the mismatch with the sampler is a metric of its own."""
+    kl = record.get("loss/sampler_kl")
+    return record if kl is None else record | {"loss/mismatch_kl": kl}
 
 
 def _json(path, kind):
@@ -154,7 +185,10 @@ def _score_figure(evaluations):
 def _curve_figure(curve, records):
     records = [r for r in records if r["phase"] == curve.phase]
     series = {label: [(r["step"], r[name]) for r in records if name in r] for label, name in curve.lines.items()}
-    return _figure(curve, series, {}, None)
+    found = {label: points for label, points in series.items() if points}
+    if curve.optional and not found:
+        return ""
+    return _figure(curve, found or series, {}, None)
 
 
 def _figure(curve, series, bars, level):

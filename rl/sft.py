@@ -26,7 +26,7 @@ from absl import flags
 
 from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from rl import data, diagnostics, envs, experiment, feed, learner, metrics, packing
+from rl import data, diagnostics, envs, experiment, feed, learner, metrics, optimizers, packing
 from rl.envs import environment
 from sharding import checkpoint, rules
 from sharding import hosts as hosts_lib
@@ -43,10 +43,10 @@ def train(
 ) -> transformer.Params:
     """Runs (or resumes) the warm-up and returns its parameters; with 0 steps, the initial ones."""
     config = exp.raw
-    rate = config.warmup.learning_rate
-    optimizer = learner.make_optimizer(
-        dataclasses.replace(exp.optimizer, learning_rate=rate, warmup_steps=20, schedule="constant"), exp.model
+    rates = dataclasses.replace(
+        exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20, schedule="constant"
     )
+    optimizer, rate = learner.make_optimizer(rates, exp.model), optimizers.learning_rate(rates)
     num_steps = config.warmup.num_steps
     every = config.checkpoint.every
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
@@ -85,7 +85,10 @@ def train(
                 if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
                     values["loss/held_out"] = hosts.agree(evaluate(state.params))
                     patience = patience.after(values["loss/held_out"])
-                values["time/step_s"] = time.perf_counter() - begun
+                values |= {
+                    "optimizer/learning_rate": float(rate(step - 1)),
+                    "time/step_s": time.perf_counter() - begun,
+                }
                 writer.write(step, "warm-up", values)
                 shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}
                 bar.update(step, {short: values[name] for short, name in shown.items() if name in values})
@@ -100,6 +103,14 @@ def train(
 
 def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
     """The checkpoint that `init_from` names, straight into the learner's sharding; ValueError if it is another model."""
+    check_initial(exp)
+    path, model = exp.raw.init_from, exp.model
+    shardings = rules.shardings(transformer.specs(model), mesh)
+    return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
+
+
+def check_initial(exp: experiment.Experiment) -> None:
+    """ValueError unless the checkpoint that `init_from` names is of the config's model."""
     path, model = exp.raw.init_from, exp.model
     found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
     free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
@@ -110,8 +121,6 @@ def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> trans
             "; ".join(f"model.{field} = {wanted[field]!r} but {path} has {given[field]!r}" for field in differs)
             + ": set the config's model to that of the checkpoint (`python -m models.hf inspect` prints it)"
         )
-    shardings = rules.shardings(transformer.specs(model), mesh)
-    return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +161,11 @@ def stream(
         if message["role"] in roles and message["role"] != "assistant":
             mask[_span(tokenizer, messages, index, tools, rendered.token_ids)] = True
     mask[0] = False  # nothing predicts the first token
+    if not mask.any() and "assistant" in roles and any(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            "the chat template does not show where an answer begins, so that nothing trains; put {% generation %} blocks into "
+            "the chat_template.jinja of the tokenizer's folder"
+        )
     if not mask.any():
         raise ValueError(f"no message has a role of {tuple(roles)}, so that nothing trains; it has {_roles(messages)}")
     end = int(np.flatnonzero(mask)[-1]) + 1  # what follows is template
@@ -167,11 +181,19 @@ def stream(
 def read_conversations(path: str) -> list[dict]:
     """The lines of a JSONL file, each {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
 
+    Messages may be as OpenAI's API has them: content in parts of text or null, arguments of tool calls as a string.
+
     Raises:
-      ValueError: a line is no such object; it is named by its number.
+      ValueError: there is no such file, or a line is no such object; it is named by its number.
     """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"warmup.data = {path!r} cannot be read: {error}; give a JSONL file of conversations"
+        ) from error
     found = []
-    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # text may hold other separators of lines, such as U+2028
         if not line.strip():
             continue
         try:
@@ -187,8 +209,51 @@ def read_conversations(path: str) -> list[dict]:
             raise ValueError(f"{path}, line {number}: every message needs a role, such as 'user' or 'assistant'")
         if not isinstance(record.get("tools"), list | None):
             raise ValueError(f"{path}, line {number}: tools must be a list of function descriptions, or absent")
-        found.append({"messages": messages, "tools": record.get("tools")})
+        try:
+            plain = [_plain(message) for message in messages]
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        found.append({"messages": plain, "tools": record.get("tools")})
+    if not found:
+        raise ValueError(f"warmup.data = {path!r} is empty; give a JSONL file of conversations")
     return found
+
+
+def _plain(message: Mapping) -> dict:
+    """The message as chat templates expect it: content a string, arguments of calls an object."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("a message has a part that is no text; only text is read")
+        content = "".join(parts)
+    if not isinstance(content, str | None):
+        raise ValueError(
+            f"the content of a message is {json.dumps(content)[:60]}; it must be a string, or parts of text"
+        )
+    plain = dict(message) | {"content": content or ""}
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError("tool_calls must be a list of {'function': {'name': ..., 'arguments': {...}}}")
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Mapping) -> dict:
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call needs function.name, a string")
+    arguments = function.get("arguments", {})
+    try:
+        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        loaded = None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; they must be a JSON object")
+    function = function | {"arguments": loaded}
+    return dict(call) | {"function": function} if "function" in call else function
 
 
 # ---- where examples come from ----------------------------------------------------------------------------------------

@@ -25,9 +25,24 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from rl import diagnostics, evaluate, experiment, feed, launch, learner, metrics, packing, report, sft
+from inference import service
+from rl import (
+    diagnostics,
+    envs,
+    evaluate,
+    experiment,
+    feed,
+    launch,
+    learner,
+    metrics,
+    optimizers,
+    packing,
+    report,
+    sft,
+    validator,
+)
 from rl import reference as reference_lib
-from sharding import broadcast, checkpoint, rules
+from sharding import broadcast, checkpoint, listening, rules
 from sharding import hosts as hosts_lib
 from sharding import mesh as mesh_lib
 
@@ -59,7 +74,7 @@ def train(
         keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
         dtype=config.broadcast.dtype or None,
     )
-    policy = learner.make_policy(exp.model, mesh, exp.lora)
+    policy, rate = learner.make_policy(exp.model, mesh, exp.lora), optimizers.learning_rate(exp.optimizer)
     layout = packing.Layout.for_streams(
         config.rl.prompts_per_step * config.rl.samples_per_prompt,
         config.inference.max_model_len,
@@ -131,6 +146,7 @@ def train(
                 with clock("eval"):
                     if scored and not is_last:
                         score(step)
+                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
                 values |= diagnostics.derived(values)
                 values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
@@ -213,26 +229,51 @@ class _Clock:
 
 
 def _line(values: dict[str, float]) -> dict[str, float]:
-    """What the terminal shows of a step."""
+    """What the terminal shows of a step; a loss of one's own need not compare policies."""
     shown = {
         "reward": "rollout/reward",
         "loss": "loss/total",
-        "kl": "loss/mismatch_kl",
+        "kl": "loss/sampler_kl" if "loss/sampler_kl" in values else "loss/mismatch_kl",
         "entropy": "loss/entropy",
         "lag": "sync/lag",
         "tok/s": "time/tokens_per_s",
         "accepted": "trust/num_accepted",
         "refused": "trust/num_refused",
     }
-    return {short: values[name] for short, name in shown.items()}
+    return {short: values[name] for short, name in shown.items() if name in values}
+
+
+def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
+    """Raises every mistake that can be known before the working directory is claimed, and before minutes of warm-up."""
+    config = exp.raw
+    exp.rows(mesh)
+    launch.check(exp, hosts.count)
+    if config.init_from:
+        sft.check_initial(exp)
+    if config.objective.reference_model:
+        reference_lib.model_of(exp)
+    if config.warmup.num_steps and config.warmup.data and not pathlib.Path(config.warmup.data).is_file():
+        raise ValueError(f"warmup.data = {config.warmup.data!r} is no file; give a JSONL file of conversations")
+    if not hosts.is_first:
+        return
+    envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    if config.trust.bands:
+        validator.load_bands(config.trust.bands)
+    listening.listen(config.topology.host, config.topology.port).close()
+    if config.topology.mode == "remote":
+        listening.listen(config.topology.relay_host, config.topology.relay_port).close()
+    elif exp.server_mesh:
+        try:
+            service.host_mesh(exp.server_mesh, exp.engine)
+        except ValueError as error:
+            raise ValueError(f"inference.mesh: {error}") from None
 
 
 def main() -> None:
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.raw.mesh.to_dict())
-        exp.rows(mesh)  # every mistake that can be known is told before the working directory is claimed
-        launch.check(exp, hosts.count)
+        _check(exp, mesh, hosts)
         with experiment.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
                 print(experiment.describe(exp))

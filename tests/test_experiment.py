@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
 
 from configs import quickstart
-from rl import experiment
+from rl import command_line, experiment
 
+# ml_collections loads a config file the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MISTAKES = {
     "field": ("quickstart", ["--config.rl.num_stepz=3"], "no field 'num_stepz'; Did you mean \"num_steps\"", 2),
@@ -45,6 +48,67 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+def parsed(*argv):
+    values, argv = flags.FlagValues(), ["rl.train", *argv]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)  # where ml_collections looks for fields of the config
+        command_line.define(values=values)
+        command_line.parse(argv, values)
+    return values.config
+
+
+CONFIG_FILES = {
+    "bad_syntax": ("def get_config(:\n", r"bad_syntax.py, line 1: invalid syntax"),
+    "no_function": ("x = 1\n", "has no function get_config"),
+    "mistyped": (
+        "from configs import quickstart\n\n\ndef get_config():\n    c = quickstart.get_config()\n    c.rl.num_stepz = 3\n",
+        "mistyped.py, line 6: the config has no field 'num_stepz'; Did you mean \"num_steps\"",
+    ),
+    "no_module": ("import nonesuch\n", "no_module.py, line 1: No module named 'nonesuch'"),
+    "raises": ("def get_config():\n    raise ValueError('no such size')\n", "raises.py, line 2: no such size"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_FILES)
+def test_a_config_file_that_fails_is_told_in_one_line_with_its_place(tmp_path, name):
+    text, words = CONFIG_FILES[name]
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        parsed(f"--config={tmp_path / name}.py", "--workdir=w")
+    assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
+
+
+def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from configs import base\n\n\ndef get_config():\n    c = base.get_config()\n    c.env.options.path = 'x'\n"
+        "    c.loss_options.mine = dict(beta=1.0)\n    return c\n"
+    )
+    config = parsed(f"--config={tmp_path}/own.py", "--workdir=w", "--config.env.options.path=y")
+    assert config.env.options.path == "y" and config.loss_options.mine.beta == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss_options.grpo.clip_low=0.1", "rl.loss is 'two_sided_clip'; set rl.loss = 'grpo'"),
+        ("lora.alpha=8", "set lora.rank above 0"),
+        ("objective.kl_estimator=k2", "set objective.kl_coef above 0"),
+        ("optimizer.momentum=0.9", "'muon' and 'sgd' have a momentum"),
+        ("optimizer.final_rate=0.1", "set optimizer.schedule"),
+        ("topology.relay_port=8200", "set topology.mode = 'remote'"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(override, words):
+    with pytest.raises(ValueError, match=f"config.{override.partition('=')[0]} is set and nothing reads it: .*{words}"):
+        parsed("--config=configs/quickstart.py", "--workdir=w", f"--config.{override}")
+
+
+def test_an_option_that_is_read_is_not_refused():
+    read = {"lora.rank": 2, "lora.alpha": 8.0, "loss_options.two_sided_clip.delta": 3.0, "optimizer.beta1": 0.8}
+    config = parsed("--config=configs/quickstart.py", "--workdir=w", *(f"--config.{k}={v}" for k, v in read.items()))
+    assert (config.lora.alpha, config.loss_options.two_sided_clip.delta) == (8.0, 3.0)
+
+
 def resolved(**changes):
     config = quickstart.get_config()
     for name, value in changes.items():
@@ -73,6 +137,24 @@ def resolved(**changes):
         ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
         ({"warmup__patience": 2}, "set warmup.eval_every"),
         ({"optimizer__schedule": "cosine", "optimizer__total_steps": 20}, "its floor for the rest of the run"),
+        ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan must be at least 0"),
+        ({"optimizer__beta2": 1.0}, r"optimizer.beta2 = 1.0 must be in \[0, 1\)"),
+        ({"sampling__top_p": 0.0}, r"sampling.top_p = 0.0 must be in \(0, 1\]"),
+        ({"sampling__max_tokens": 64}, "must exceed sampling.max_tokens"),
+        ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
+        ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
+        ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
+        ({"topology__mode": "remote", "topology__servers": ("http://a:99999",)}, "'http://a:99999', which is no URL"),
+        ({"topology__workers": ("zz",)}, "'zz', which is no public key"),
+        ({"model__experts_per_token": 2}, "set model.num_experts"),
+        ({"model__num_experts": 4, "model__experts_per_token": 2}, "expert_ffn_dim = 0 must be at least 1"),
+        ({"model__window": 8}, "model.layer_pattern"),
+        ({"model__rope_factor": 8.0}, "stretches nothing"),
+        ({"model__ffn_dim": -3}, "ffn_dim = -3 must be at least 1"),
+        ({"model__max_positions": 16}, "exceeds model.max_positions"),
+        ({"objective__router_balance_coef": 0.1}, "the model has none"),
+        ({"objective__kl_coef": -1.0}, "^objective.kl_coef = -1.0 must be at least 0"),
+        ({"optimizer__schedule": "cosin"}, "optimizer.schedule = 'cosin' is unknown"),
         ({"model__vocab_size": 64}, "model.vocab_size = 64 is smaller than the tokenizer's 265 entries"),
     ],
 )
@@ -97,6 +179,20 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
         pytest.raises(ValueError, match="in use by another run"),
         experiment.open_workdir(workdir, one),
     ):
+        pass
+
+
+def test_a_look_at_a_run_may_ask_otherwise_and_changes_nothing(tmp_path):
+    with experiment.open_workdir(tmp_path / "w", resolved()) as workdir:
+        (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
+    before = (workdir / "config.json").read_bytes()
+    other = resolved(evaluation__num_tasks=9, sampling__max_tokens=9, inference__num_slots=4)
+    with experiment.read_workdir(workdir, other) as path:
+        names = experiment.differences(path, other)
+    assert names == ["evaluation.num_tasks", "inference.num_slots", "sampling.max_tokens"]
+    assert (workdir / "config.json").read_bytes() == before
+    model = resolved(model__ffn_dim=128)
+    with pytest.raises(ValueError, match="model.ffn_dim was 384, now 128"), experiment.read_workdir(workdir, model):
         pass
 
 

@@ -52,7 +52,19 @@ def test_it_loads_nothing_and_escapes_everything(tmp_path):
 def test_an_empty_run_says_what_is_missing(tmp_path):
     page = _draw(tmp_path)
     assert _parse(page).text("h1") == "No held-out evaluation yet"
-    assert page.count("No data in this run") == len(report.CURVES) + 2 and "<svg" not in page
+    needed = [curve for curve in report.CURVES if not curve.optional]
+    assert page.count("No data in this run") == len(needed) + 2 and "<svg" not in page
+
+
+def test_mismatch_is_that_with_the_sampler(tmp_path):
+    """With old log-probabilities of the learner, loss/mismatch_kl says what the batch's own steps changed."""
+    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, "rl", {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.001})
+    writer.write(1, "warm-up", {"loss/total": 2.0})
+    writer.close()
+    page = _draw(tmp_path)
+    assert "step 1: KL 0.001" in page and "KL 0.5" not in page
+    assert "Clipped tokens" not in page and "held-out</span>" not in page  # what the run does not have is left out
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e-30, 7e20, math.nan])

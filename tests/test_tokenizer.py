@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from models import chat_template, tokenizer
+from tests import test_hf_variants
 
 TOK = tokenizer.byte_chatml()
 PAD, START, END = 256, 257, 258
@@ -279,3 +280,37 @@ def test_a_template_cannot_reach_python():
 def test_no_jax():
     code = "import sys, models.tokenizer, rl.envs.environment; assert 'jax' not in sys.modules, 'jax'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# In the manner of Llama 3, DeepSeek and QwQ; the tokens are those of the embedded tokenizer.
+TEMPLATES = {
+    "llama": "{{- bos_token }}{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + "
+    "'<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}",
+    "deepseek": "{% set ns = namespace(first=true) %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<|im_start|>' + m.content }}{% elif m.role == 'assistant' %}{{ '<think>' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<think>' }}{% endif %}",
+    "qwq": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip('\n') + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
+}
+RENDER = """
+import json, sys, transformers
+for folder, messages in json.loads(sys.argv[1]):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    both = [tokenizer.apply_chat_template(messages, add_generation_prompt=on, tokenize=True) for on in (False, True)]
+    print(json.dumps([ids if isinstance(ids, list) else ids["input_ids"] for ids in both]))
+"""
+
+
+@pytest.mark.slow
+def test_rendering_is_that_of_transformers(tmp_path):
+    """In another interpreter (INTELLAX_TORCH_PYTHON, or this one), of folders that we saved."""
+    chats = [CHAT[1:2], [CHAT[1], {"role": "assistant", "content": "<think>a</think>\nyes"}, CHAT[3]]]
+    asked, ours = [], []
+    for name, template in TEMPLATES.items():
+        loaded = tokenizer.load(folder(tmp_path / name, chat_template=template, bos_token="<|endoftext|>"))
+        loaded.save(tmp_path / f"{name}_saved")
+        for chat in chats:
+            asked.append((str(tmp_path / f"{name}_saved"), chat))
+            ours.append([loaded.render(chat, add_generation_prompt=on).token_ids for on in (False, True)])
+    theirs = test_hf_variants.run_torch(RENDER, json.dumps(asked)).strip().splitlines()
+    assert [json.loads(line) for line in theirs] == ours
