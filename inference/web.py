@@ -2,7 +2,8 @@
 
 What a client may do, and what it may not cost:
 1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut.
-2. A body is read up to a limit of bytes, and a pause of 30 s in it ends the request (408).
+2. A body is read up to a limit of bytes. A pause of 30 s in it ends the request (408), and so does one that comes at less than
+   32 KiB/s beyond its first 30 s: 64 MiB take 35 minutes at most, and a few bytes hold a part of the budget for 30 s.
 3. All bodies of a server together have a budget. An address may hold as many bytes as it leaves free: one takes at most
    half, n together n / (n + 1), and who comes new finds room. Beyond it a client gets 503 and is asked to come again.
    The address is the connection's, whatever a header says: who comes by a proxy shares its part. An IPv6 network of
@@ -33,6 +34,7 @@ MAX_JSON_BYTES = 2**16
 MAX_BODIES_BYTES = 512 * 2**20  # of a server, all connections together
 RETRY_S = 2
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
+BODY_GRACE_S, MIN_BODY_RATE = 30.0, 2**15  # bytes per second, beyond the first seconds
 
 
 class Gone(Exception):
@@ -40,7 +42,7 @@ class Gone(Exception):
 
 
 class TooSlow(Exception):
-    """The client stopped sending in the middle of its body."""
+    """The client stopped sending in the middle of its body, or sends it too slowly."""
 
 
 class Full(Exception):
@@ -77,16 +79,18 @@ async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *
     """
     part: _Part | None = request.scope.get(_Budgeted.KEY)
     chunks, size = [], 0
-    stream = aiter(request.stream())
+    stream, begun_s = aiter(request.stream()), time.monotonic()
     try:
         while True:
+            # When what has come so far is too little; a client that sends more moves it on.
+            deadline_s = begun_s + BODY_GRACE_S + size / MIN_BODY_RATE
             try:
-                async with asyncio.timeout(BODY_PAUSE_S):
+                async with asyncio.timeout(min(BODY_PAUSE_S, deadline_s - time.monotonic())):
                     chunk = await anext(stream)
             except StopAsyncIteration:
                 return b"".join(chunks)
             except TimeoutError as error:
-                raise TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s") from error
+                raise _slow(size, time.monotonic() - begun_s) from error
             size += len(chunk)
             if size > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the most that is taken")
@@ -96,6 +100,22 @@ async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *
     finally:
         if part is not None and not hold:
             part.give_back()
+
+
+def _slow(num_bytes: int, seconds: float) -> TooSlow:
+    if num_bytes < (seconds - BODY_GRACE_S) * MIN_BODY_RATE:
+        return TooSlow(
+            f"{num_bytes} bytes of the request body came in {seconds:.0f} s; send at least {MIN_BODY_RATE} bytes per second "
+            f"beyond the first {BODY_GRACE_S:.0f} s"
+        )
+    return TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s; send it without a pause")
+
+
+def give_back(request: fastapi.Request) -> None:
+    """What `read_body` held is let go before the request is answered."""
+    part: _Part | None = request.scope.get(_Budgeted.KEY)
+    if part is not None:
+        part.give_back()
 
 
 async def read_json(request: fastapi.Request, max_bytes: int = MAX_JSON_BYTES) -> dict:

@@ -49,10 +49,11 @@ def rollout_side(
     version: int,
     on_wait: Callable[[str], None],
     num_hosts: int = 1,
+    known: dict | None = None,
 ) -> Iterator[orchestrator.Orchestrator]:
     """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`.
 
-    With a learner of `num_hosts` hosts, on the first of them.
+    With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
     """
     config = experiment.raw
     tolerance = validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance)
@@ -65,7 +66,7 @@ def rollout_side(
         {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p},
         tolerance,
         max_model_len=config.inference.max_model_len,
-        rules=validator.rules_of(config, experiment.tokenizer),
+        rules=validator.rules_of(config, experiment.tokenizer, on_wait),
         bands=bands,
     )
     rollouts = orchestrator.Orchestrator(
@@ -74,10 +75,13 @@ def rollout_side(
         credit=experiment.credit,
         check=_replaying_on(config.trust.device, judge.check, num_hosts),
         screen=judge.screen,
+        evidence=judge.state,
         secret=experiment_lib.secret(workdir, config.seed),
         on_wait=on_wait,
     )
-    rollouts.resume(version)
+    if known:
+        judge.restore(known["evidence"])
+    rollouts.resume(version, known)
     if config.topology.mode == "remote":
         rollouts.connect(config.topology.servers)  # first: workers that were started before us ask for them at once
     url = rollouts.serve()

@@ -3,11 +3,12 @@
 In time, for batch n (1-based) of P groups:
 1. `publish(version)` tells the servers to load it; once they have, every batch n with n - 1 - max_lag <= version opens.
 2. A worker leases groups (`POST /lease`, signed: rl/lease.py), rolls them out against the servers, and submits signed
-   rollouts as Parquet (`POST /submit`). A lease that runs out goes to the next worker.
+   rollouts as Parquet (`POST /submit`; rl/orchestrator_routes.py). A lease that runs out goes to the next worker.
 3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
    force; what the validator can say without weights (prompt, ending, reward made again); then, for a part of the groups that
    no worker can foresee, its replay. A refused group is leased again: a batch is always its P prescribed groups. Whose
-   groups are refused loses its standing (rl/standing.py).
+   groups are refused loses its standing (rl/standing.py). A sample on whose reward our scorer gave up is worth 0, whatever
+   was claimed, and refuses nothing: it would come back the same for ever.
 4. `next_batch(n)` waits for them, drops what became too stale (and leases it again), turns rewards into advantages and
    gives token streams to pack. The rollouts are kept as Parquet under `rollouts/step_N/`.
 
@@ -25,23 +26,22 @@ import hmac
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-import fastapi
 import numpy as np
-from starlette import requests
 
 from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
 from rl import credit as credit_lib
-from rl import data, packing, standing
-from rl import lease as lease_lib
+from rl import data, orchestrator_routes, packing, standing, turns
 from sharding import listening
 
 WAIT_NOTICE_S = 30.0
 Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
-Screen = Callable[[Sequence[rollout_lib.Rollout], str], "str | None"]  # the same of a group and its split
+# A group and its split -> the same, and the samples that are worth 0 because their reward could not be made again in time.
+Screen = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
+NUM_SCREENS = 4  # at a time; few, as each may start a scorer of its own
 
 
 @dataclasses.dataclass
@@ -69,7 +69,8 @@ class Orchestrator:
       workdir: where rollouts are kept.
       credit: how rewards become what the learner trains on.
       check: the validator's verdict on one group; called in a thread of its own.
-      screen: the same without weights, on every group; called by the thread that brings it.
+      screen: the same without weights, on every group; called by a few threads, in which workers take turns.
+      evidence: the validator's memory, as of a step (plain JSON); kept with the checkpoint, as the workers' standing is.
       secret: decides which groups are checked; unknown to workers.
       on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
     """
@@ -81,12 +82,13 @@ class Orchestrator:
         *,
         credit: credit_lib.Credit,
         check: Check,
-        screen: Screen = lambda rollouts, split: None,
+        screen: Screen = lambda rollouts, split: (None, ()),
+        evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit = config, workdir, credit
-        self._check, self._screen, self._secret = check, screen, secret
+        self._check, self._screen, self._evidence, self._secret = check, screen, evidence, secret
         self._on_wait = on_wait
         self._servers: tuple[str, ...] = ()
         self._changed = threading.Condition()
@@ -98,10 +100,13 @@ class Orchestrator:
         self._to_check: set[tuple] = set()  # groups drawn for the validator
         self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
         self._checked: set[tuple] = set()  # of those, the ones that the validator has replayed
+        self._given_up: dict[tuple, frozenset[int]] = {}  # of those, samples that are worth 0 whatever they claim
         self._standing = standing.Standing(max_refusals=config.trust.max_attempts, lease_s=config.topology.lease_s)
+        self._states: dict[int, dict] = {}  # of the last two batches, as they were handed off
         self._refusals: collections.Counter = collections.Counter()
         self._counts: collections.Counter = collections.Counter()
         self._failure: BaseException | None = None
+        self._screeners = turns.Turns(NUM_SCREENS, "screen")
         self._checker = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
 
@@ -110,7 +115,7 @@ class Orchestrator:
     def serve(self) -> str:
         """Binds, answers workers in a thread, and returns the URL."""
         sock = listening.listen(self._config.topology.host, self._config.topology.port)
-        self._web = web.server(_make_app(self, self._config.topology.workers))
+        self._web = web.server(orchestrator_routes.make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(
             target=self._web.run, kwargs={"sockets": [sock]}, name="orchestrator", daemon=True
         )
@@ -121,15 +126,19 @@ class Orchestrator:
         self._web.should_exit = True
         self._thread.join()
         self._updater.shutdown(cancel_futures=True)
+        self._screeners.close()
         self._checker.shutdown(cancel_futures=True)
 
     def connect(self, servers: Sequence[str]) -> None:
         """Names the rollout servers that workers use and that new versions go to."""
         self._servers = tuple(servers)
 
-    def resume(self, step: int) -> None:
-        """Continues after batch `step`: what was opened before is never asked for again."""
+    def resume(self, step: int, state: dict | None = None) -> None:
+        """Continues after batch `step`, with what `state` told of it: what was opened before is never asked for again."""
         self._opened_step = step
+        if state:
+            self._standing.restore(state["standing"])
+            self._states[step] = state
 
     # What the learner calls.
 
@@ -141,9 +150,11 @@ class Orchestrator:
     def next_batch(self, step: int) -> Batch:
         """Waits for batch `step` (1-based) and returns it."""
         keys = [group.key for group in data.train_groups(self._config, step)]
-        groups = self._collect(keys, step)
+        taken = self._collect(keys, step)
+        path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
+        rollout_lib.write(path, [rollout for group, _ in taken for rollout in group])  # as they were signed
+        groups = [_worth(*group) for group in taken]
         rollouts = [rollout for group in groups for rollout in group]
-        rollout_lib.write(self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet", rollouts)
         trees, flat = self._credit.assign(groups)
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
         metrics = _describe(rollouts) | {
@@ -152,6 +163,13 @@ class Orchestrator:
             "sync/lag_max": float(lag.max()),
         }
         return Batch(trees, metrics | self._take_counts(), groups)
+
+    def state(self, step: int) -> dict:
+        """What `resume` needs besides the step, as plain JSON, as of the hand-off of batch `step`.
+
+        Of what came later only what is news when it comes again: a resumed run asks for it again.
+        """
+        return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
         """Rolls out the held-out tasks with `version`, once the servers have it, and returns them by task."""
@@ -162,7 +180,7 @@ class Orchestrator:
                 raise self._failure
             self._todo.extendleft(reversed(groups))  # before training work: the version in force moves on
             self._changed.notify_all()
-        return self._collect([group.key for group in groups], None)
+        return [_worth(*group) for group in self._collect([group.key for group in groups], None)]
 
     def fail(self, error: BaseException) -> None:
         """Makes whoever waits raise `error` (a child process died, for instance)."""
@@ -208,9 +226,8 @@ class Orchestrator:
                 self._leases[group.key] = _Lease(group, worker, now + self._config.topology.lease_s)
             return groups
 
-    def submit(self, body: bytes) -> dict:
-        """Takes Parquet bytes; returns per group "accepted", "checking" or the reason it was refused."""
-        rollouts = rollout_lib.from_parquet(body)
+    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future]:
+        """Takes what a file holds; per group a future of "accepted", "checking" or the reason it was refused."""
         by_key: dict[tuple, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
@@ -242,8 +259,8 @@ class Orchestrator:
         async with client_lib.Client(self._servers) as client:
             await client.update_weights(version)
 
-    def _collect(self, keys: list[tuple], step: int | None) -> list[list[rollout_lib.Rollout]]:
-        """Waits until all `keys` are done; drops and leases again what is too stale for `step`."""
+    def _collect(self, keys: list[tuple], step: int | None) -> list[tuple[list[rollout_lib.Rollout], Collection[int]]]:
+        """Waits until all `keys` are done; drops and leases again what is too stale for `step`. With whom we gave up on."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure or all(k in self._done for k in keys), WAIT_NOTICE_S)
@@ -260,10 +277,14 @@ class Orchestrator:
                 if not stale:
                     self._to_check.difference_update(keys)
                     self._checked.difference_update(keys)
-                    return [self._done.pop(key) for key in keys]
+                    if step is not None:
+                        state = {"standing": self._standing.state(), "evidence": self._evidence(step)}
+                        self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+                    return [(self._done.pop(key), self._given_up.pop(key, ())) for key in keys]
                 groups = {group.key: group for group in data.train_groups(self._config, step)}
                 for key in stale:
                     self._counts["stale"] += len(self._done.pop(key))
+                    self._given_up.pop(key, None)
                     self._todo.appendleft(groups[key])
                 self._changed.notify_all()
 
@@ -280,8 +301,8 @@ class Orchestrator:
         lease = self._leases.get(held_out)
         return "held_out" if lease and lease.group.index == rollout.task.index else "train"
 
-    def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> str:
-        """Judges one group; whatever takes its time does so without the lock."""
+    def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future:
+        """Sees whose it is, and queues one that its holder signed to be judged."""
         with self._changed:
             lease = self._leases.get(key)
             is_holders = lease is not None and all(r.worker == lease.worker for r in rollouts)
@@ -295,26 +316,29 @@ class Orchestrator:
                 return self._turn_away(rollouts, "refused: not leased (or already submitted)")
             lease.is_answered, lease.deadline = True, float("inf")
             reason = self._refusal(lease, rollouts)
-        if reason is None:
-            try:
-                reason = self._screen(rollouts, key[0])
-            except BaseException as error:  # as in `_check_later`
-                self.fail(error)
-                raise
+            if reason is not None:
+                return _known(self._settle(key, rollouts, reason))
+        return self._screeners.submit(lease.worker, self._judge, key, lease.worker, rollouts)
+
+    def _judge(self, key: tuple, worker: str, rollouts: list[rollout_lib.Rollout]) -> str:
+        """Screens one group, without the lock, and settles it or hands it to the validator."""
+        try:
+            reason, given_up = self._screen(rollouts, key[0])
+        except BaseException as error:  # as in `_check_later`
+            self.fail(error)
+            raise
         with self._changed:
-            if (
-                reason is None
-                and key[0] == "train"
-                and (key in self._to_check or self._standing.is_suspect(lease.worker))
-            ):
+            if given_up and reason is None:
+                self._given_up[key] = frozenset(given_up)
+            if reason is None and key[0] == "train" and (key in self._to_check or self._standing.is_suspect(worker)):
                 self._checker.submit(self._check_later, key, rollouts)
                 return "checking"
             return self._settle(key, rollouts, reason)
 
-    def _turn_away(self, rollouts: list[rollout_lib.Rollout], reason: str) -> str:
+    def _turn_away(self, rollouts: list[rollout_lib.Rollout], reason: str) -> concurrent.futures.Future:
         with self._changed:
             self._counts["unleased"] += len(rollouts)
-        return reason
+        return _known(reason)
 
     def _check_later(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> None:
         try:
@@ -336,10 +360,12 @@ class Orchestrator:
         lease = self._leases.pop(key)
         if reason is None:
             self._counts["accepted"] += len(rollouts) if key[0] == "train" else 0
+            self._counts["given_up"] += len(self._given_up.get(key, ()))
             self._standing.delivered(lease.worker, key)
             self._done[key] = sorted(rollouts, key=lambda r: r.sample)
             self._changed.notify_all()
             return "accepted"
+        self._given_up.pop(key, None)
         self._counts["refused"] += len(rollouts)
         self._refusals[reason.split(":")[0]] += 1
         self._standing.refused(lease.worker, by_replay=by_replay)
@@ -364,6 +390,7 @@ class Orchestrator:
                 del self._done[key]
                 group = next(g for g in data.train_groups(self._config, key[1]) if g.key == key)
                 self._counts["accepted"] -= len(rollouts)
+                self._counts["given_up"] -= len(self._given_up.get(key, ()))
                 self._leases[key] = _Lease(group, worker, float("inf"), is_answered=True)
                 self._checker.submit(self._check_later, key, rollouts)
 
@@ -410,7 +437,7 @@ class Orchestrator:
     def _take_counts(self) -> dict[str, float]:
         """Counters since the last call, as metrics."""
         with self._changed:
-            names = ("accepted", "refused", "checked", "stale", "lease_expired", "unleased")
+            names = ("accepted", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
             counts = {f"trust/num_{name}": float(self._counts[name]) for name in names}
             counts |= {f"trust/num_refused_{reason}": float(n) for reason, n in self._refusals.items()}
             self._counts.clear()
@@ -427,39 +454,24 @@ def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "rollout/score_error_frac": float(np.mean([r.rewards.get("error", 0.0) > 0 for r in rollouts])),
         "rollout/num_tokens": float(lengths.sum()),
     }
 
 
+def _worth(rollouts: list[rollout_lib.Rollout], given_up: Collection[int]) -> list[rollout_lib.Rollout]:
+    """What a group counts for: 0 for the samples that our scorer gave up on."""
+    nothing = {
+        r.sample: dict(reward=0.0, rewards=dict.fromkeys(r.rewards, 0.0)) for r in rollouts if r.sample in given_up
+    }
+    return [dataclasses.replace(r, **nothing.get(r.sample, {})) for r in rollouts]
+
+
+def _known(verdict: str) -> concurrent.futures.Future:
+    future = concurrent.futures.Future()
+    future.set_result(verdict)
+    return future
+
+
 def _prompt_length(rollout: rollout_lib.Rollout) -> int:
     return int(np.argmax(rollout.sampled_mask))
-
-
-def _make_app(orchestrator: Orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
-    app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
-    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
-    desk = lease_lib.Desk(invited)
-    decoding = asyncio.Semaphore(2)  # 0.8 GiB at worst
-
-    @app.get("/run")
-    async def run():
-        return orchestrator.describe()
-
-    @app.post("/lease")
-    async def lease(request: fastapi.Request):
-        worker, capacity = desk.read(await web.read_json(request))
-        return {"groups": [dataclasses.asdict(group) for group in orchestrator.lease(worker, capacity)]}
-
-    @app.post("/submit")
-    async def submit(request: fastapi.Request):
-        body = await web.read_body(request, hold=True)
-        async with decoding:
-            verdicts = await asyncio.to_thread(orchestrator.submit, body)
-        # Which groups are replayed is nobody's business.
-        return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
-
-    @app.exception_handler(ValueError)
-    async def refuse(request, error):
-        return web.error(400, str(error), "invalid_request_error")
-
-    return app

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from inference import rollout as rollout_lib
+
 ALPHA = 5e-5  # of ever accusing an honest node
 EPOCH = 1024  # rollouts
 BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones do not ruin themselves on noisy honesty
@@ -59,6 +61,41 @@ class Evidence:
     num_tokens: int
 
 
+class Counted:
+    """Rollouts whose evidence is in their node's record, for as many steps as may come again.
+
+    A group is done again where it became stale, where another of its members was refused, or after a restart, under the same
+    noise: that is no news.
+    """
+
+    def __init__(self, keep_steps: int = 16):
+        self._keep_steps = keep_steps
+        self._by_step: dict[int, set[tuple]] = {}
+
+    def is_news(self, stream: str, rollout: rollout_lib.Rollout) -> bool:
+        """Asked again, it says no."""
+        known = self._by_step.setdefault(rollout.step, set())
+        entry = stream, rollout.worker, rollout.task.group, rollout.sample
+        if entry in known:
+            return False
+        known.add(entry)
+        newest = max(self._by_step)
+        for step in [step for step in self._by_step if step <= newest - self._keep_steps]:
+            del self._by_step[step]
+        return True
+
+    def state(self, after: int) -> list[list]:
+        """Plain JSON of what belongs to steps after this one."""
+        return [[step, *entry] for step, known in self._by_step.items() if step > after for entry in sorted(known)]
+
+    @classmethod
+    def restored(cls, state: list[list]) -> "Counted":
+        counted = cls()
+        for step, *entry in state:
+            counted._by_step.setdefault(step, set()).add(tuple(entry))
+        return counted
+
+
 class Record:
     """The wealth against one node, by stream. Feed it with every rollout of that node, in any order.
 
@@ -79,8 +116,8 @@ class Record:
             self._restart(*STREAMS[:4])
         self.num_rollouts += 1
         for name in ("margin", "logprob", "proof"):
-            m = getattr(self._bands, name)
-            gain = (min(getattr(evidence, name), 1.0) - m) / m
+            m, x = getattr(self._bands, name), getattr(evidence, name)
+            gain = ((x if x < 1 else 1.0) - m) / m  # NaN is 1, too: it would stop the bets for ever
             self._log_wealth[name] += [math.log1p(f * gain) for f in BETS]
         self._log_wealth["shape"] += evidence.shape - self._bands.shape * evidence.num_tokens
         return self._look(STREAMS[:4], self.num_rollouts)

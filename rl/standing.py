@@ -6,13 +6,15 @@
    is there to take it. A delivered group doubles that again.
 
 Keys are free where a run invites anybody, so this bounds what one key can do, not what a thousand can: a run among strangers
-names its workers (`topology.workers`). Used under the orchestrator's lock.
+names its workers (`topology.workers`). Who only asks leaves no trace once it is gone. What is held against a worker goes into
+the checkpoint (`state`), or whoever gains by a restart would see to one. Used under the orchestrator's lock.
 """
 
 import collections
 import dataclasses
 
 MOST_HALVINGS = 12
+MIN_PRUNED = 4096  # workers
 
 
 @dataclasses.dataclass
@@ -30,9 +32,28 @@ class Standing:
         self._max_refusals, self._lease_s = max_refusals, lease_s
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._expired_with: dict[tuple, str] = {}  # group -> who let it expire last
+        self._prune_at = MIN_PRUNED
 
     def asked(self, worker: str, now_s: float) -> None:
         self._workers[worker].asked_s = now_s
+        if len(self._workers) > self._prune_at:
+            for name, other in list(self._workers.items()):
+                if not _is_marked(other) and now_s - other.asked_s > self._lease_s:
+                    del self._workers[name]
+            self._prune_at = 2 * len(self._workers) + MIN_PRUNED
+
+    def state(self) -> dict:
+        """Plain JSON of what is held against whom, for `restore`."""
+        marked = {name: worker for name, worker in self._workers.items() if _is_marked(worker)}
+        return {
+            "workers": {name: [w.num_refused, w.is_suspect, w.num_halvings] for name, w in marked.items()},
+            "expired_with": [[*key, worker] for key, worker in self._expired_with.items()],
+        }
+
+    def restore(self, state: dict) -> None:
+        for name, marks in state["workers"].items():
+            self._workers[name] = _Worker(*marks)
+        self._expired_with = {tuple(key): worker for *key, worker in state["expired_with"]}
 
     def room(self, worker: str, num_held: int, num_groups: int, now_s: float) -> int:
         """How many more of `num_groups` a worker may hold; where it is alone, as many as it likes."""
@@ -68,3 +89,7 @@ class Standing:
             name != worker and not self.is_barred(name) and now_s - other.asked_s <= self._lease_s
             for name, other in self._workers.items()
         )
+
+
+def _is_marked(worker: _Worker) -> bool:
+    return bool(worker.num_refused or worker.is_suspect or worker.num_halvings)

@@ -93,7 +93,7 @@ def train(
             )
         )
         reference = reference_lib.make(exp, mesh, lambda: sft.train(exp, workdir, mesh, writer, progress, hosts))
-        state, start = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts)
+        state, start, known = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts)
         writer.truncate("rl", start)
         if hosts.is_first:
             _forget_versions(weights, start)
@@ -101,7 +101,9 @@ def train(
         publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
         if hosts.is_first:
             progress.note("starting the rollout server and its workers")
-            rollouts = stack.enter_context(launch.rollout_side(exp, workdir, weights, start, progress.say, hosts.count))
+            rollouts = stack.enter_context(
+                launch.rollout_side(exp, workdir, weights, start, progress.say, hosts.count, known)
+            )
         # Compiled while the first score and the first batch are made.
         with_reference = ("ref_logp",) if reference is not None else ()
         shapes = packing.abstract(dataclasses.replace(layout, streams=layout.streams + with_reference), mesh)
@@ -133,14 +135,16 @@ def train(
                     state, step_metrics = train_step(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     if bad := hosts.agree(diagnostics.not_finite(values)):
-                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, checkpointer, workdir, hosts)
+                        before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
+                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
                 with clock("publish"):
                     publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
                     if hosts.is_first:
                         rollouts.publish(step)
                 is_last, scored = step == config.rl.num_steps, _is_scored(config, step)
                 with clock("checkpoint"):
-                    checkpointer.save(step, state, {"step": step}, force=scored or is_last)
+                    host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
+                    checkpointer.save(step, state, host_state, force=scored or is_last)
                 if not hosts.is_first:
                     continue
                 with clock("eval"):
@@ -165,21 +169,22 @@ def train(
 
 
 def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts):
-    """The train state to start from and the last step it has seen: a checkpoint, or the end of the warm-up as step 0."""
+    """The train state to start from, the last step it has seen, and what the rollout side knew then: a checkpoint, or the end
+    of the warm-up as step 0."""
     restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
     if restored:
-        step, state, _ = restored
+        step, state, host_state = restored
         if step > exp.raw.rl.num_steps:
             raise ValueError(
                 f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.raw.rl.num_steps}; raise it, or export "
                 f"an earlier checkpoint (python -m rl.export)"
             )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
-        return state, step
+        return state, step, host_state.get("rollouts")
     params = sft.train(exp, workdir, mesh, writer, progress, hosts)
     state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params, exp.lora)
     checkpointer.save(0, state, {"step": 0}, force=True)
-    return state, 0
+    return state, 0, None
 
 
 def _forget_versions(weights: pathlib.Path, start: int) -> None:
@@ -194,14 +199,14 @@ def _is_scored(config, step: int) -> bool:
     return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
-def _stop(step: int, reason: str, exp, packed, state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
+def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
     """Raises, and leaves what a replay needs: the batch, and the state that met it (unless it took several optimizer steps)."""
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
     checkpointer.wait()
     if exp.objective.optimizer_steps == 1 and hosts.agree(step - 1 > (checkpointer.latest_step() or 0)):
-        checkpointer.save(step - 1, state.replace(step=state.step - 1), {"step": step - 1}, force=True)
+        checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state, force=True)
         checkpointer.wait()
     raise ValueError(
         f"{reason} at step {step}; nothing of this step was published. Its batch is {workdir / 'failed_batch.npz'}, its "

@@ -10,9 +10,9 @@ For rollouts of one or more groups, cheap before dear (each check is a function 
 4. The end was not absurdly unlikely, the tokens fit the claimed temperature, the TOPLOC proofs fit the hidden states.
 5. What passed goes to its node's record, where small deviations add up (rl/sequential.py).
 
-`Validator.check` is what an orchestrator calls: the first reason to refuse a group, or None. The group falls with its
-worst member, since advantages compare its members. `judge` gives a verdict per rollout. Malformed content is a verdict,
-never an exception.
+An orchestrator calls `Validator.screen` for 1 and, of groups that it draws, `check` for 2 to 5: the first reason to refuse a
+group, or None. The group falls with its worst member, since advantages compare its members. `judge` is all of it, with a
+verdict per rollout. Malformed content is a verdict, never an exception.
 
 Letters: G rollouts, N sampled tokens of one.
 """
@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import sys
 import threading
@@ -41,6 +42,7 @@ from rl.envs import environment, scorer
 from sharding import broadcast
 
 Tolerance = verdicts.Tolerance
+MAX_SCORERS = 4  # processes that score at once, should some be slow
 MAX_REPLAY_ROWS = 64  # rollouts replayed together, whatever their length
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
 
@@ -71,24 +73,31 @@ class Validator:
         self._model, self._weights, self._filters, self._tolerance = model, weights, filters, tolerance
         self._length, self._rules, self._bands = max_model_len, rules, bands
         self._lock = threading.Lock()
-        self._counted = verdicts.Seen()  # by `screen`
+        self._counted = sequential.Counted()  # by `screen` and `check`
         self.records: dict[str, sequential.Record] = {}
 
     def check(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
-        """Returns the reason to refuse this group, or None."""
-        return next((str(verdict) for verdict in self.judge(rollouts) if not verdict.accepted), None)
+        """The reason to refuse this group that only a replay finds, or None; what `screen` asks is not asked again."""
+        found = self._judge_records(rollouts, lambda rollout: (), None)
+        if all(verdict.accepted for verdict in found):
+            found = self.judge_replayed(rollouts, once=True)
+        return _first_reason(found)
 
-    def screen(self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train") -> str | None:
-        """The reason to refuse this group that can be known without weights, or None; whose lease it is was asked before."""
+    def screen(
+        self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
+    ) -> tuple[str | None, frozenset[int]]:
+        """The reason to refuse this group that can be known without weights, or None; whose lease it is was asked before.
+
+        And the samples on which our scorer gave up. They refuse nothing: a claim that we cannot make again is worth 0, as
+        it is where the worker gave up (rl/envs/scorer.py).
+        """
         found = self.judge_cheaply(rollouts) if split == "train" else self._judge_held_out(rollouts)
-        if split == "train" and all(verdict.accepted for verdict in found):
-            with self._lock:  # a group that is done again is no news
-                new = [rollout for rollout in rollouts if not self._counted.refusal(rollout)]
-                self._counted.remember(new)
-            self.add_claims(new)
-            accusation = self.records[rollouts[0].worker].accused if rollouts[0].worker in self.records else None
-            return f"statistics: {accusation}" if accusation else None
-        return next((str(verdict) for verdict in found if not verdict.accepted), None)
+        given_up = frozenset(r.sample for r, verdict in zip(rollouts, found, strict=True) if _is_given_up(verdict))
+        if reason := _first_reason([verdict for verdict in found if not _is_given_up(verdict)]):
+            return reason, frozenset()
+        if split == "train":
+            return _first_reason(self.add_claims(rollouts, once=True)), given_up
+        return None, given_up
 
     def judge(self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None) -> list[verdicts.Verdict]:
         """A verdict per rollout. `newest`: the last version published; None does not ask.
@@ -117,14 +126,19 @@ class Validator:
 
         return self._judge_records(rollouts, checks, rules)
 
-    def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
-        """Adds what these claim to the records of their nodes, once each, replayed or not; who is accused is refused."""
+    def add_claims(self, rollouts: Sequence[rollout_lib.Rollout], *, once: bool = False) -> list[verdicts.Verdict]:
+        """Adds what these claim to the records of their nodes, replayed or not; who is accused is refused.
+
+        With `once`, not those that were added so before.
+        """
         out = []
         for rollout, y_N in zip(rollouts, verdicts.claimed_races(rollouts), strict=True):
             ratio_K = sequential.claims_ratio(y_N) * (rollout.temperature > 0)
             with self._lock:
-                accusation = self._record(rollout.worker).add_claims(ratio_K)
-            out.append(verdicts.Verdict("statistics", accusation) if accusation else verdicts.OK)
+                record = self._record(rollout.worker)
+                if not once or self._counted.is_news("claims", rollout):
+                    record.add_claims(ratio_K)
+                out.append(_accused(record))
         return out
 
     def _record(self, node: str) -> sequential.Record:
@@ -167,6 +181,17 @@ class Validator:
         with self._lock:
             self.records = {node: sequential.Record.restored(self._bands, s) for node, s in states.items()}
 
+    def state(self, after: int) -> dict:
+        """Plain JSON of the evidence so far, for `restore`, where rollouts of steps after this one may come again."""
+        with self._lock:
+            records = {node: record.state() for node, record in self.records.items()}
+            return {"records": records, "counted": self._counted.state(after)}
+
+    def restore(self, state: dict) -> None:
+        self.restore_records(state["records"])
+        with self._lock:
+            self._counted = sequential.Counted.restored(state["counted"])
+
     def forget_records(self, nodes: Iterable[str]) -> None:
         with self._lock:
             for node in nodes:
@@ -176,37 +201,53 @@ class Validator:
         """Runs the tokens again; see rl/replay.py for the arrays, which have at least one row per rollout."""
         return replay_lib.replay(self._model, self._weights, self._filters, rollouts, self._length)
 
-    def judge_replayed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
-        """What the replay says of rollouts that passed `judge_cheaply`."""
+    def judge_replayed(self, rollouts: Sequence[rollout_lib.Rollout], *, once: bool = False) -> list[verdicts.Verdict]:
+        """What the replay says of rollouts that passed `judge_cheaply`; `once` as in `add_claims`."""
         out: list[verdicts.Verdict] = []
         while len(out) < len(rollouts):
             rest = rollouts[len(out) :]
             longest = np.maximum.accumulate([len(rollout.tokens) for rollout in rest])
             padded = longest * np.arange(1, len(rest) + 1)
             num = max(1, int(np.searchsorted(padded, MAX_REPLAY_TOKENS, side="right")))
-            out += self._judge_batch(rest[:num])
+            out += self._judge_batch(rest[:num], once)
         return out
 
-    def _judge_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[verdicts.Verdict]:
+    def _judge_batch(self, rollouts: Sequence[rollout_lib.Rollout], once: bool) -> list[verdicts.Verdict]:
         try:
             replay = self.replay(rollouts)
         except (ValueError, OSError) as error:
             if len(rollouts) == 1:
                 return [verdicts.Verdict("weights", f"a version that it names cannot be had ({error})")]
-            return [self._judge_batch([rollout])[0] for rollout in rollouts]  # one bad claim is not its neighbours'
+            return [
+                self._judge_batch([rollout], once)[0] for rollout in rollouts
+            ]  # one bad claim is not its neighbours'
         scored = [verdicts.scores(rollout, replay, i) for i, rollout in enumerate(rollouts)]
         results = verdicts.proof_results(rollouts, scored, self._tolerance.proofs)
-        return [self._judge_one(*one) for one in zip(rollouts, scored, results, strict=True)]
+        return [self._judge_one(*one, once) for one in zip(rollouts, scored, results, strict=True)]
 
     def _judge_one(
-        self, rollout: rollout_lib.Rollout, scored: verdicts.Scores, results: list[toploc.ProofResult]
+        self, rollout: rollout_lib.Rollout, scored: verdicts.Scores, results: list[toploc.ProofResult], once: bool
     ) -> verdicts.Verdict:
         verdict = verdicts.replayed(rollout, scored, results, self._tolerance, self._rules)
         if not verdict.accepted or self._bands is None:
             return verdict
         with self._lock:
-            accusation = self._record(rollout.worker).add(verdicts.evidence(rollout, scored, results))
-        return verdicts.Verdict("statistics", accusation) if accusation else verdicts.OK
+            record = self._record(rollout.worker)
+            if not once or self._counted.is_news("replay", rollout):
+                record.add(verdicts.evidence(rollout, scored, results))
+            return _accused(record)
+
+
+def _accused(record: sequential.Record) -> verdicts.Verdict:
+    return verdicts.Verdict("statistics", record.accused) if record.accused else verdicts.OK
+
+
+def _first_reason(found: Sequence[verdicts.Verdict]) -> str | None:
+    return next((str(verdict) for verdict in found if not verdict.accepted), None)
+
+
+def _is_given_up(verdict: verdicts.Verdict) -> bool:
+    return verdict.reason == "reward" and verdict.detail.startswith(verdicts.TOO_SLOW)
 
 
 def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:
@@ -224,8 +265,11 @@ def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transform
     return weights
 
 
-def rules_of(config, tokenizer) -> verdicts.Rules:
-    """The rules of a run, from its resolved config: tasks, prompts and rewards are made by its environment."""
+def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.tell) -> verdicts.Rules:
+    """The rules of a run, from its resolved config: tasks, prompts and rewards are made by its environment.
+
+    `on_error` hears of completions that it cannot score.
+    """
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
     @functools.lru_cache(1024)  # a batch of 256 rollouts asks for the same 32 groups 256 times
@@ -236,7 +280,14 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
     def prompt(group: data.Group) -> list[int]:
         return list(tokenizer.render(task(group).messages, add_generation_prompt=True).token_ids)
 
-    scores = scorer.Scorer(config.env.name, config.env.options.to_dict(), config.seed, limit_s=scorer.CHECK_LIMIT_S)
+    scores = scorer.Scorer(
+        config.env.name,
+        config.env.options.to_dict(),
+        config.seed,
+        limit_s=scorer.CHECK_LIMIT_S,
+        max_children=MAX_SCORERS,
+        on_error=on_error,
+    )
 
     def score(group: data.Group, completions: Sequence[Sequence[int]]) -> list[scorer.Scored]:
         return scores.score(task(group), [tokenizer.parse(completion)["content"] for completion in completions])
@@ -252,6 +303,7 @@ def rules_of(config, tokenizer) -> verdicts.Rules:
         num_steps=config.rl.num_steps,
         max_lag=config.rl.max_lag,
         prompt=prompt,
+        reward_bounds=(-math.inf, math.inf),  # they are made again, whatever the environment's scale
         held_out=functools.lru_cache(4)(lambda version: data.held_out_groups(config, version)),
         score=score,
     )

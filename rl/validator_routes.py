@@ -65,6 +65,7 @@ def make_app(service: validator_service.Service) -> fastapi.FastAPI:
 
 def _shown(status: validator_status.Status) -> dict:
     body = dataclasses.asdict(status)
+    del body["tasks"]  # for the ledger alone
     return body | {"reasons": {str(index): text for index, text in status.reasons.items()}}
 
 

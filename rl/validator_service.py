@@ -5,9 +5,10 @@
 1. `POST /validate/<file>` {file_sha, address} names a Parquet file under --rollouts; `POST /validategroup/<file>`
    {file_shas, group_id, file_number, group_size} names the first of several that belong together (<name>-0.parquet,
    <name>-1.parquet, ...). The answer is the status as it stands; asking again changes nothing.
-2. One thread judges, in the order of arrival. A file's groups must be whole; every rollout gets the cheap checks, and
-   the replay unless its node earned a pass: a node of reputation r (rl/ledger.py) is replayed with probability
-   max(MIN_RATE, 1 - r), decided by a secret it cannot foresee.
+2. A few threads, in which nodes take turns (rl/turns.py), read files and look over every rollout by all that needs no weights:
+   a slow scorer delays the node that it is slow for. One thread judges them then. A file's groups must be whole; every
+   rollout gets the replay unless its node earned a pass: a node of reputation r (rl/ledger.py) is replayed with
+   probability max(MIN_RATE, 1 - r), decided by a secret it cannot foresee.
 3. `GET /status/<file>` and `/statusgroup/<file>`: {status, input_flops, output_flops, failing_indices, reason, reasons}.
    status is pending, accept, reject, incomplete_group (a file of the group is not there yet, or was not named), crashed
    (the validator's own fault, weights that it cannot have among them, with a line in its log; hand it in again), or
@@ -16,7 +17,8 @@
    taken back (and its node slashed by --slash, and ejected where --eject). Its signer must be the node that submitted
    the work, its units the output FLOPs, within 1. Work that repeats other work is not paid, and no offence.
 5. What was decided is in the state file (rl/validator_state.py) before anybody is told, and is there after a restart:
-   verdicts, what was accepted, the evidence against each node, and what the ledger has still to be told.
+   verdicts, what was accepted, the evidence against each node, and what the ledger has still to be told. The ledger's
+   events name the tasks that are done, so that nobody is paid twice where the state file is lost.
 
 What an asker says costs nobody anything: a wrong hash is answered with 400, a wrong address with a refusal of that
 answer alone, and a file that is named without the rest of its group, or beside a bad one, is judged as if it had not
@@ -29,6 +31,7 @@ names all of it; `reasons` tells the culprits from the others. `GET /health` cou
 
 import collections
 import concurrent.futures
+import dataclasses
 import hashlib
 import hmac
 import pathlib
@@ -40,13 +43,34 @@ from collections.abc import Sequence
 from inference import rollout as rollout_lib
 from inference import rollout_file
 from models import config as config_lib
-from rl import ledger, validator, validator_files, validator_state, validator_status, verdicts
+from rl import (
+    ledger,
+    ledger_events,
+    ledger_tasks,
+    turns,
+    validator,
+    validator_files,
+    validator_state,
+    validator_status,
+    verdicts,
+)
 
 Status = validator_status.Status
 MIN_RATE = 0.05  # of replay, for a node of the best reputation
 MAX_STATUSES = 2**16  # of files, requests and names that are remembered
 MAX_GROUP_FILES = 256
+NUM_LOOKS = 4  # requests that are looked over at a time, of at most rollout_file.MAX_DECODED_BYTES each
 REJECT = len(validator_status.RANKS) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """What is known of a request's files before they are judged together."""
+
+    files: list[Status | None]  # that need no more judging
+    parts: dict[int, list[rollout_lib.Rollout]]  # of the others, by number
+    found: dict[int, list[verdicts.Verdict]]  # one per rollout of a part
+    newest: int  # version, when they were looked at
 
 
 class Service:
@@ -75,11 +99,14 @@ class Service:
     ):
         self._judge, self._rules, self._model, self._root, self._newest = judge, rules, model, root, newest
         self._secret, self._book, self._key, self._slash, self._eject = secret, book, key, slash, eject
-        self._state = state
-        self._lock = threading.Lock()  # of the next two
+        self._state, self._run = state, validator_state.run_of(secret)
+        self._lock = threading.Lock()  # of the next two, and the counts
         self._jobs: collections.OrderedDict[tuple[str, ...], concurrent.futures.Future] = collections.OrderedDict()
         self._latest: collections.OrderedDict[tuple[str, bool], tuple[str, ...] | Status] = collections.OrderedDict()
+        self._decoding = threading.Lock()
+        self._turns = turns.Turns(NUM_LOOKS, "look-over")
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "validator")
+        self._is_closed = False
         self.counts: collections.Counter = collections.Counter()
         judge.restore_records(state.records())
         left = [sha for sha in state.files if sha in state.unsettled]
@@ -98,11 +125,12 @@ class Service:
             validator_files.locate(self._root, part)
             for part in (validator_files.members(name, len(shas)) if group else [name])
         ]
-        job = tuple(shas)
+        job, party = tuple(shas), shas[0]
         if self._book is not None:
             works = self._book.refresh().works
             if unknown := [sha for sha in shas if sha not in works]:
                 raise ValueError(f"file_sha {unknown[0]} is no work of this ledger; append its submit event first")
+            party = " ".join(sorted({works[sha].node for sha in shas}))  # nobody's turn is used up in other company
         missing = [path.name for path in paths if not path.is_file()]
         if missing and group:
             return self._point(name, group, Status("incomplete_group", f"file: {missing[0]} is not there yet"))
@@ -110,7 +138,7 @@ class Service:
             validator_files.check(paths, shas)
             with self._lock:
                 if self._is_open(job):
-                    self._jobs[job] = self._thread.submit(self._answer, paths, job, (name, group))
+                    self._jobs[job] = self._turns.submit(party, self._judge_in_turn, paths, job, (name, group))
                     while len(self._jobs) > MAX_STATUSES:
                         self._jobs.popitem(last=False)
             self._point(name, group, job)
@@ -125,6 +153,8 @@ class Service:
         return latest if isinstance(latest, Status) else self._status(latest, group)
 
     def close(self) -> None:
+        self._is_closed = True
+        self._turns.close()
         self._thread.shutdown(cancel_futures=True)
         self._state.close()
 
@@ -155,50 +185,33 @@ class Service:
             files = [known or file for known, file in zip(files, future.result(), strict=True)]
         return validator_status.combined(files) if group else files[0]
 
-    # The judging thread only.
-
-    def _answer(self, paths: list[pathlib.Path], shas: tuple[str, ...], asked: tuple[str, bool]) -> list[Status]:
+    def _judge_in_turn(self, paths: list[pathlib.Path], shas: tuple[str, ...], asked: tuple[str, bool]) -> list[Status]:
         try:
-            files, accepted, nodes = self._judge_files(paths, shas)
-            if any(file.status == "crashed" for file in files):  # it comes again, and would count twice
-                self._judge.restore_records(self._state.records())
-                nodes = set()
-            final = {sha: file for sha, file in zip(shas, files, strict=True) if file.final}
-            least = self._state.commit(shas, asked, final, accepted, self._judge.record_states(nodes))
-            self._judge.forget_records(least)
-            self._settle(shas, files)
+            look = self._look_over(paths, shas)
+            return self._thread.submit(self._answer, look, shas, asked).result()
         except BaseException as error:  # status() says "crashed"; the log says why
-            print(f"validator: {paths[0].name}: {error!r}", file=sys.stderr, flush=True)
-            self.counts["crashed"] += 1
-            self._judge.restore_records(self._state.records())
+            if not self._is_closed:
+                print(f"validator: {paths[0].name}: {error!r}", file=sys.stderr, flush=True)
+                with self._lock:
+                    self.counts["crashed"] += 1
             raise
-        status = validator_status.combined(files)
-        self.counts[status.status if status.status != "reject" else f"reject {status.reason.split(':')[0]}"] += 1
-        return files
 
-    def _judge_files(
-        self, paths: list[pathlib.Path], shas: Sequence[str]
-    ) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
-        """One status each, with indices of its rollouts; which rollouts are done with; which nodes were judged.
-
-        A file whose status is final keeps it in any company.
-        """
+    def _look_over(self, paths: list[pathlib.Path], shas: Sequence[str]) -> _Look:
+        """All that needs neither weights nor what other requests came to."""
         works = None if self._book is None else self._book.refresh().works
-        files = [self._state.files.get(sha) for sha in shas]
-        parts: dict[int, list[rollout_lib.Rollout]] = {}  # of the files that are to be judged together
+        look = _Look([self._state.files.get(sha) for sha in shas], {}, {}, self._newest())
         num_bytes = 0
         for number, (path, sha) in enumerate(zip(paths, shas, strict=True)):
-            if files[number] is not None:
+            if look.files[number] is not None:
                 continue
-            data = validator_files.read(path, sha)
-            if works is not None:
-                self._state.unsettled.add(sha)
-            try:
-                part = rollout_lib.from_parquet(data)
-                if not part:
-                    raise ValueError(f"file: {path.name} holds no rollout")
-            except ValueError as error:
-                files[number] = Status("reject", str(error), (0,), {0: str(error)})
+            if works is not None and (look_up := validator_status.of_work(works[sha])):
+                look.files[number] = look_up
+                continue
+            part = self._decoded(path, sha)
+            if works is not None and not isinstance(part, str) and len(_tasks(part)) > ledger_tasks.MAX_CHARS:
+                part = f"{validator_status.TOO_MANY} for an event of the ledger; hand in fewer steps per file"
+            if isinstance(part, str):
+                look.files[number] = Status("reject", part, (0,), {0: part})
                 continue
             num_bytes += sum(13 * len(rollout.tokens) + len(rollout.proofs) for rollout in part)
             if num_bytes > rollout_file.MAX_DECODED_BYTES:
@@ -206,11 +219,59 @@ class Service:
             signers = tuple(sorted({rollout.worker for rollout in part}))
             if works is not None and signers != (works[sha].node,):
                 reason = "signature: it is signed by another node than the one that submitted the work"
-                files[number] = Status("reject", reason, tuple(range(len(part))), {0: reason}, signers=signers)
+                look.files[number] = Status("reject", reason, tuple(range(len(part))), {0: reason}, signers=signers)
             else:
-                parts[number] = part
+                look.parts[number] = part
+        rollouts = [rollout for part in look.parts.values() for rollout in part]
+        found = iter(self._judge.judge_cheaply(rollouts, look.newest))
+        look.found.update((number, [next(found) for _ in part]) for number, part in look.parts.items())
+        return look
+
+    def _decoded(self, path: pathlib.Path, sha: str) -> list[rollout_lib.Rollout] | str:
+        """What a file holds, or what is wrong with it. ValueError where it is another by now."""
+        with self._decoding:  # 0.8 GiB at worst
+            data = validator_files.read(path, sha)
+            try:
+                return rollout_lib.from_parquet(data) or f"file: {path.name} holds no rollout"
+            except ValueError as error:
+                return str(error)
+
+    # The judging thread only.
+
+    def _answer(self, look: _Look, shas: tuple[str, ...], asked: tuple[str, bool]) -> list[Status]:
+        try:
+            files, accepted, nodes = self._judge_files(look, shas)
+            if any(file.status == "crashed" for file in files):  # it comes again, and would count twice
+                self._judge.restore_records(self._state.records())
+                nodes = set()
+            final = {sha: file for sha, file in zip(shas, files, strict=True) if file.final}
+            least = self._state.commit(shas, asked, final, accepted, self._judge.record_states(nodes))
+            self._judge.forget_records(least)
+            self._settle(shas, files)
+        except BaseException:
+            self._judge.restore_records(self._state.records())
+            raise
+        status = validator_status.combined(files)
+        with self._lock:
+            self.counts[status.status if status.status != "reject" else f"reject {status.reason.split(':')[0]}"] += 1
+        return files
+
+    def _judge_files(
+        self, look: _Look, shas: Sequence[str]
+    ) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
+        """One status each, with indices of its rollouts; which rollouts are done with; which nodes were judged.
+
+        A file whose status is final keeps it in any company.
+        """
+        works = None if self._book is None else self._book.refresh().works
+        if works is not None:
+            self._state.unsettled.update(sha for sha in shas if sha not in self._state.files)
+        # It may have become final while it was looked over.
+        files = [self._state.files.get(sha, file) for sha, file in zip(shas, look.files, strict=True)]
+        parts = {number: part for number, part in look.parts.items() if files[number] is None}
         rollouts = [rollout for part in parts.values() for rollout in part]
-        found, checked = self._judge_rollouts(rollouts, hashlib.sha256("".join(shas).encode()).digest())
+        found = [verdict for number in parts for verdict in look.found[number]]
+        checked = self._judge_rollouts(rollouts, found, look.newest, hashlib.sha256("".join(shas).encode()).digest())
         groups = _groups(rollouts)
         # A group falls with its worst member. While one is incomplete, or weights are missing, nothing else is accepted.
         falls = {i: max(validator_status.rank(found[j]) for j in members) for members in groups for i in members}
@@ -225,19 +286,25 @@ class Service:
                 files[number] = validator_status.with_units(files[number], works[shas[number]].units)
             start += len(part)
         owner = [number for number, part in parts.items() for _ in part]
-        accepted = []
+        accepted, done = [], collections.defaultdict(list)
         for members in groups:  # what is sound of files that are done; the rest may come again
             if not least and all(falls[i] == 0 and files[owner[i]].final for i in members):
                 accepted += [rollouts[i] for i in members]
+                done[owner[members[0]]] += [rollouts[i] for i in members]  # a group in two files is told once
+        for number, part in done.items():
+            files[number] = dataclasses.replace(files[number], tasks=_tasks(part))
         return files, accepted, {rollout.worker for rollout in rollouts}
 
-    def _judge_rollouts(self, rollouts: list[rollout_lib.Rollout], lot: bytes) -> tuple[list[verdicts.Verdict], bool]:
-        """A verdict each, and whether they were replayed."""
-        newest = self._newest()
-        found = self._judge.judge_cheaply(rollouts, newest)
+    def _judge_rollouts(
+        self, rollouts: list[rollout_lib.Rollout], found: list[verdicts.Verdict], newest: int, lot: bytes
+    ) -> bool:
+        """Judges on what was `found` so far, in place; whether they were replayed."""
+        done = () if self._book is None else self._book.refresh().done
         for i, rollout in enumerate(rollouts):
             if found[i].accepted:
                 found[i] = verdicts.fresh(rollout, self._state.seen)
+                if found[i].accepted and (self._run, rollout.step, rollout.task.group) in done:
+                    found[i] = verdicts.Verdict("duplicate", "its task was accepted before, as the ledger has it")
             elif found[i].reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
                 found[i] = verdicts.Verdict(
                     "weights", f"version {version} has not come here yet, the newest is {newest}"
@@ -250,7 +317,7 @@ class Service:
                 for i in members:
                     found[i] = whole
         if any(0 < validator_status.rank(verdict) < REJECT for verdict in found):
-            return found, False
+            return False
         # Whole groups only: the others are lost already. Each by the repute of its own signer: a stranger's rollouts
         # must not pass behind one that borrows a good name and fails by its signature.
         passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
@@ -270,7 +337,7 @@ class Service:
                     for i in members:
                         found[i] = verdicts.Verdict("duplicate", "another node's group of this task came with it")
                 places.add(place)
-        return found, checked
+        return checked
 
     def _is_drawn(self, node: str, lot: bytes) -> bool:
         if self._book is None:
@@ -291,18 +358,19 @@ class Service:
 
         def sign(kind: str, node: str, sha: str, **fields):
             nonce = hashlib.sha256(f"{kind}/{node}/{sha}".encode()).hexdigest()[:32]
-            events.append(ledger.sign(kind, node, self._key, nonce=nonce, **fields))
+            events.append(ledger_events.sign(kind, node, self._key, nonce=nonce, **fields))
 
         for sha, file in zip(shas, files, strict=True):
             work = book.works.get(sha)
             if work is None or work.status != "pending" or sha not in self._state.unsettled:
                 continue
+            tasks = {"run": self._run, "tasks": file.tasks} if file.tasks else {}
             if file.status == "accept":
-                sign("accept", work.node, sha, work=sha, checked=file.checked)
+                sign("accept", work.node, sha, work=sha, checked=file.checked, **tasks)
             elif file.status == "reject":
                 line = validator_status.line(file)
                 if work.units:
-                    sign("invalidate", work.node, sha, work=sha, units=work.units, reason=line)
+                    sign("invalidate", work.node, sha, work=sha, units=work.units, reason=line, **tasks)
                 if any(map(validator_status.is_offence, file.reasons.values())):
                     guilty.setdefault(work.node, (sha, line))
         for node, (sha, line) in guilty.items():
@@ -313,6 +381,10 @@ class Service:
         if events := [event for event in events if not book.has(event)]:
             self._book.append(*events)
         self._state.settle(shas)
+
+
+def _tasks(rollouts: Sequence[rollout_lib.Rollout]) -> str:
+    return ledger_tasks.spell((rollout.step, rollout.task.group) for rollout in rollouts)
 
 
 def _groups(rollouts: Sequence[rollout_lib.Rollout]) -> list[list[int]]:

@@ -8,6 +8,9 @@
 3. Opening the file gives all of it back. Another run's file, or one that was written beside another ledger, is refused;
    so is a file that another process holds.
 
+Of all this, what was paid does not depend on the file: the ledger's events say which tasks are done (rl/ledger_tasks.py). Lost with
+it are the reasons of verdicts and the wealth against nodes.
+
 Bounded: MAX_FILES statuses, the oldest put out first, of at most MAX_BYTES together; accepted rollouts of as many steps
 as may come again; MAX_NODES records, of which those with the least against them go first. A record that comes back
 starts as a stranger's does, and a cheat would have to bring 2^16 honest nodes to get rid of one.
@@ -204,8 +207,12 @@ class State:
 
 def identity(secret: bytes, keeper: str | None) -> str:
     """Names a run by the secret that it keeps, and the ledger (its keeper's key) that its verdicts go to."""
-    run = hashlib.sha256(b"intellax/validator-state/" + secret).hexdigest()[:16]
-    return f"run {run}, {f'the ledger of {keeper[:16]}' if keeper else 'no ledger'}"
+    return f"run {run_of(secret)}, {f'the ledger of {keeper[:16]}' if keeper else 'no ledger'}"
+
+
+def run_of(secret: bytes) -> str:
+    """16 hex digits that name a run to all; they do not tell its secret."""
+    return hashlib.sha256(b"intellax/validator-state/" + secret).hexdigest()[:16]
 
 
 def _spelled(status: validator_status.Status) -> str:

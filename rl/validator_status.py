@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from inference import rollout as rollout_lib
 from models import config as config_lib
-from rl import verdicts, work_units
+from rl import ledger_state, verdicts, work_units
 
 PARTIAL = "incomplete_group"  # of a rollout whose group is not all there: nobody's fault, and no verdict
+TOO_MANY = "file: too many groups"
 MAX_REASONS = 256  # culprits of a file that are named, offences first; `failing_indices` has all
 RANKS = ("accept", "incomplete_group", "crashed", "reject")  # a file's status is the worst of its rollouts'
 
@@ -30,6 +31,7 @@ class Status:
     output_flops: int = 0
     checked: bool = False  # replayed, not only looked over
     signers: tuple[str, ...] = ()
+    tasks: str = ""  # of a final one: groups in it that are not to be done again (rl/ledger_tasks.py)
 
     @property
     def final(self) -> bool:
@@ -38,6 +40,17 @@ class Status:
 
 
 UNKNOWN = Status("unknown", "it was never handed in, or long ago")
+
+
+def of_work(work: ledger_state.Work) -> Status | None:
+    """What a ledger says of a file that was settled there, where nothing else is known of it any more."""
+    if work.status == "accepted":
+        units = work.units + work.invalidated + work.forfeited
+        return Status("accept", output_flops=units, signers=(work.node,))
+    if work.status == "invalidated":
+        reason = "ledger: it was taken back, and the ledger says why"
+        return Status("reject", reason, (0,), {0: reason}, signers=(work.node,))
+    return None
 
 
 def of_file(
@@ -72,9 +85,9 @@ def rank(verdict: verdicts.Verdict) -> int:
 
 
 def is_offence(reason: str) -> bool:
-    """Honest nodes are told to do one task twice, too (a lease ran out, a batch was stale), and may have a machine on
-    which a slow scorer is fast: not paid, no more."""
-    return not reason.startswith(("duplicate", f"reward: {verdicts.TOO_SLOW}"))
+    """Honest nodes are told to do one task twice, too (a lease ran out, a batch was stale), may have a machine on which a slow
+    scorer is fast, and may write large files: not paid, no more."""
+    return not reason.startswith(("duplicate", f"reward: {verdicts.TOO_SLOW}", TOO_MANY))
 
 
 def with_units(file: Status, units: int) -> Status:

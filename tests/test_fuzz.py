@@ -21,7 +21,7 @@ import pytest
 
 from inference import rollout as rollout_lib
 from inference import toploc
-from rl import ledger as ledger_lib
+from rl import ledger_events, ledger_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE_INPUT_S = 20  # generous on a busy machine; a file that claims the most we decode takes under a second
@@ -138,21 +138,21 @@ def one_proof(data, rng):
 
 
 def one_event(data, rng):
-    event = ledger_lib._decode(data, rng.bytes(64))
+    event = ledger_events.decode(data, rng.bytes(64))
     if isinstance(event, str):
         return event
-    assert ledger_lib._signature_error(event)  # 64 random bytes
-    return re.sub("[0-9]+", "", str(ledger_lib.State().refusal(event, 0)))[:80]
+    assert ledger_events.signature_error(event)  # 64 random bytes
+    return re.sub("[0-9]+", "", str(ledger_state.State().refusal(event, 0)))[:80]
 
 
 def event_seeds():
     key = rollout_lib.WorkerKey.generate()
     made = [
-        ledger_lib.sign("open", key.worker, key, validators=[key.worker], window_ms=5),
-        ledger_lib.sign("submit", key.worker, key, work="0" * 64, units=3),
-        ledger_lib.sign("slash", key.worker, key, amount=3, reason="é"),
+        ledger_events.sign("open", key.worker, key, validators=[key.worker], window_ms=5),
+        ledger_events.sign("submit", key.worker, key, work="0" * 64, units=3),
+        ledger_events.sign("slash", key.worker, key, amount=3, reason="é"),
     ]
-    return [ledger_lib._encode(event) for event in made]
+    return [ledger_events.encode(event) for event in made]
 
 
 TARGETS = {

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import json
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from inference import rollout as rollout_lib
 from rl import ledger as ledger_lib
+from rl import ledger_events, ledger_file, ledger_state, ledger_tasks
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -40,13 +42,13 @@ def make(path, window_ms=10**9):
 
 def filled(path):
     ledger = make(path)
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN), ledger_lib.sign("stake", ANN.worker, ANN, amount=500))
-    ledger.append(ledger_lib.sign("submit", ANN.worker, ANN, work=work(1), units=10))
-    ledger.append(ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
-    ledger.append(ledger_lib.sign("submit", ANN.worker, ANN, work=work(2), units=7))
-    ledger.append(ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(2), units=3, reason="sampling"))
-    ledger.append(ledger_lib.sign("slash", ANN.worker, JUDGE, amount=200, reason="sampling"))
-    ledger.append(ledger_lib.sign("eject", ANN.worker, JUDGE, reason="sampling"))
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN), ledger_events.sign("stake", ANN.worker, ANN, amount=500))
+    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=10))
+    ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
+    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(2), units=7))
+    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(2), units=3, reason="sampling"))
+    ledger.append(ledger_events.sign("slash", ANN.worker, JUDGE, amount=200, reason="sampling"))
+    ledger.append(ledger_events.sign("eject", ANN.worker, JUDGE, reason="sampling"))
     return ledger
 
 
@@ -57,7 +59,7 @@ def test_a_story_and_its_balances(tmp_path):
     ledger = filled(tmp_path / "ledger.db")
     node = ledger.state.nodes[ANN.worker]
     assert (node.stake, node.slashed, node.ejected) == (300, 200, True)
-    assert ledger.state.balance(ANN.worker, 0) == ledger_lib.Balance(0, 0, 0, invalidated=3, forfeited=14)
+    assert ledger.state.balance(ANN.worker, 0) == ledger_state.Balance(0, 0, 0, invalidated=3, forfeited=14)
     report = ledger_lib.verify(tmp_path / "ledger.db", keeper=KEEPER.worker)
     assert report.error is None and report.num_entries == 9
     again = ledger_lib.Ledger(tmp_path / "ledger.db")
@@ -69,41 +71,104 @@ def test_units_are_locked_for_the_window_and_final_after(tmp_path, monkeypatch):
     now = [1000]
     monkeypatch.setattr(ledger_lib, "_now_ms", lambda: now[0])
     ledger = make(tmp_path / "ledger.db", window_ms=100)
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
     for number in (1, 2):
-        ledger.append(ledger_lib.sign("submit", ANN.worker, ANN, work=work(number), units=10))
+        ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=10))
     assert ledger.state.balance(ANN.worker, 1000).pending == 20
     now[0] = 1050
     for number in (1, 2):
-        ledger.append(ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(number), checked=False))
-    assert ledger.state.balance(ANN.worker, 1099) == ledger_lib.Balance(0, 20, 0, 0, 0)
-    assert ledger.state.balance(ANN.worker, 1100) == ledger_lib.Balance(0, 0, 20, 0, 0)
+        ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(number), checked=False))
+    assert ledger.state.balance(ANN.worker, 1099) == ledger_state.Balance(0, 20, 0, 0, 0)
+    assert ledger.state.balance(ANN.worker, 1100) == ledger_state.Balance(0, 0, 20, 0, 0)
     now[0] = 1099
-    ledger.append(ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=4, reason="late"))
+    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=4, reason="late"))
     now[0] = 1100
     with pytest.raises(ValueError, match="its window of 100 ms is over"):
-        ledger.append(ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason="too late"))
-    ledger.append(ledger_lib.sign("slash", ANN.worker, JUDGE, amount=5, reason="nothing is locked any more"))
-    assert ledger.state.balance(ANN.worker, 1100) == ledger_lib.Balance(0, 0, 16, 4, 0)
+        ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason="too late"))
+    ledger.append(ledger_events.sign("slash", ANN.worker, JUDGE, amount=5, reason="nothing is locked any more"))
+    assert ledger.state.balance(ANN.worker, 1100) == ledger_state.Balance(0, 0, 16, 4, 0)
     now[0] = 7  # the clock was set back
-    (entry,) = ledger.append(ledger_lib.sign("stake", ANN.worker, ANN, amount=1))
+    (entry,) = ledger.append(ledger_events.sign("stake", ANN.worker, ANN, amount=1))
     assert entry.time_ms == 1100 and ledger_lib.verify(tmp_path / "ledger.db").error is None
 
 
 def test_reputation_grows_with_verified_work_and_falls_fast(tmp_path):
     ledger = make(tmp_path / "ledger.db")
     assert ledger.state.reputation(ANN.worker) == 0
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
     events = []
     for number in range(64):
-        events.append(ledger_lib.sign("submit", ANN.worker, ANN, work=work(number), units=1))
-        events.append(ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(number), checked=number % 2 == 0))
+        events.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=1))
+        events.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(number), checked=number % 2 == 0))
     ledger.append(*events)
     assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32)  # only what was verified counts
-    ledger.append(ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(0), units=1, reason="x"))
+    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(0), units=1, reason="x"))
     assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32 + 64)
-    ledger.append(ledger_lib.sign("eject", ANN.worker, JUDGE, reason="x"))
+    ledger.append(ledger_events.sign("eject", ANN.worker, JUDGE, reason="x"))
     assert ledger.state.reputation(ANN.worker) == 0
+
+
+def test_tasks_are_done_once_accepted_and_free_again_when_all_is_taken_back(tmp_path):
+    run, other = "a" * 16, "b" * 16
+    ledger = make(tmp_path / "ledger.db")
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    for number in (1, 2, 3):
+        ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=5))
+
+    def verdict(kind, number, **fields):
+        ledger.append(ledger_events.sign(kind, ANN.worker, JUDGE, work=work(number), **fields))
+
+    verdict("accept", 1, checked=True, run=run, tasks="3:0-1,1023-1025 4:7")
+    verdict("accept", 2, checked=True)  # as ledgers had it before
+    verdict("invalidate", 3, units=5, reason="x", run=run, tasks="4:8")
+    for state in (ledger.state, ledger_lib.Ledger(tmp_path / "ledger.db").state):
+        done = [(step, group) for step in (3, 4) for group in range(2100) if (run, step, group) in state.done]
+        assert done == [(3, 0), (3, 1), (3, 1023), (3, 1024), (3, 1025), (4, 7), (4, 8)]
+        assert (other, 3, 0) not in state.done
+    verdict("invalidate", 1, units=4, reason="x")
+    assert (run, 3, 0) in ledger.state.done
+    verdict("invalidate", 1, units=1, reason="x")
+    assert (run, 3, 0) not in ledger.state.done and (run, 4, 8) in ledger.state.done
+    assert ledger_lib.verify(tmp_path / "ledger.db").error is None
+
+
+TASKS = st.sets(st.tuples(st.integers(0, 5), st.integers(0, 40) | st.integers(0, 2**53)), min_size=1, max_size=60)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(TASKS)
+def test_tasks_have_one_spelling(tasks):
+    text = ledger_tasks.spell(tasks)
+    assert ledger_tasks.parse(text) == sorted(tasks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1", "1:", ":1", "1:2 ", "1:2,1", "1:2,3", "1:2-2", "1:3-2", "2:1 1:1", "1:1 1:3", "01:1", "1:+1", "1:\u0661"]
+    + ["1:0-65536", "1:0-9007199254740992", "1:9007199254740993", "1:" + "9" * 5000, "x:y", "1:1-2-3"],
+)
+def test_what_is_not_spelled_so_is_no_tasks(text):
+    with pytest.raises(ValueError):
+        ledger_tasks.parse(text)
+    event = ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True, run="a" * 16, tasks=text)
+    assert ledger_events.form_error(event).startswith("tasks: must be tasks")
+
+
+def test_events_and_entries_are_spelled_as_ever():
+    """A change of any of these bytes makes every ledger that was written a bad one."""
+    event = dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=500), nonce="00ff" * 8)
+    nonce, node = "00ff" * 8, ANN.worker
+    spelled = (
+        f'{{"author":"{node}","fields":{{"amount":500}},"kind":"stake","node":"{node}","nonce":"{nonce}"}}'.encode()
+    )
+    assert ledger_events.encode(event) == spelled
+    ANN.private.public_key().verify(
+        ledger_events.sign("stake", ANN.worker, ANN, nonce="00ff" * 8, amount=500).signature,
+        b"intellax/event/1" + spelled,
+    )
+    preimage = b"intellax/entry/1" + (7).to_bytes(8, "little") + (1234).to_bytes(8, "little") + b"p" * 32
+    preimage += len(spelled).to_bytes(8, "little") + spelled + b"s" * 64
+    assert ledger_file.hash_of(7, 1234, b"p" * 32, spelled, b"s" * 64) == hashlib.sha256(preimage).digest()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -112,37 +177,72 @@ def test_reputation_grows_with_verified_work_and_falls_fast(tmp_path):
 @pytest.mark.parametrize(
     ("event", "rule"),
     [
-        (lambda: ledger_lib.sign("open", KEEPER.worker, KEEPER, validators=[ANN.worker], window_ms=1), "open: "),
-        (lambda: ledger_lib.sign("join", ANN.worker, ANN), "join: it has joined"),
-        (lambda: ledger_lib.sign("join", BOB.worker, ANN), "author: join must be signed by the node"),
-        (lambda: ledger_lib.sign("stake", BOB.worker, BOB, amount=1), "node: it has not joined"),
-        (lambda: ledger_lib.sign("stake", ANN.worker, ANN, amount=0), "amount: must be"),
-        (lambda: ledger_lib.sign("stake", ANN.worker, ANN, amount=1.0), "amount: must be"),
-        (lambda: ledger_lib.sign("stake", ANN.worker, ANN, amount=True), "amount: must be"),
-        (lambda: ledger_lib.sign("stake", ANN.worker, ANN, amount=2**60), "amount: must be"),
-        (lambda: ledger_lib.sign("stake", ANN.worker, ANN, amount=1, more=1), "fields: stake has exactly amount"),
-        (lambda: ledger_lib.sign("submit", ANN.worker, ANN, work=work(1), units=1), "work: it was submitted"),
-        (lambda: ledger_lib.sign("submit", ANN.worker, ANN, work="AB" * 32, units=1), "work: must be"),
-        (lambda: ledger_lib.sign("accept", ANN.worker, ANN, work=work(1), checked=True), "author: accept must be"),
-        (lambda: ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(2), checked=True), "work: this node did not"),
-        (lambda: ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True), "work: it is accepted"),
-        (lambda: ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=11, reason="x"), "units: 11 are"),
-        (lambda: ledger_lib.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason=""), "reason: must be"),
-        (lambda: ledger_lib.sign("praise", ANN.worker, JUDGE), "kind: must be one of"),
-        (lambda: ledger_lib.sign("stake", "ann", ANN, amount=1), "node: must be a public key"),
-        (lambda: dataclasses.replace(ledger_lib.sign("stake", ANN.worker, ANN, amount=1), nonce="1"), "signature: "),
-        (lambda: dataclasses.replace(ledger_lib.sign("stake", ANN.worker, ANN, amount=1), author=BOB.worker), "signat"),
-        (lambda: dataclasses.replace(ledger_lib.sign("stake", ANN.worker, ANN, amount=1), fields={1: {2}}), "fields: "),
-        (lambda: dataclasses.replace(ledger_lib.sign("stake", ANN.worker, ANN, amount=1), author=None), "signature: "),
-        (lambda: dataclasses.replace(ledger_lib.sign("stake", ANN.worker, ANN, amount=1), signature=None), "signature"),
+        (lambda: ledger_events.sign("open", KEEPER.worker, KEEPER, validators=[ANN.worker], window_ms=1), "open: "),
+        (lambda: ledger_events.sign("join", ANN.worker, ANN), "join: it has joined"),
+        (lambda: ledger_events.sign("join", BOB.worker, ANN), "author: join must be signed by the node"),
+        (lambda: ledger_events.sign("stake", BOB.worker, BOB, amount=1), "node: it has not joined"),
+        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=0), "amount: must be"),
+        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1.0), "amount: must be"),
+        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=True), "amount: must be"),
+        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=2**60), "amount: must be"),
+        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1, more=1), "fields: stake has exactly amount"),
+        (lambda: ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=1), "work: it was submitted"),
+        (lambda: ledger_events.sign("submit", ANN.worker, ANN, work="AB" * 32, units=1), "work: must be"),
+        (lambda: ledger_events.sign("accept", ANN.worker, ANN, work=work(1), checked=True), "author: accept must be"),
+        (
+            lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(2), checked=True),
+            "work: this node did not",
+        ),
+        (lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True), "work: it is accepted"),
+        (
+            lambda: ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=11, reason="x"),
+            "units: 11 are",
+        ),
+        (
+            lambda: ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason=""),
+            "reason: must be",
+        ),
+        (
+            lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1, run="a" * 16, tasks="1:1"),
+            "fields: stake has exactly amount",
+        ),
+        (
+            lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True, tasks="1:1"),
+            "fields: accept has exactly work, checked, run, tasks",
+        ),
+        (
+            lambda: ledger_events.sign(
+                "accept", ANN.worker, JUDGE, work=work(1), checked=True, tasks="1:1", run="A" * 16
+            ),
+            "run: must be 16",
+        ),
+        (lambda: ledger_events.sign("praise", ANN.worker, JUDGE), "kind: must be one of"),
+        (lambda: ledger_events.sign("stake", "ann", ANN, amount=1), "node: must be a public key"),
+        (lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), nonce="1"), "signature: "),
+        (
+            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), author=BOB.worker),
+            "signat",
+        ),
+        (
+            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), fields={1: {2}}),
+            "fields: ",
+        ),
+        (
+            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), author=None),
+            "signature: ",
+        ),
+        (
+            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), signature=None),
+            "signature",
+        ),
     ],
 )
 def test_each_rule_refuses_and_nothing_is_written(tmp_path, event, rule):
     ledger = make(tmp_path / "ledger.db")
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
-    ledger.append(ledger_lib.sign("submit", ANN.worker, ANN, work=work(1), units=10))
-    ledger.append(ledger_lib.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
-    good = ledger_lib.sign("stake", ANN.worker, ANN, amount=5)
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=10))
+    ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
+    good = ledger_events.sign("stake", ANN.worker, ANN, amount=5)
     with pytest.raises(ValueError, match=f"is refused: {rule}"):
         ledger.append(good, event())  # all or none
     assert ledger.state.nodes[ANN.worker].stake == 0 and len(ledger.entries()) == 4
@@ -155,10 +255,10 @@ def test_each_rule_refuses_and_nothing_is_written(tmp_path, event, rule):
 def test_who_was_ejected_does_nothing_more(tmp_path):
     ledger = filled(tmp_path / "ledger.db")
     for event in (
-        ledger_lib.sign("stake", ANN.worker, ANN, amount=1),
-        ledger_lib.sign("submit", ANN.worker, ANN, work=work(9), units=1),
-        ledger_lib.sign("join", ANN.worker, ANN),
-        ledger_lib.sign("eject", ANN.worker, JUDGE, reason="again"),
+        ledger_events.sign("stake", ANN.worker, ANN, amount=1),
+        ledger_events.sign("submit", ANN.worker, ANN, work=work(9), units=1),
+        ledger_events.sign("join", ANN.worker, ANN),
+        ledger_events.sign("eject", ANN.worker, JUDGE, reason="again"),
     ):
         with pytest.raises(ValueError, match="it was ejected|it has joined"):
             ledger.append(event)
@@ -217,7 +317,7 @@ class Oracle:
                 out["pending" if not accepted else "locked" if at + self.window_ms > now else "final"] += left
                 out["invalidated"] += invalidated
                 out["forfeited"] += forfeited
-        return ledger_lib.Balance(*(out[name] for name in ("pending", "locked", "final", "invalidated", "forfeited")))
+        return ledger_state.Balance(*(out[name] for name in ("pending", "locked", "final", "invalidated", "forfeited")))
 
     def stake(self, node):
         stake = 0
@@ -246,8 +346,8 @@ STEPS = st.lists(
 @hypothesis.example([("submit", ANN, 1, 5, 0), ("accept", ANN, 1, 1, 9), ("slash", ANN, 0, 3, 41)])  # at its very end
 def test_balances_windows_and_duplicates_are_those_of_a_recount(steps):
     # Mutations seen to fail here: <= for < at the window's end; a slash that spares what is pending.
-    state, oracle, now, submitted = ledger_lib.State(), Oracle(50), 0, collections.Counter()
-    state.apply(ledger_lib.sign("open", KEEPER.worker, KEEPER, validators=[JUDGE.worker], window_ms=50), 0)
+    state, oracle, now, submitted = ledger_state.State(), Oracle(50), 0, collections.Counter()
+    state.apply(ledger_events.sign("open", KEEPER.worker, KEEPER, validators=[JUDGE.worker], window_ms=50), 0)
     for kind, node, number, amount, wait in [("join", ANN, 0, 1, 0), *steps]:
         now += wait
         fields = {
@@ -259,8 +359,8 @@ def test_balances_windows_and_duplicates_are_those_of_a_recount(steps):
             "slash": {"amount": amount, "reason": "x"},
             "eject": {"reason": "x"},
         }[kind]
-        author = node if kind in ledger_lib.NODE_KINDS else JUDGE
-        event = ledger_lib.sign(kind, node.worker, author, **fields)
+        author = node if kind in ledger_events.NODE_KINDS else JUDGE
+        event = ledger_events.sign(kind, node.worker, author, **fields)
         duplicate = kind == "submit" and any(oracle.units(n.worker, number, now) for n in (ANN, BOB))
         refused = state.refusal(event, now)
         assert refused or not duplicate
@@ -363,7 +463,7 @@ def test_removed_reordered_and_added_entries_are_seen(tmp_path):
     older = make(tmp_path / "older.db")
     assert ledger_lib.verify(tmp_path / "older.db").error is None
     assert ledger_lib.verify(tmp_path / "older.db", head=head).bad_seq == 1
-    older.append(*[ledger_lib.sign("join", k.worker, k) for k in map(key, range(10, 20))])
+    older.append(*[ledger_events.sign("join", k.worker, k) for k in map(key, range(10, 20))])
     assert ledger_lib.verify(tmp_path / "older.db", head=head).bad_seq == 8
     assert "kept by" in ledger_lib.verify(tmp_path / "older.db", keeper=ANN.worker).error
 
@@ -376,7 +476,7 @@ def test_a_rewritten_history_lacks_the_keepers_seal(tmp_path):
     previous = bytes(32)
     for seq, time_ms, event, signature in rows:
         time_ms += seq >= 4
-        hash_ = ledger_lib._hash(seq, time_ms, previous, event, signature)
+        hash_ = ledger_file.hash_of(seq, time_ms, previous, event, signature)
         connection.execute(
             "UPDATE entries SET time_ms = ?, previous = ?, hash = ? WHERE seq = ?", (time_ms, previous, hash_, seq)
         )
@@ -391,13 +491,14 @@ def test_a_rewritten_history_lacks_the_keepers_seal(tmp_path):
 WRITER = """
 import sys
 from inference import rollout as rollout_lib
+from rl import ledger_events, ledger_file, ledger_state, ledger_tasks
 from rl import ledger as ledger_lib
 keeper = rollout_lib.WorkerKey.load(sys.argv[2])
 ledger = ledger_lib.Ledger(sys.argv[1], keeper)
 node = rollout_lib.WorkerKey.generate()
-ledger.append(ledger_lib.sign("join", node.worker, node))
+ledger.append(ledger_events.sign("join", node.worker, node))
 while True:
-    (entry,) = ledger.append(ledger_lib.sign("stake", node.worker, node, amount=1))
+    (entry,) = ledger.append(ledger_events.sign("stake", node.worker, node, amount=1))
     print(entry.seq, entry.hash.hex(), flush=True)
 """
 
@@ -431,11 +532,11 @@ def test_a_kill_during_writes_loses_nothing_that_was_acknowledged(tmp_path):
 
 def test_threads_and_a_second_process_share_one_chain(tmp_path):
     first, second = make(tmp_path / "ledger.db"), ledger_lib.Ledger(tmp_path / "ledger.db", KEEPER)
-    first.append(ledger_lib.sign("join", ANN.worker, ANN))
+    first.append(ledger_events.sign("join", ANN.worker, ANN))
 
     def stake(ledger):
         for _ in range(5):
-            ledger.append(ledger_lib.sign("stake", ANN.worker, ANN, amount=1))
+            ledger.append(ledger_events.sign("stake", ANN.worker, ANN, amount=1))
 
     threads = [threading.Thread(target=stake, args=(ledger,)) for ledger in (first, second, first)]
     for thread in threads:
@@ -449,12 +550,12 @@ def test_threads_and_a_second_process_share_one_chain(tmp_path):
 def test_a_commit_that_fails_leaves_nothing_behind(tmp_path):
     """A reader holds the file for longer than the writer waits."""
     ledger = make(tmp_path / "ledger.db")
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
     ledger._connection.execute("PRAGMA busy_timeout = 20")
     reader = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
     reader.execute("BEGIN")
     reader.execute("SELECT * FROM entries").fetchone()
-    event = ledger_lib.sign("stake", ANN.worker, ANN, amount=5)
+    event = ledger_events.sign("stake", ANN.worker, ANN, amount=5)
     for _ in range(2):
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             ledger.append(event)
@@ -467,25 +568,25 @@ def test_a_commit_that_fails_leaves_nothing_behind(tmp_path):
 def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
     ledger = make(tmp_path / "ledger.db")
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_lib, "_write_head", lambda *args: 1 / 0)
+        patch.setattr(ledger_file, "write_head", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+            ledger.append(ledger_events.sign("join", ANN.worker, ANN))
     assert not ledger.refresh().nodes
-    ledger.append(ledger_lib.sign("join", ANN.worker, ANN))
+    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
     assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 2
 
 
 def test_a_ledger_is_opened_while_others_append(tmp_path, monkeypatch):
     """An entry that comes between the reading of the last one and of the head is no missing entry."""
-    first, late = make(tmp_path / "ledger.db"), [ledger_lib.sign("join", ANN.worker, ANN)]
-    checked = ledger_lib._checked
+    first, late = make(tmp_path / "ledger.db"), [ledger_events.sign("join", ANN.worker, ANN)]
+    checked = ledger_file.checked
 
     def slow(*args):
         yield from checked(*args)
         if late and args[0] is not first._connection:
             first.append(late.pop())
 
-    monkeypatch.setattr(ledger_lib, "_checked", slow)
+    monkeypatch.setattr(ledger_file, "checked", slow)
     assert ANN.worker in ledger_lib.Ledger(tmp_path / "ledger.db").state.nodes and not late
 
 
@@ -506,4 +607,4 @@ def test_the_command(tmp_path, capsys):
 
 def test_events_are_plain_json(tmp_path):
     for entry in filled(tmp_path / "ledger.db").entries():
-        assert json.loads(ledger_lib._encode(entry.event))["kind"] == entry.event.kind
+        assert json.loads(ledger_events.encode(entry.event))["kind"] == entry.event.kind

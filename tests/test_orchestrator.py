@@ -8,6 +8,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import hmac
+import json
 import math
 import threading
 import time
@@ -52,11 +53,25 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: None, secret=SECRET, on_wait=print, screen=lambda rollouts, split: None, **changes):
+    def make(
+        check=lambda rollouts: None,
+        secret=SECRET,
+        on_wait=print,
+        screen=lambda rollouts, split: (None, ()),
+        evidence=lambda step: {},
+        **changes,
+    ):
         exp = resolve(**changes)
         made.append(
             orchestrator_lib.Orchestrator(
-                exp.raw, tmp_path, credit=exp.credit, check=check, screen=screen, secret=secret, on_wait=on_wait
+                exp.raw,
+                tmp_path,
+                credit=exp.credit,
+                check=check,
+                screen=screen,
+                evidence=evidence,
+                secret=secret,
+                on_wait=on_wait,
             )
         )
         return made[-1]
@@ -64,6 +79,7 @@ def make(tmp_path):
     yield make
     for orchestrator in made:
         orchestrator._updater.shutdown()
+        orchestrator._screeners.close()
         orchestrator._checker.shutdown()
 
 
@@ -107,9 +123,14 @@ def answers(group, version=None, /, **changes):
 
 def submit(orchestrator, rollouts, key=KEY):
     """The one verdict on a submission of one group."""
-    body = rollout_lib.to_parquet([rollout_lib.sign(r, key) if key else r for r in rollouts])
-    (verdict,) = orchestrator.submit(body).values()
+    (verdict,) = hand_in(orchestrator, [rollout_lib.sign(r, key) if key else r for r in rollouts]).values()
     return verdict
+
+
+def hand_in(orchestrator, rollouts):
+    """The verdicts on a file of these."""
+    found = orchestrator.submit(rollout_lib.from_parquet(rollout_lib.to_parquet(rollouts)))
+    return {name: future.result(WAIT_S) for name, future in found.items()}
 
 
 def lease(orchestrator, capacity=100, key=KEY):
@@ -318,7 +339,7 @@ def test_one_file_may_hold_several_groups(make):
     publish(orchestrator, 0)
     a, b, _ = lease(orchestrator)
     rollouts = [*answers(a), *(dataclasses.replace(r, temperature=0.5) for r in answers(b))][::-1]
-    verdicts = orchestrator.submit(rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in rollouts]))
+    verdicts = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in rollouts])
     assert verdicts["train/1/0"] == "accepted" and verdicts["train/1/1"].startswith("refused: temperature")
 
 
@@ -419,8 +440,8 @@ def test_every_group_is_screened_and_nobody_waits_for_it(make):
         if len(seen) == 1:
             begun.set()
             assert go_on.wait(WAIT_S)
-            return "reward: 0.5 was claimed"
-        return None
+            return "reward: 0.5 was claimed", ()
+        return None, ()
 
     orchestrator = make(screen=screen, trust__check_fraction=0.4)  # two of three
     publish(orchestrator, 0)
@@ -436,6 +457,77 @@ def test_every_group_is_screened_and_nobody_waits_for_it(make):
     assert seen == [groups[0].group, groups[1].group, groups[2].group, groups[0].group]
 
 
+def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
+    """Over HTTP: more slow files at once than there are slots to decode or to judge; others are judged, garbage is refused."""
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def screen(rollouts, split):
+        if rollouts[0].worker == KEY.worker:
+            begun.release()
+            assert go_on.wait(WAIT_S)
+        return None, ()
+
+    orchestrator = make(screen=screen, rl__prompts_per_step=12)
+    url = orchestrator.serve()
+
+    def post(rollouts, key):
+        body = rollout_lib.to_parquet([rollout_lib.sign(r, key) for r in rollouts])
+        return httpx.post(f"{url}/submit", content=body, timeout=WAIT_S)
+
+    publish(orchestrator, 0)
+    groups = lease(orchestrator, 11)
+    slow = [later(post, answers(group), KEY) for group in groups]
+    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
+    (other,) = lease(orchestrator, key=OTHER)
+    assert list(post(answers(other), OTHER).json()["verdicts"].values()) == ["taken"]
+    (budget,) = {orchestrator._web.config.app._budget}
+    proxy.wait_until(lambda: all(lease.is_answered for lease in orchestrator._leases.values()) and not budget.held)
+    (refused,) = post(answers(groups[0]), KEY).json()["verdicts"].values()
+    assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
+    go_on.set()
+    assert all(list(future.result(WAIT_S).json()["verdicts"].values()) == ["taken"] for future in slow)
+    assert len(orchestrator._done) == 12
+    orchestrator.close()
+
+
+def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
+    """However often: a slow task ends no run. What was signed is kept as it was; a group refused otherwise loses the note."""
+    refusals = ["sampling: not what the seed draws"]
+
+    def screen(rollouts, split):
+        if refusals:
+            return refusals.pop(), ()
+        return None, {0} if split == "held_out" else {1} if rollouts[0].task.group != 2 else ()
+
+    orchestrator = make(screen=screen, trust__max_attempts=2, evaluation__num_tasks=1)
+    publish(orchestrator, 0)
+    evaluated = later(orchestrator.evaluate, 0)
+    proxy.wait_until(lambda: orchestrator._todo[0].split == "held_out")
+    held_out, *groups = lease(orchestrator)
+    assert submit(orchestrator, answers(groups[0])).startswith("refused: sampling")
+    rewards = dict(reward=5.0, rewards={"reward": 5.0, "style": 2.0})
+    for group in [held_out, *lease(orchestrator), *groups[1:]]:
+        assert submit(orchestrator, answers(group, **rewards)) == "accepted"
+    (samples,) = evaluated.result(WAIT_S)
+    assert [r.reward for r in samples] == [0.0]
+    batch = orchestrator.next_batch(1)
+    assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 5]]
+    assert batch.groups[0][1].rewards == {"reward": 0.0, "style": 0.0} and batch.metrics["trust/num_given_up"] == 3
+    assert batch.metrics["rollout/reward"] == pytest.approx(20 / 6) and orchestrator._failure is None
+    kept = rollout_lib.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
+    assert not orchestrator._given_up
+
+
+def test_completions_that_could_not_be_scored_are_counted(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    for group in lease(orchestrator):
+        error = {"error": 1.0} if group.group == 1 else {"error": 0.0} if group.group == 2 else {}
+        submit(orchestrator, answers(group, reward=0.0, rewards={"reward": 0.0} | error))
+    assert orchestrator.next_batch(1).metrics["rollout/score_error_frac"] == pytest.approx(1 / 3)
+
+
 def test_a_group_refused_too_often_stops_the_run(make):
     orchestrator = make(trust__max_attempts=2)
     publish(orchestrator, 0)
@@ -447,6 +539,33 @@ def test_a_group_refused_too_often_stops_the_run(make):
         waiting.result(WAIT_S)
     with pytest.raises(ValueError, match="raise trust.max_attempts"):
         orchestrator.next_batch(1)
+
+
+def test_a_resumed_run_knows_its_workers(make):
+    """As they were when the batch was handed off: what came later comes again."""
+    told = []
+    first = make(trust__max_attempts=3, evidence=lambda step: told.append(step) or {"of": step})
+    publish(first, 0)
+    assert lease(first, 1, OTHER)
+    for _ in range(2):
+        assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    first._leases.clear()
+    first._todo.extend(data.train_groups(first._config, 1))
+    for group in lease(first, key=OTHER):
+        submit(first, answers(group), OTHER)
+    first.next_batch(1)
+    publish(first, 1)
+    assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    assert lease(first) == []  # barred
+    state = json.loads(json.dumps(first.state(1)))
+    assert state["evidence"] == {"of": 1} and told == [1] and first.state(0) == {}
+    second = make(trust__max_attempts=3)
+    second.resume(1, state)
+    assert second.state(1) == state  # for a run that stops before its first batch
+    publish(second, 1)
+    assert lease(second, 1, OTHER)
+    assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    assert lease(second) == [] and second._failure is None
 
 
 def test_a_validator_that_breaks_stops_the_run(make):

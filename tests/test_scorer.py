@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 
 from rl import envs
@@ -16,16 +18,23 @@ from rl.envs import environment, scorer
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
 LEAKED = []
+SAID = []  # by the scorers of a test
 
 
-def build(*, marks="", seed=0):
-    """An environment whose completions say what their scorer is to do."""
+def build(*, marks="", broken="", seed=0):
+    """An environment whose completions say what their scorer is to do. `broken`: an order for all of them but the first."""
+    num_scored = 0
+    print("a library says hello")
 
     def make_task(index, split):
+        if index == 13:
+            raise KeyError("no thirteenth")
         return environment.Task("orders", index, split, (), "", "", {})
 
     def score(task, completion):
-        order, _, argument = completion.partition(" ")
+        nonlocal num_scored
+        num_scored += 1
+        order, _, argument = (broken if broken and num_scored > 1 else completion).partition(" ")
         if order == "loop":
             while True:
                 pass
@@ -35,6 +44,9 @@ def build(*, marks="", seed=0):
             pow(9, 9**9)
         elif order == "wait":
             time.sleep(1e6)
+        elif order == "until":
+            while not pathlib.Path(marks, argument).exists():
+                time.sleep(0.01)
         elif order == "grow":
             bytes(8 * 2**30)
         elif order == "grab":
@@ -57,6 +69,10 @@ def build(*, marks="", seed=0):
             return {"reward": float(os.getpid())}
         elif order == "raise":
             raise KeyError(argument)
+        elif order == "give":
+            return {"nan": {"reward": np.nan}, "text": "1.0", "nothing": {}, "word": {"reward": "x"}}[argument]
+        elif order == "numpy":
+            return {"reward": np.float32(0.5), "index": np.int64(3), "length": np.bool_(True)}
         elif order in ("die", "die_once") and not pathlib.Path(marks, argument).exists():
             pathlib.Path(marks, argument if order == "die_once" else "other").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +90,8 @@ def child():
 def orders(monkeypatch, tmp_path):
     """Scores completions of one task by orders."""
     monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests import test_scorer; test_scorer.child()"))
-    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1)
+    SAID.clear()
+    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, on_error=SAID.append)
     task = build().make_task(7, "train")
     yield lambda *completions: made.score(task, completions)
     made.close()
@@ -96,7 +113,7 @@ def test_scores_are_those_of_the_environment():
             assert [one.scores for one in found] == [env.score(task, completion) for completion in completions]
             assert all(one.in_time and 0 <= one.cpu_s < 1 for one in found)
     assert away.score(task, []) == []
-    pid = away._child._process.pid
+    pid = away._seats[0].child._process.pid
     away.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -154,25 +171,102 @@ def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
     assert worth(orders("loop", "a")) == [0, 1]
 
 
-def test_a_checker_may_print_and_its_own_fault_is_ours(orders):
+def test_what_a_checker_prints_is_no_score(orders):
     forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
     assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
-    with pytest.raises(RuntimeError, match="orders failed on task 7: KeyError"):
-        orders("raise this")
-    assert worth(orders("a")) == [1]
 
 
-def test_an_environment_that_cannot_be_loaded(capfd):
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("raise this", "KeyError: 'this' (test_scorer.py:"),
+        ("raise \n\x1b[2J", "KeyError: "),
+        ("give nan", "ValueError: score gave reward = nan, not a finite number"),
+        ("give text", "TypeError: score gave str, not a dict of at most 63 with a 'reward'"),
+        ("give nothing", "TypeError: score gave dict, not a dict"),
+        ("give word", "TypeError: must be real number, not str"),
+    ],
+)
+def test_a_completion_that_cannot_be_scored_is_worth_nothing_and_told_once(orders, order, said):
+    """Neighbours keep their scores; the part "error" is what metrics count."""
+    found = orders("a", order, "bc", order)
+    assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
+    assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
+    assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
+    orders(order)
+    (line,) = SAID
+    assert line.startswith(f"environment orders could not score a completion of train task 7: {said}")
+    assert line.isprintable() and "worth 0" in line and "rollout/score_error_frac" in line
+
+
+def test_numbers_of_any_kind_are_numbers(orders):
+    assert orders("numpy")[0].scores == {"reward": 0.5, "index": 3.0, "length": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [("raise it", "KeyError: 'it' (test_scorer.py:"), ("loop", "it takes too long or too much memory")],
+)
+def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, said):
+    away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=SAID.append)
+    with pytest.raises(ValueError) as caught:
+        away.score(build().make_task(7, "held_out"), ["x"])
+    from rl import experiment
+    from sharding import hosts  # the children that run this file shall not import jax
+
+    line = str(caught.value)
+    assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {said}")
+    assert line.endswith("'reward' among them, for any text") and line.isprintable()
+    assert experiment.explain(caught.value) == (line, 1, hosts.MISTAKE)  # one line, and no traceback
+    away.close()
+
+
+def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "orders", build)
+    said = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); mend"
+    with pytest.raises(ValueError, match=said):
+        envs.load("orders").make_task(13, "train")
+    away = scorer.Scorer("orders", {}, 0, limit_s=1)
+    with pytest.raises(ValueError, match=said):
+        away.score(environment.Task("orders", 13, "train", (), "", "", {}), ["x"])
+    away.close()
+
+
+def test_an_environment_that_cannot_be_loaded():
     away = scorer.Scorer("gsm8k", {"path": "/nowhere"}, 0, limit_s=1)
-    with pytest.raises(RuntimeError, match="the scorer of gsm8k did not start"):
+    with pytest.raises(
+        ValueError, match="the scorer of environment gsm8k did not start: ValueError: .* no train.jsonl"
+    ):
         away.score(build().make_task(0, "train"), ["x"])
-    assert "holds no train.jsonl" in capfd.readouterr().err
+
+
+def test_a_busy_child_gets_help(monkeypatch, tmp_path):
+    """While one completion computes, others are scored; nobody starts a child for what is soon done."""
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests import test_scorer; test_scorer.child()"))
+    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, max_children=2)
+    task = build().make_task(7, "train")
+    (pid,) = worth(made.score(task, ["pid"]))
+    threads = [threading.Thread(target=made.score, args=(task, ["a"] * 20)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert worth(made.score(task, ["pid"])) == [pid]
+    waits = threading.Thread(target=made.score, args=(task, ["until go"]))
+    waits.start()
+    while len(made._free) == 2:
+        time.sleep(0.01)
+    (other,) = worth(made.score(task, ["pid"]))
+    assert other != pid and waits.is_alive() and worth(made.score(task, ["pid"])) == [other]
+    (tmp_path / "go").touch()
+    waits.join()
+    made.close()
 
 
 def test_the_child_ends_with_its_parent():
     code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
     code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
-    code += "import os; print(s._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    code += "import os; print(s._seats[0].child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     out = subprocess.run([sys.executable, "-c", code], cwd=scorer.ROOT, capture_output=True, text=True).stdout
     deadline = time.monotonic() + 30
     while pathlib.Path(f"/proc/{int(out)}/status").exists():

@@ -64,6 +64,15 @@ def curve(workdir) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+def evidence(workdir) -> tuple[int, list[float]]:
+    """How many rollouts of its one worker the last checkpoint's record holds, and the wealth against it."""
+    (text,) = (
+        text for file in (workdir / "checkpoints" / "6" / "host").iterdir() if "evidence" in (text := file.read_text())
+    )
+    (record,) = json.loads(text)["rollouts"]["evidence"]["records"].values()
+    return record["num_claims"], record["log_wealth"]["claims"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """An uninterrupted synchronous run."""
@@ -109,6 +118,9 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stdout
     assert curve(workdir) == curve(finished[0])
+    (num_claims, wealth), (expected, expected_wealth) = evidence(workdir), evidence(finished[0])
+    assert num_claims == expected == 6 * 16  # each rollout once, before and after the kill
+    np.testing.assert_allclose(wealth, expected_wealth, rtol=1e-9)  # groups of a step are added in any order
 
 
 @pytest.mark.slow

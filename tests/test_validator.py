@@ -3,6 +3,7 @@
 The weights are 32 wide and the same machine replays, so honest margins are rounding: nothing is forgiven.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -25,11 +26,12 @@ from inference import scheduler as scheduler_lib
 from inference import toploc, web
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from rl import calibrate, sequential, validator_routes, validator_state, work_units
+from rl import calibrate, ledger_events, ledger_state, sequential, validator_routes, validator_state, work_units
 from rl import ledger as ledger_lib
 from rl import replay as replay_lib
 from rl import validator as validator_lib
 from rl import validator_service as service_lib
+from rl.envs import scorer
 from sharding import broadcast, listening, rules
 from tests import tiny
 
@@ -419,8 +421,8 @@ def service(tmp_path):
     keeper = rollout_lib.WorkerKey.generate()
     book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
     book.append(
-        ledger_lib.sign("join", cheats.NODE.worker, cheats.NODE),
-        ledger_lib.sign("stake", cheats.NODE.worker, cheats.NODE, amount=100),
+        ledger_events.sign("join", cheats.NODE.worker, cheats.NODE),
+        ledger_events.sign("stake", cheats.NODE.worker, cheats.NODE, amount=100),
     )
     (tmp_path / "files").mkdir()
     made = service_lib.Service(
@@ -451,7 +453,7 @@ def put(service, name, rollouts, *, units=None, node=cheats.NODE):
     (service._root / name).write_bytes(data)
     if digest_of(data) not in service._book.state.works:
         units = units or (1 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._book.append(ledger_lib.sign("submit", node.worker, node, work=digest_of(data), units=units))
+        service._book.append(ledger_events.sign("submit", node.worker, node, work=digest_of(data), units=units))
     return digest_of(data)
 
 
@@ -461,7 +463,7 @@ def flops(rollouts):
 
 def ask(service, name, shas, *, group=False, address=None):
     service.submit(name, shas, address, group=group)
-    service._thread.submit(lambda: None).result(WAIT_S)  # the queue is in order
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
     return service.status(name, group=group)
 
 
@@ -536,7 +538,7 @@ def test_what_an_asker_says_costs_nobody_anything(service):
 
 def test_the_work_of_another_is_not_paid(service):
     thief = rollout_lib.WorkerKey.generate()
-    service._book.append(ledger_lib.sign("join", thief.worker, thief))
+    service._book.append(ledger_events.sign("join", thief.worker, thief))
     sha = put(service, "a.parquet", batch(), node=thief)
     status = ask(service, "a.parquet", [sha])
     assert status.status == "reject" and status.reason.startswith(
@@ -548,8 +550,8 @@ def test_the_work_of_another_is_not_paid(service):
 def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
     """The first file is of a node of good repute and fails by its signature; the second is a cheat's own."""
     good = rollout_lib.WorkerKey.generate()
-    service._book.append(ledger_lib.sign("join", good.worker, good))
-    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9999 if node == good.worker else 0.0)
+    service._book.append(ledger_events.sign("join", good.worker, good))
+    monkeypatch.setattr(ledger_state.State, "reputation", lambda self, node: 0.9999 if node == good.worker else 0.0)
     monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
     shas = [
         put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
@@ -576,6 +578,58 @@ def test_names_stay_inside(service):
             service.submit(name, [sha], None, group=False)
     with pytest.raises(ValueError, match="file_sha must be a SHA-256"):
         service.submit("a.parquet", ["xyz"], None, group=False)
+
+
+def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
+    """Where all else of the group is sound; and the replay does not ask the scorer again."""
+    asked, made = [], cheats.make_validator(prompts=2)
+    score = made._rules.score
+
+    def gives_up(group, completions):
+        asked.append(group)
+        out = score(group, completions)
+        for i in (1, 4):
+            out[i] = scorer.Scored(dict.fromkeys(out[i].scores, 0.0), 5.0, in_time=False)
+        return out
+
+    def claims(*samples):
+        return [
+            rollout_lib.sign(dataclasses.replace(r, reward=0.5, rewards=dict.fromkeys(r.rewards, 0.5)), cheats.NODE)
+            if r.sample in samples
+            else r
+            for r in batch()[:8]
+        ]
+
+    assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
+    made._rules = dataclasses.replace(made._rules, score=gives_up)
+    assert made.screen(claims(1)) == (None, {1})
+    assert made.check(claims(1)) is None and len(asked) == 1
+    reason, given_up = made.screen(claims(1, 3))  # the other claim is a lie, and found
+    assert reason.startswith("reward: ") and "is 0.5, recomputed" in reason and not given_up
+    assert made.screen(claims(1), "held_out")[0] is not None  # it is no held-out group
+
+
+def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
+    """Killed behind the first group of a step: that comes again, and the record ends as it does without the kill."""
+    first, second = list(batch()[:8]), list(batch()[8:])
+
+    def bring(made, group):
+        assert made.screen(group) == (None, frozenset()) and made.check(group) is None
+
+    whole, killed, resumed = (cheats.make_validator(prompts=2) for _ in range(3))
+    for group in (first, second, first):  # the last as after a stale batch
+        bring(whole, group)
+    bring(killed, first)
+    resumed.restore(json.loads(json.dumps(killed.state(after=2))))
+    for group in (first, second):
+        bring(resumed, group)
+    expected, found = (made.records[cheats.NODE.worker].state() for made in (whole, resumed))
+    assert found["num_claims"] == expected["num_claims"] == found["num_rollouts"] == expected["num_rollouts"] == 16
+    for name, values in expected["log_wealth"].items():
+        np.testing.assert_allclose(
+            found["log_wealth"][name], values, rtol=1e-4, err_msg=name
+        )  # replayed in other company
+    assert killed.state(after=3)["counted"] == [] != killed.state(after=2)["counted"]
 
 
 def test_files_of_a_group_are_judged_together(service):
@@ -608,10 +662,10 @@ def test_flops_are_those_of_the_weights_one_token_at_a_time():
 
 def test_good_repute_is_replayed_less(service, monkeypatch):
     assert all(service._is_drawn(cheats.NODE.worker, bytes([i])) for i in range(64))
-    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9)
+    monkeypatch.setattr(ledger_state.State, "reputation", lambda self, node: 0.9)
     drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
     assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
-    monkeypatch.setattr(ledger_lib.State, "reputation", lambda self, node: 0.9999)
+    monkeypatch.setattr(ledger_state.State, "reputation", lambda self, node: 0.9999)
     drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
     assert 60 < drawn < 140  # never below MIN_RATE
 

@@ -8,12 +8,14 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import sqlite3
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from inference import rollout as rollout_lib
-from rl import data, sequential, validator, validator_state, verdicts, work_units
+from rl import data, ledger_events, sequential, validator, validator_state, verdicts, work_units
 from rl import ledger as ledger_lib
 from rl import validator_service as service_lib
 from tests import tiny
@@ -91,7 +93,9 @@ def group(number=0, key=KEY, *, length=8, step=1, version=0):
 def make_ledger(folder):
     book = ledger_lib.Ledger.create(folder / "ledger.db", KEEPER)
     for key in (KEY, OTHER):
-        book.append(ledger_lib.sign("join", key.worker, key), ledger_lib.sign("stake", key.worker, key, amount=STAKE))
+        book.append(
+            ledger_events.sign("join", key.worker, key), ledger_events.sign("stake", key.worker, key, amount=STAKE)
+        )
     (folder / "files").mkdir()
 
 
@@ -133,14 +137,14 @@ def put(service, name, rollouts, node=KEY, units=None):
     (service._root / name).write_bytes(contents)
     if node is not None:
         units = units or (9 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._book.append(ledger_lib.sign("submit", node.worker, node, work=sha, units=units))
+        service._book.append(ledger_events.sign("submit", node.worker, node, work=sha, units=units))
     return sha
 
 
 def ask(service, name, *shas, group=None):
     group = len(shas) > 1 if group is None else group
     service.submit(name, shas, group=group)
-    service._thread.submit(lambda: None).result(WAIT_S)  # the queue is in order
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
     return service.status(name, group=group)
 
 
@@ -292,11 +296,55 @@ def test_simultaneous_askers_get_one_verdict(service):
         for i, sha in enumerate(shas):
             said = list(askers.map(lambda _, i=i, sha=sha: service.submit(f"{i}.parquet", [sha]).status, range(32)))
             assert set(said) <= {"pending", "accept"}
-    service._thread.submit(lambda: None).result(WAIT_S)
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
     assert service.counts == {"accept": 2} and len(service._jobs) == 2 and unharmed(service, KEY)
 
 
 # ---- our own faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
+    """Many slow files of one node: another's are judged meanwhile, also in company, and so are they in the end."""
+    go_on, begun, judge = threading.Event(), threading.Semaphore(0), service._judge.judge_cheaply
+
+    def slow(rollouts, newest):
+        if rollouts and rollouts[0].worker == KEY.worker:
+            begun.release()
+            assert go_on.wait(WAIT_S)
+        return judge(rollouts, newest)
+
+    service._judge.judge_cheaply = slow
+    shas = [put(service, f"slow{n}.parquet", group(0)[: n + 1]) for n in range(3)]
+    for n, sha in enumerate(shas):
+        assert service.submit(f"slow{n}.parquet", [sha]).status == "pending"
+    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
+    quick = put(service, "quick.parquet", group(1, OTHER), OTHER)
+    service.submit("quick.parquet", [quick])
+    deadline = time.monotonic() + WAIT_S
+    while service.status("quick.parquet").status != "accept":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(service.status(f"slow{n}.parquet").status == "pending" for n in range(3))
+    go_on.set()
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    assert [service.status(f"slow{n}.parquet").status for n in range(3)] == ["incomplete_group"] * 3
+
+
+def test_what_became_final_while_it_was_looked_over_stays_so(service):
+    """Asked alone and in company at once: one verdict, one payment."""
+    judge, gate = service._judge.judge_cheaply, threading.Barrier(2)
+
+    def together(rollouts, newest):
+        gate.wait(WAIT_S)
+        return judge(rollouts, newest)
+
+    service._judge.judge_cheaply = together
+    shas = [put(service, f"a-{n}.parquet", group(n)) for n in range(2)]
+    service.submit("a-0.parquet", shas[:1])
+    service.submit("a-0.parquet", shas, group=True)
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    assert service.status("a-0.parquet").status == service.status("a-0.parquet", group=True).status == "accept"
+    assert service._book.state.nodes[KEY.worker].num_accepted == 2 and service.counts == {"accept": 2}
 
 
 def test_weights_that_cannot_be_had_cost_nobody_anything(service):

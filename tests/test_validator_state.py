@@ -15,7 +15,7 @@ import time
 import pytest
 
 from inference import rollout as rollout_lib
-from rl import data, sequential, validator_state, verdicts
+from rl import data, ledger_events, ledger_tasks, sequential, validator_state, verdicts
 from rl import ledger as ledger_lib
 from rl import validator_service as service_lib
 from tests import test_validator_service as stand
@@ -82,6 +82,63 @@ def test_work_is_not_paid_twice_across_a_restart(restart):
         assert said in stand.ask(service, f"{name}.parquet", again).reason and not stand.paid(service, again)
 
 
+def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
+    """What was accepted follows from the ledger: under other hashes, other nodes, and in files that were refused for another part."""
+    service = restart(eject=False)
+    one = stand.put(service, "a.parquet", stand.group(0))
+    service._judge.replay = lambda r: verdicts.Verdict("sampling", "no") if r.task.group == 2 else verdicts.OK
+    half = stand.put(service, "b.parquet", stand.group(2, step=2) + stand.group(3, step=2))
+    status = stand.ask(service, "a.parquet", one)
+    assert (status.status, status.tasks) == ("accept", "1:0")
+    status = stand.ask(service, "b.parquet", half)
+    assert (status.status, status.tasks) == ("reject", "2:3")  # the sound half is not to be done again
+    service.close()
+    (tmp_path / "state.db").unlink()
+    service = stand.start(tmp_path, eject=False)
+    for name, rollouts, key in [
+        ("c", stand.group(0)[::-1], stand.KEY),
+        ("d", stand.group(0, stand.OTHER, length=9), stand.OTHER),
+        ("e", stand.group(3, stand.OTHER, step=2), stand.OTHER),
+    ]:
+        sha = stand.put(service, f"{name}.parquet", rollouts, key)
+        status = stand.ask(service, f"{name}.parquet", sha)
+        assert status.reason == "duplicate: its task was accepted before, as the ledger has it"
+        assert not stand.paid(service, sha)
+    assert [service._book.state.nodes[key.worker].num_slashes for key in (stand.KEY, stand.OTHER)] == [1, 0]
+    again = stand.put(service, "f.parquet", stand.group(2, stand.OTHER, step=2), stand.OTHER)  # was never done
+    service._judge.replay = lambda rollout: verdicts.OK
+    assert stand.ask(service, "f.parquet", again).status == "accept" and stand.paid(service, again)
+    # The old files again: what the ledger says of them, and nothing happens.
+    num_entries, before = len(service._book.entries()), dataclasses.replace(service._book.state.nodes[stand.KEY.worker])
+    status = stand.ask(service, "a.parquet", one)
+    assert (status.status, status.output_flops) == ("accept", stand.flops(stand.group(0)))
+    status = stand.ask(service, "b.parquet", half)
+    assert status.status == "reject" and status.reason.startswith("ledger: it was taken back")
+    assert len(service._book.entries()) == num_entries and service._book.state.nodes[stand.KEY.worker] == before
+    assert ledger_lib.verify(service._book._path).error is None
+    service.close()
+
+
+def test_a_file_of_more_groups_than_an_event_names_is_refused_and_no_offence(restart, monkeypatch):
+    service = restart()
+    monkeypatch.setattr(ledger_tasks, "MAX_CHARS", 8)
+    rollouts = stand.group(0) + stand.group(2, step=2) + stand.group(4, step=3)
+    sha = stand.put(service, "a.parquet", rollouts)
+    assert stand.ask(service, "a.parquet", sha).reason.startswith("file: too many groups for an event")
+    node = service._book.state.nodes[stand.KEY.worker]
+    assert not stand.paid(service, sha) and node.num_slashes == 0 and not node.ejected
+
+
+def test_what_is_no_number_is_evidence_of_the_worst():
+    """And does not stop the bets for ever."""
+    nothing = dataclasses.replace(FLAGRANT, margin=float("nan"), shape=sequential.np.zeros(len(sequential.TILTS)))
+    records = sequential.Record(stand.BANDS), sequential.Record(stand.BANDS)
+    for _ in range(20):
+        records[0].add(nothing)
+        records[1].add(dataclasses.replace(nothing, margin=7.0))
+    assert records[0].state() == records[1].state() and records[0].accused.startswith("margin: ")
+
+
 def test_wealth_goes_on_where_it_was(restart):
     whole = sequential.Record(stand.BANDS)
     service = restart()
@@ -134,7 +191,9 @@ def test_what_the_ledger_missed_is_written_at_the_next_start_and_once(restart, i
     ]
     service._judge.replay = lambda r: verdicts.OK if r.worker == stand.KEY.worker else verdicts.Verdict("sampling")
     service._book.append(
-        ledger_lib.sign("slash", stand.OTHER.worker, stand.KEEPER, amount=1, reason="its pending work is worth nothing")
+        ledger_events.sign(
+            "slash", stand.OTHER.worker, stand.KEEPER, amount=1, reason="its pending work is worth nothing"
+        )
     )
     owner, name = (service._state, "settle") if is_told else (service._book, "append")
     setattr(owner, name, lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk full")))
@@ -151,7 +210,7 @@ def test_the_file_is_bounded(restart, monkeypatch):
     service = restart(rules=MANY, eject=False)
     keys = [rollout_lib.WorkerKey.generate() for _ in range(7)]
     for number, key in enumerate(keys):
-        service._book.append(ledger_lib.sign("join", key.worker, key))
+        service._book.append(ledger_events.sign("join", key.worker, key))
         service._judge.margin = 0.2 if number in (1, 2) else 0.05
         sha = stand.put(service, f"{number}.parquet", stand.group(number, key), key)
         assert stand.ask(service, f"{number}.parquet", sha).status == "accept"
@@ -221,7 +280,7 @@ def judge_until_killed(folder):
         sha = stand.hashlib.sha256(path.read_bytes()).hexdigest()
         if sha not in service._book.state.works:
             units = stand.flops(rollout_lib.from_parquet(path.read_bytes()))
-            service._book.append(ledger_lib.sign("submit", keys[1].worker, keys[1], work=sha, units=units))
+            service._book.append(ledger_events.sign("submit", keys[1].worker, keys[1], work=sha, units=units))
         while (status := service.submit(path.name, [sha])).status == "pending":
             time.sleep(0.0005)
         print(json.dumps([path.name, sha, status.status]), flush=True)

@@ -211,3 +211,35 @@ def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
 
     asyncio.run(main())
     assert all_given_back(budget)
+
+
+def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
+    """A byte at a time keeps no part of the budget; a body at the least rate passes, however long it takes."""
+    url, budget, _ = running
+    monkeypatch.setattr(web, "BODY_GRACE_S", 0.5)
+    monkeypatch.setattr(web, "MIN_BODY_RATE", 10_000)
+    host, port = url.removeprefix("http://").split(":")
+
+    async def send(chunk, pause_s, count):
+        """(Seconds, the answer) of a body that is sent in such parts."""
+        begun = asyncio.get_running_loop().time()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {count * len(chunk)}\r\n\r\n".encode())
+        answer = asyncio.create_task(reader.read(2000))
+        for _ in range(count):
+            if answer.done():
+                break
+            writer.write(chunk)
+            await asyncio.sleep(pause_s)
+        text = (await asyncio.wait_for(answer, WAIT_S)).decode()
+        writer.close()
+        return asyncio.get_running_loop().time() - begun, text
+
+    async def main():
+        slow, fast = await asyncio.gather(send(b"x", 0.02, 10_000), send(bytes(1000), 0.04, 40))
+        assert 0.4 < slow[0] < 5 and slow[1].startswith("HTTP/1.1 408 Request Timeout")
+        assert "bytes of the request body came in" in slow[1] and "at least 10000 bytes per second" in slow[1]
+        assert fast[0] > 1.5 and fast[1].startswith("HTTP/1.1 200") and '{"bytes":40000}' in fast[1]
+
+    asyncio.run(main())
+    assert all_given_back(budget)

@@ -23,7 +23,7 @@ def load(name: str, **options) -> environment.Environment:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"there is no environment {kind!r}; {hint}known: {', '.join(ENVS)}")
     if kind == "reasoning_gym":
-        return reasoning.build(variant, **options)
+        return environment.checked(reasoning.build(variant, **options))
     if variant:
         raise ValueError(f"{name!r}: {kind} takes no variant; write {kind!r}")
-    return ENVS[kind](**options)
+    return environment.checked(ENVS[kind](**options))

@@ -1,0 +1,56 @@
+"""What workers reach of an orchestrator over HTTP: `GET /run`, `POST /lease`, `POST /submit`.
+
+A file is decoded and its groups are looked up in one of two slots, which bounds the memory. What is still to be judged then
+was leased to its signer, so that it is no more than the batches in the making hold anyway: it waits for its scorer in
+rl/turns.py, and keeps neither a slot nor a part of the body budget meanwhile. A slow scorer delays the worker that it is slow for.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import fastapi
+from starlette import requests
+
+from inference import rollout as rollout_lib
+from inference import web
+from rl import lease as lease_lib
+
+NUM_DECODES = 2  # at a time: 0.8 GiB each at worst
+
+
+def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
+    """`invited`: public keys of the workers that may lease; empty for anybody."""
+    app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
+    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
+    desk = lease_lib.Desk(invited)
+    decoding = asyncio.Semaphore(NUM_DECODES)
+
+    async def taken(request: fastapi.Request) -> dict[str, asyncio.Future]:
+        body = await web.read_body(request, hold=True)
+        async with decoding:
+            found = await asyncio.to_thread(lambda: orchestrator.submit(rollout_lib.from_parquet(body)))
+        web.give_back(request)
+        # Shielded: a group whose judgement was cancelled with its request would be leased to nobody.
+        return {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in found.items()}
+
+    @app.get("/run")
+    async def run():
+        return orchestrator.describe()
+
+    @app.post("/lease")
+    async def lease(request: fastapi.Request):
+        worker, capacity = desk.read(await web.read_json(request))
+        return {"groups": [dataclasses.asdict(group) for group in orchestrator.lease(worker, capacity)]}
+
+    @app.post("/submit")
+    async def submit(request: fastapi.Request):
+        verdicts = {key: await future for key, future in (await taken(request)).items()}
+        # Which groups are replayed is nobody's business.
+        return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
+
+    @app.exception_handler(ValueError)
+    async def refuse(request, error):
+        return web.error(400, str(error), "invalid_request_error")
+
+    return app
