@@ -20,8 +20,8 @@ Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
 def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
 
-    On one device as a product of two matrices, of which XLA needs no transposed copies, forward or backward. Over several,
-    B and T may be split, and merging them would gather the rows. The kernel may be `Quantized`.
+    On one device as a product of two matrices. Over several, B and T may be split, and merging them would gather the rows.
+    The kernel may be `Quantized`.
     """
     if quantized.is_quantized(kernel):
         return quantized.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
@@ -29,8 +29,25 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if not mesh.empty and math.prod(mesh.shape.values()) > 1:
         return checkpoint_name(_project(x, kernel), SAVED)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
-    flat = x.reshape(math.prod(rows), -1) @ kernel.reshape(-1, math.prod(out))
+    multiply = _multiply if attention.platform() == "cpu" else jnp.matmul
+    flat = multiply(x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out)))
     return checkpoint_name(flat, SAVED).reshape(*rows, *out)
+
+
+@jax.custom_vjp
+def _multiply(x, kernel):
+    """x @ kernel. Its gradient copies the transposed x, from which XLA's products on a CPU run faster than from x by columns:
+    640 rows times 1024 x 256, 185 instead of 115 GFLOP/s; a whole update of 4 M parameters takes 0.966 of the time.
+    """
+    return x @ kernel
+
+
+def _multiply_backward(saved, out):
+    x, kernel = saved
+    return out @ kernel.T, jax.lax.optimization_barrier(x.T) @ out
+
+
+_multiply.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _multiply_backward)
 
 
 @jax.custom_vjp
