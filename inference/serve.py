@@ -17,6 +17,7 @@ Routes, by file: generate_routes (/inference/v1/generate), openai_routes (/v1/ch
 import argparse
 import contextlib
 import os
+import pathlib
 import resource
 import signal
 import sys
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     source.add_argument(
         "--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays"
     )
-    source.add_argument("--model", help="a Hugging Face folder: config.json, safetensors, tokenizer.json")
+    source.add_argument("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub id")
     parser.add_argument("--weights_key", help="hex of the public key that must have signed the weights")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free port")
@@ -118,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     options = {"max_queue": args.max_queue, "prefix_cache_bytes": args.prefix_cache_mib * 2**20}
+    options |= {"say": lambda line: print(line, file=sys.stderr, flush=True)}
     try:
+        _check(args)
         options |= {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize}
         config = engine_lib.EngineConfig(
             args.num_slots,
@@ -170,6 +173,19 @@ def main(argv: list[str] | None = None) -> int:
         grpc_server.stop(args.drain_s)
     server.close()
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("max_queue", 1), ("prefix_cache_mib", 0), ("watch", 0), ("drain_s", 0), ("max_model_len", 2)):
+        if not getattr(args, name) >= least:
+            raise ValueError(f"--{name} = {getattr(args, name)} must be at least {least}")
+    if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
+        raise ValueError(f"--grpc_port = {args.grpc_port} must be in 0..65535")
+    if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():
+        raise ValueError(f"--address_file {args.address_file} lies in no directory; make it first")
+    if args.model and (args.weights_key or args.watch):
+        name = "weights_key" if args.weights_key else "watch"
+        raise ValueError(f"--{name} is of a broadcast, and --model is a folder; leave it out, or serve --weights")
 
 
 def _allow_many_files() -> None:

@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from sharding import mesh as mesh_lib
 from sharding import source as source_lib
 
 RELAY_LAG_S = 60.0  # how long a version that was announced may take to reach our relays
+NOTICE_S = 5.0  # how long a server waits for the first version before it says so
 
 
 @dataclasses.dataclass
@@ -144,23 +145,34 @@ def start(
     timeout_s: float = 600.0,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    say: Callable[[str], None] = lambda line: None,
     **options,
 ) -> Server:
     """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
     `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `quantize`: a name of
-    weights.QUANTIZATIONS. `options`: those of `Scheduler`.
+    weights.QUANTIZATIONS. `say` hears what takes long. `options`: those of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
-    version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
+    try:
+        version = broadcast.wait_for(source, 0, timeout_s=min(NOTICE_S, timeout_s))
+    except TimeoutError as error:
+        say(f"waiting for weights: {error}")
+        version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
+    say(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
+    if not {"model", "tokenizer"} <= metadata.keys():
+        raise ValueError(
+            f"version {version} under {weights} says neither its model nor its tokenizer, as those of sharding.broadcast "
+            f"publish-dir do not; serve what rl.train publishes, or a folder by --model"
+        )
     model = config_lib.ModelConfig(**metadata["model"])
     store = weights_lib.Store(model, devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.on_arrival, key=key)
     tokenizer = tokenizer_lib.load(metadata["tokenizer"])
-    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options)
+    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options, say)
     server.key, server.have = key, pulled
     return server
 
@@ -171,15 +183,18 @@ def start_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    say: Callable[[str], None] = lambda line: None,
     **options,
 ) -> Server:
-    """Loads a Hugging Face folder as version 0; see `start`."""
-    from models import hf
+    """Loads a Hugging Face folder, or a hub id, as version 0; see `start`."""
+    from models import hf, hub
 
+    say(f"loading {folder}")
+    folder = str(hub.folder(folder))
     devices = host_mesh(mesh, config)
     tokenizer = tokenizer_lib.load(folder)
     store = weights_lib.Store(hf.read_config(folder), devices, quantize)
-    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options)
+    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options, say)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -211,8 +226,16 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
 _HAS = {"lack": "needs", "have": "has not"}
 
 
-def _serve(weights, tokenizer, config: engine_lib.EngineConfig, params, version: int, store, options: dict) -> Server:
+def _serve(
+    weights, tokenizer, config: engine_lib.EngineConfig, params, version: int, store, options: dict, say: Callable
+) -> Server:
+    if tokenizer.vocab_size > store.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} entries and the model {store.model.vocab_size}: they are not of one "
+            f"checkpoint; give a folder whose tokenizer.json and config.json belong together"
+        )
     check_params(params, store.model)
+    say("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
     scheduler = scheduler_lib.Scheduler(engine, params, version, state=_compile(engine, params), **options)

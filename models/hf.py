@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import config as config_lib
-from models import hf_config, hf_names, tensor_file, transformer
+from models import hf_config, hf_names, hub, tensor_file, transformer
 from sharding import rules
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
@@ -61,7 +61,7 @@ def load(
     Raises:
       ValueError: an unsupported architecture, a damaged file, or tensors that are missing, of another shape or unknown.
     """
-    folder = _folder(path_or_repo)
+    folder = hub.folder(path_or_repo)
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
     reader = tensor_file.Reader(folder)
     wanted = hf_names.tensors(config)
@@ -87,7 +87,7 @@ def read_config(
     path_or_repo: str | pathlib.Path, *, dtype: str | None = None, scan_layers: bool = False
 ) -> config_lib.ModelConfig:
     """The config that `load` would return, without its parameters."""
-    path = _folder(path_or_repo) / "config.json"
+    path = hub.folder(path_or_repo) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a checkpoint folder holds config.json and .safetensors files")
     try:
@@ -214,30 +214,6 @@ def _check_dtypes(reader: tensor_file.Reader, wanted) -> None:
             raise ValueError(
                 f"tensor {name} has dtype {dtype}: quantised weights are not read; dequantise the checkpoint to bfloat16"
             )
-
-
-def _folder(path_or_repo: str | pathlib.Path) -> pathlib.Path:
-    folder = pathlib.Path(path_or_repo)
-    if folder.is_dir():
-        return folder
-    if (
-        isinstance(path_or_repo, pathlib.Path)
-        or path_or_repo.startswith((".", "/", "~"))
-        or path_or_repo.count("/") != 1
-    ):
-        raise ValueError(
-            f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id such as 'Qwen/Qwen3-0.6B'"
-        )
-    import huggingface_hub  # a second of imports that a local checkpoint does not need
-
-    try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(path_or_repo, allow_patterns=["*.safetensors", "*.json", "*.jinja"])
-        )
-    except (OSError, ValueError) as error:  # no network, no such repository, no right to it
-        raise ValueError(
-            f"{path_or_repo} is neither a folder nor a hub repository that can be fetched: {error}"
-        ) from error
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -395,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(args) -> int:
-    folder = _folder(args.dir)
+    folder = hub.folder(args.dir)
     config = read_config(folder)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -418,9 +394,9 @@ def _inspect(args) -> int:
 def _convert(args) -> int:
     check_new(pathlib.Path(args.out))
     config, params = load(args.dir, dtype=args.dtype)
-    hf = json.loads((_folder(args.dir) / "config.json").read_text("utf-8"))
+    hf = json.loads((hub.folder(args.dir) / "config.json").read_text("utf-8"))
     kept = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in hf}
-    folder = _folder(args.dir)
+    folder = hub.folder(args.dir)
 
     def copy_beside(out: pathlib.Path) -> None:
         for name in BESIDE:
@@ -465,7 +441,7 @@ def _logit_difference(folder: str, config: config_lib.ModelConfig, params) -> tu
     except ImportError as error:
         raise ValueError(f"comparing logits needs torch and transformers ({error}); or name a second folder") from error
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 32))
-    model = transformers.AutoModelForCausalLM.from_pretrained(_folder(folder), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub.folder(folder), dtype=torch.float32).eval()
     with torch.no_grad():
         expected_BTV = model(torch.as_tensor(tokens_BT)).logits.numpy()
     hidden_BTD = transformer.apply(params, config, jnp.asarray(tokens_BT, jnp.int32))

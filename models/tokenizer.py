@@ -359,7 +359,7 @@ def byte_chatml() -> Tokenizer:
 
 
 def load(name_or_dir: str | os.PathLike) -> Tokenizer:
-    """`byte_chatml`, or the tokenizer of a Hugging Face folder."""
+    """`byte_chatml`, or the tokenizer of a Hugging Face folder or hub id."""
     if name_or_dir == BYTE_CHATML:
         return byte_chatml()
     folder = tokenizer_folder.read(name_or_dir)

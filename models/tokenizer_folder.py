@@ -15,6 +15,8 @@ import pathlib
 
 import tokenizers
 
+from models import hub
+
 # What tokenizer_config.json calls its specials, and a template by the same name.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -29,7 +31,10 @@ class Folder:
 
 
 def read(path: str | os.PathLike) -> Folder:
+    """`path` may be a hub id: then its files are downloaded first."""
     directory = pathlib.Path(path)
+    if not directory.is_dir() and hub.is_id(path):
+        directory = hub.folder(path, hub.TOKENIZER)
     missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (directory / name).is_file()]
     if missing:
         raise FileNotFoundError(

@@ -101,12 +101,16 @@ def run(main: Callable[[], None]) -> None:
         _fail(message, code)
 
 
+# What a disk or a path is at fault for, whoever's call it was.
+OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
 def explain(error: BaseException) -> tuple[str, int, int]:
     """(Message, exit code, rank of sharding/hosts.py) of an error that ends a command."""
     if isinstance(error, KeyboardInterrupt):
         return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    if isinstance(error, (ValueError, OSError)) and (full or _raised_by_us(error)):
+    outside = isinstance(error, OSError) and error.errno in OUTSIDE
+    if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
         told_elsewhere = str(error).endswith("see their errors")  # a publisher's, of hosts that could not publish
         return str(error), 1, hosts_lib.CONSEQUENCE if told_elsewhere else hosts_lib.MISTAKE
     return f"{type(error).__name__}: {error}".splitlines()[0], 1, hosts_lib.BUG

@@ -263,6 +263,10 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         return
     envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
     if config.trust.bands:
+        if not pathlib.Path(config.trust.bands).is_file():
+            raise ValueError(
+                f"trust.bands = {config.trust.bands!r} is no file; give what `python -m rl.validator calibrate` wrote"
+            )
         validator.load_bands(config.trust.bands)
     listening.listen(config.topology.host, config.topology.port).close()
     if config.topology.mode == "remote":

@@ -31,6 +31,7 @@ from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
+NOTICE_S = 5.0  # how long an orchestrator may be away before the worker says so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ async def _patiently(
     http: httpx.AsyncClient, method: str, path: str, give_up_s: float, make_body: Callable[[], dict] = dict
 ) -> dict:
     """One exchange with the orchestrator, repeated while it cannot be reached; a body is made for each attempt."""
-    deadline = time.monotonic() + give_up_s
+    begun, told = time.monotonic(), False
     while True:
         try:
             response = await http.request(method, path, **make_body())
@@ -164,8 +165,12 @@ async def _patiently(
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > give_up_s:
                 raise ConnectionError(f"the orchestrator at {http.base_url} is gone: {error}") from error
+            if waited > NOTICE_S and not told:
+                told = True
+                print(f"waiting for the orchestrator at {http.base_url}: {error}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
 
 
@@ -182,6 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.exit_with_parent:
         web.stop_at_eof(lambda: os._exit(0))  # nothing to save: what was not submitted is leased again
     try:
+        if not args.orchestrator.startswith(("http://", "https://")):
+            raise ValueError(f"--orchestrator {args.orchestrator!r} is no URL such as http://host:port")
+        if args.concurrency < 1:
+            raise ValueError(f"--concurrency = {args.concurrency} must be at least 1")
         key = _load_key(args.key)
         asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
     except (ValueError, OSError) as error:

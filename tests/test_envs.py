@@ -184,3 +184,11 @@ def test_every_dataset_is_the_same_in_another_process():
         digests.append(dict(re.findall(r"(reasoning_gym:\w+) ([0-9a-f]{64})", printed)))
     assert digests[0].keys() == set(names)
     assert digests[0] == digests[1]
+
+
+def test_options_of_another_environment_are_refused():
+    """As when a command line changes the environment and its config file's options stay."""
+    with pytest.raises(ValueError, match="gsm8k has no option 'alphabet' .env.options.; it has path, system_prompt"):
+        envs.load("gsm8k", alphabet="ab")
+    with pytest.raises(ValueError, match="reverse_text has no option 'max_lenght' .*did you mean 'max_length'"):
+        envs.load("reverse_text", max_lenght=5, seed=3)

@@ -22,6 +22,7 @@ import pytest
 from inference import kv_cache
 from models import config as config_lib
 from models import hf, hf_config, hf_names, layers, presets, tensor_file, transformer
+from models import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -588,6 +589,24 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
     (folder / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="config.json holds list, not an object"):
         hf.load(folder)
+
+
+def test_a_hub_id_is_fetched(monkeypatch):
+    """Weights with everything beside them; a tokenizer without weights."""
+    asked = []
+
+    def download(repo, allow_patterns):
+        asked.append((repo, allow_patterns))
+        return str(FOLDERS["qwen2_tied_bf16"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert hf.read_config("Owner/Name") == hf.read_config(FOLDERS["qwen2_tied_bf16"])
+    with pytest.raises(FileNotFoundError, match="lacks tokenizer.json"):  # the fixture has none
+        tokenizer_lib.load("Owner/Name")
+    (repo, weights), (same, beside) = asked
+    assert repo == same == "Owner/Name" and "*.safetensors" in weights and "*.safetensors" not in beside
+    with pytest.raises(ValueError, match="not a folder"):
+        hf.read_config("./Owner/Name")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

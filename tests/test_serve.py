@@ -569,3 +569,18 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     finally:
         server.close()
         plain.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max_queue", "0"], "--max_queue = 0 must be at least 1"),
+        (["--max_model_len", "1"], "--max_model_len = 1 must be at least 2"),
+        (["--watch", "nan"], "--watch = nan must be at least 0"),
+        (["--grpc_port", "99999"], "--grpc_port = 99999 must be in 0..65535"),
+        (["--weights_key", "ab"], "--weights_key is of a broadcast"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_loaded(arguments, words, capsys):
+    assert serve.main(["--model", "nowhere", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {words}")

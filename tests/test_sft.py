@@ -111,6 +111,42 @@ def write(path, records):
     return str(path)
 
 
+def test_messages_as_other_tools_write_them(tmp_path):
+    """OpenAI's: arguments as a string, null beside a call, parts of text; and a separator of lines inside a text."""
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one\u2028two"}, {"type": "text", "text": "\x85"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
+    ((user, assistant),) = (record["messages"] for record in sft.read_conversations(str(path)))
+    assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
+    assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
+    for wrong, words in (
+        ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is no text"),
+        ({"role": "user", "content": {"text": "x"}}, "must be a string, or parts of text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "must be a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call needs function.name"),
+        ({"role": "assistant", "tool_calls": {}}, "tool_calls must be a list"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sft.read_conversations(write(tmp_path / "wrong.jsonl", [{"messages": [wrong]}]))
+    for missing in ("absent.jsonl", ".", "empty.jsonl"):
+        (tmp_path / "empty.jsonl").write_text("\n")
+        with pytest.raises(ValueError, match="warmup.data = .* (cannot be read|is empty)"):
+            sft.read_conversations(str(tmp_path / missing))
+
+
+def test_a_template_in_which_no_answer_can_be_found_is_told_apart():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    plain = tokenizer_lib.Tokenizer(
+        CHATML.model, CHATML.specials, template, CHATML.pad_id, CHATML.eos_id, CHATML.stop_ids
+    )
+    with pytest.raises(ValueError, match="does not show where an answer begins.*generation"):
+        sft.stream(plain, TURNS, max_length=200)
+
+
 def test_conversations_are_read_and_wrong_lines_named(tmp_path):
     good = write(tmp_path / "good.jsonl", [conversation("ab"), conversation("é") | {"tools": [{"name": "f"}]}])
     first, second = sft.read_conversations(good)

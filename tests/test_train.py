@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from models import hf, tokenizer, transformer
-from rl import metrics, packing
+from rl import metrics, packing, train
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 
@@ -157,6 +157,26 @@ def test_evaluate_scores_a_checkpoint(finished):
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr  # names what exists
+
+
+@pytest.mark.slow
+def test_other_questions_of_a_finished_run_are_kept_apart(finished):
+    workdir, _ = finished
+    before, entries = ((workdir / name).read_bytes() for name in ("config.json", "evaluations.json"))
+    asked = {"evaluation.samples_per_task": 2, "evaluation.temperature": 0.5, "evaluation.num_tasks": 3}
+    argv = [*command(workdir, module="rl.evaluate"), *(f"--config.{name}={value}" for name, value in asked.items())]
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    (kept,) = json.loads((workdir / "other_evaluations.json").read_text())
+    assert kept["changed"] == asked and kept["scores"]["num_tasks"] == 3 and "pass@2" in kept["scores"]
+    assert [(workdir / name).read_bytes() for name in ("config.json", "evaluations.json")] == [before, entries]
+
+
+def test_the_terminal_shows_what_there_is():
+    """A loss of one's own, and cross_entropy, compare no policies; old log-probabilities of the learner hide the sampler's."""
+    assert train._line({"loss/total": 1.0, "rollout/reward": 0.5}) == {"reward": 0.5, "loss": 1.0}
+    both = {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.01}
+    assert train._line(both) == {"kl": 0.01} and train._line({"loss/mismatch_kl": 0.5}) == {"kl": 0.5}
 
 
 @pytest.mark.slow

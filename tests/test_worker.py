@@ -373,3 +373,15 @@ def test_the_process_works_without_jax_and_ends_with_its_parent(play):
 def test_it_imports_no_jax():
     code = "import rl.worker, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--orchestrator", "host:1"], "'host:1' is no URL"),
+        (["--orchestrator", "http://h", "--concurrency", "0"], "= 0"),
+    ],
+)
+def test_a_mistake_is_told_at_once(arguments, words, capsys):
+    """Not after minutes of asking an address that cannot be."""
+    assert worker.main(arguments) == 1 and words in capsys.readouterr().err

@@ -5,6 +5,8 @@ Nothing here imports jax: a rollout worker starts in about a second.
 """
 
 import difflib
+import inspect
+from collections.abc import Callable
 
 from rl.envs import environment, gsm8k, reasoning, reverse_text
 
@@ -26,4 +28,13 @@ def load(name: str, **options) -> environment.Environment:
         return environment.checked(reasoning.build(variant, **options))
     if variant:
         raise ValueError(f"{name!r}: {kind} takes no variant; write {kind!r}")
+    _check_options(kind, ENVS[kind], options)
     return environment.checked(ENVS[kind](**options))
+
+
+def _check_options(kind: str, build: Callable, options: dict) -> None:
+    known = [p.name for p in inspect.signature(build).parameters.values() if p.name != "seed"]
+    for option in options.keys() - {"seed", *known}:
+        close = difflib.get_close_matches(option, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"{kind} has no option {option!r} (env.options); {hint}it has {', '.join(known)}")
