@@ -1,7 +1,8 @@
 """The few things every HTTP service here shares: a server, a body read with limits, errors in OpenAI's shape.
 
 What a client may do, and what it may not cost:
-1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut.
+1. A connection that sends no whole request head within 30 s, or takes no bytes of its answer for 60 s, is cut. An address may
+   hold as many connections as it leaves free of those that the process can have open; the next one is cut at once.
 2. A body is read up to a limit of bytes. A pause of 30 s in it ends the request (408), and so does one that comes at less than
    32 KiB/s beyond its first 30 s: 64 MiB take 35 minutes at most, and a few bytes hold a part of the budget for 30 s.
 3. All bodies of a server together have a budget. An address may hold as many bytes as it leaves free: one takes at most
@@ -18,6 +19,7 @@ import hmac
 import ipaddress
 import json
 import os
+import resource
 import threading
 import time
 from collections.abc import Awaitable
@@ -32,6 +34,7 @@ from uvicorn.protocols.http import h11_impl
 MAX_BODY_BYTES = 64 * 2**20
 MAX_JSON_BYTES = 2**16
 MAX_BODIES_BYTES = 512 * 2**20  # of a server, all connections together
+MAX_FILES = 2**16  # open ones that are asked for
 RETRY_S = 2
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
 BODY_GRACE_S, MIN_BODY_RATE = 30.0, 2**15  # bytes per second, beyond the first seconds
@@ -49,17 +52,24 @@ class Full(Exception):
     """The budget of bodies is taken."""
 
 
-def server(app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES) -> uvicorn.Server:
+def server(
+    app: fastapi.FastAPI,
+    *,
+    drain_s: int = 5,
+    max_bodies_bytes: int = MAX_BODIES_BYTES,
+    max_connections: int | None = None,
+) -> uvicorn.Server:
     """A quiet uvicorn server; call `.run(sockets=[sock])`, stop it by `should_exit = True` or SIGTERM.
 
-    It then takes no more connections, and gives the requests it has `drain_s` to end.
+    It then takes no more connections, and gives the requests it has `drain_s` to end. `max_connections`: by default three
+    quarters of the files that the process may have open.
     """
     app.add_exception_handler(requests.ClientDisconnect, hung_up)
     app.add_exception_handler(TooSlow, _too_slow)
     app.add_exception_handler(Full, _full)
     # log_config: uvicorn's default resets all of logging, and with it absl's handler, which then closes standard error
     config = uvicorn.Config(
-        _Budgeted(app, Budget(max_bodies_bytes)),
+        _Budgeted(app, Budget(max_bodies_bytes), Budget(max_connections or _most_files() * 3 // 4)),
         http=_Protocol,
         log_config=None,
         log_level="error",
@@ -130,22 +140,23 @@ async def read_json(request: fastapi.Request, max_bytes: int = MAX_JSON_BYTES) -
 
 
 class Budget:
-    """Bytes of bodies that one server holds, by the address they came from. Used from its event loop alone."""
+    """What one server holds of something, by the address it is for: bytes of bodies, connections. Used from its event loop alone."""
 
-    def __init__(self, max_bytes: int):
-        self.free = max_bytes
+    def __init__(self, size: int):
+        self.free = size
         self.held: collections.Counter[str] = collections.Counter()
 
-    def take(self, address: str, num_bytes: int) -> None:
-        """Full where the address would then hold more than it leaves free."""
-        if self.held[address] + num_bytes > self.free - num_bytes:
-            raise Full(f"request bodies of your address take {self.held[address]} bytes, and {self.free} are free")
-        self.free -= num_bytes
-        self.held[address] += num_bytes
+    def take(self, address: str, amount: int) -> bool:
+        """False where the address would then hold more than it leaves free."""
+        if self.held[address] + amount > self.free - amount:
+            return False
+        self.free -= amount
+        self.held[address] += amount
+        return True
 
-    def give_back(self, address: str, num_bytes: int) -> None:
-        self.free += num_bytes
-        self.held[address] -= num_bytes
+    def give_back(self, address: str, amount: int) -> None:
+        self.free += amount
+        self.held[address] -= amount
         if not self.held[address]:
             del self.held[address]
 
@@ -214,7 +225,9 @@ class _Part:
         self._budget, self._address, self._held = budget, address, 0
 
     def take(self, num_bytes: int) -> None:
-        self._budget.take(self._address, num_bytes)
+        if not self._budget.take(self._address, num_bytes):
+            held, free = self._budget.held[self._address], self._budget.free
+            raise Full(f"request bodies of your address take {held} bytes, and {free} are free")
         self._held += num_bytes
 
     def give_back(self) -> None:
@@ -227,19 +240,28 @@ class _Budgeted:
 
     KEY = "intellax.body"
 
-    def __init__(self, app: asgi.ASGIApp, budget: Budget):
-        self._app, self._budget = app, budget
+    def __init__(self, app: asgi.ASGIApp, budget: Budget, connections: Budget):
+        self._app, self._budget, self.connections = app, budget, connections
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        part = _Part(self._budget, _party((scope.get("client") or ("",))[0]))
+        part = _Part(self._budget, _party(scope))
         try:
             await self._app(scope | {self.KEY: part}, receive, send)
         finally:
             part.give_back()
 
 
-def _party(host: str) -> str:
-    """Who shares a part with this address: an IPv4 address alone, an IPv6 one with its network."""
+def party(request: fastapi.Request) -> str:
+    """Who shares what a server has to give with the client of this request."""
+    return _party(request.scope)
+
+
+def _party(scope: asgi.Scope) -> str:
+    return _network((scope.get("client") or ("",))[0])
+
+
+def _network(host: str) -> str:
+    """An IPv4 address alone, an IPv6 one with its network."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -262,15 +284,32 @@ def stop_at_eof(stop) -> None:
     threading.Thread(target=wait, name="stop-at-eof", daemon=True).start()
 
 
+def _most_files() -> int:
+    """Files that this process may have open, once it has asked for as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 class _Protocol(h11_impl.H11Protocol):
     """uvicorn's HTTP/1.1, with a limit on how long a connection may be of no use."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _held_by: str | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self._expect_head()
+        network = _network((self.client or ("",))[0])
+        if self.config.app.connections.take(network, 1):
+            self._held_by = network
+            self._expect_head()
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:
@@ -282,6 +321,8 @@ class _Protocol(h11_impl.H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop("_head_timer")
         self._stop("_write_timer")
+        if self._held_by is not None:
+            self.config.app.connections.give_back(self._held_by, 1)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:

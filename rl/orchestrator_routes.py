@@ -1,11 +1,13 @@
 """What workers reach of an orchestrator over HTTP: `GET /run`, `POST /lease`, `POST /submit`.
 
-A file is decoded and its groups are looked up in one of two slots, which bounds the memory. What is still to be judged then
-was leased to its signer, so that it is no more than the batches in the making hold anyway: it waits for its scorer in
-rl/turns.py, and keeps neither a slot nor a part of the body budget meanwhile. A slow scorer delays the worker that it is slow for.
+A file is decoded and its groups are looked up in one of two threads, which bounds the memory; addresses take turns there
+(rl/turns.py). What is still to be judged then was leased to its signer, so that it is no more than the batches in the making hold
+anyway: it waits for its scorer, workers in turn, and keeps neither a thread nor a part of the body budget meanwhile. So what is
+slow delays whoever sent it.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -15,21 +17,30 @@ from starlette import requests
 from inference import rollout as rollout_lib
 from inference import web
 from rl import lease as lease_lib
+from rl import turns
 
 NUM_DECODES = 2  # at a time: 0.8 GiB each at worst
 
 
 def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
     """`invited`: public keys of the workers that may lease; empty for anybody."""
-    app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None)
+    decoders = turns.Turns(NUM_DECODES, "decode")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        yield
+        decoders.close()
+
+    app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
     desk = lease_lib.Desk(invited)
-    decoding = asyncio.Semaphore(NUM_DECODES)
+
+    def take(body: bytes) -> dict:
+        return orchestrator.submit(rollout_lib.from_parquet(body))
 
     async def taken(request: fastapi.Request) -> dict[str, asyncio.Future]:
         body = await web.read_body(request, hold=True)
-        async with decoding:
-            found = await asyncio.to_thread(lambda: orchestrator.submit(rollout_lib.from_parquet(body)))
+        found = await asyncio.wrap_future(decoders.submit(web.party(request), take, body))
         web.give_back(request)
         # Shielded: a group whose judgement was cancelled with its request would be leased to nobody.
         return {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in found.items()}

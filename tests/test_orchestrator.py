@@ -490,6 +490,29 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     orchestrator.close()
 
 
+def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
+    orchestrator, go_on, decode = make(), threading.Event(), rollout_lib.from_parquet
+    monkeypatch.setattr(
+        rollout_lib, "from_parquet", lambda body: decode(body) if body != b"slow" or go_on.wait(WAIT_S) else []
+    )
+    url = orchestrator.serve()
+    publish(orchestrator, 0)
+
+    def post(body, address):
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_S) as http:
+            return http.post(f"{url}/submit", content=body)
+
+    slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
+    (budget,) = {orchestrator._web.config.app._budget}
+    proxy.wait_until(lambda: budget.held["127.0.0.2"] == 5 * len(b"slow"))
+    good = rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
+    assert list(post(good, "127.0.0.1").json()["verdicts"].values()) == ["taken"]
+    assert not any(future.done() for future in slow)
+    go_on.set()
+    assert all(future.result(WAIT_S).status_code == 400 for future in slow)
+    orchestrator.close()
+
+
 def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
     """However often: a slow task ends no run. What was signed is kept as it was; a group refused otherwise loses the note."""
     refusals = ["sampling: not what the seed draws"]

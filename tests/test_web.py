@@ -4,9 +4,12 @@ A real server of a few routes, and raw clients on several loopback addresses, ea
 """
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 import threading
+import time
 
 import fastapi
 import httpx
@@ -148,7 +151,7 @@ def test_an_address_is_that_of_the_connection(running):
     ],
 )
 def test_a_network_of_ipv6_is_one_address(host, party):
-    assert web._party(host) == party
+    assert web._network(host) == party
 
 
 def test_what_a_route_holds_counts_until_it_answers(running):
@@ -211,6 +214,37 @@ def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
 
     asyncio.run(main())
     assert all_given_back(budget)
+
+
+def test_an_address_leaves_connections_to_others():
+    """Who opens one after another is cut, a client elsewhere is served, and who closes some may open others."""
+    server = web.server(fastapi.FastAPI(), max_connections=20)
+    sock = listening.listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    host, port = listening.address(sock).removeprefix("http://").split(":")
+
+    def answers(source):
+        """A connection from there, and whether the server lets it ask."""
+        opened = socket.create_connection((host, int(port)), WAIT_S, source_address=(source, 0))
+        with contextlib.suppress(ConnectionError):
+            opened.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+            return opened, opened.recv(100).startswith(b"HTTP/1.1 200")
+        return opened, False
+
+    greedy = [answers("127.0.0.2") for _ in range(14)]
+    assert [served for _, served in greedy] == [True] * 10 + [False] * 4
+    other, served = answers("127.0.0.3")
+    assert served
+    for opened, _ in greedy[:5]:
+        opened.close()
+    deadline = time.monotonic() + WAIT_S
+    while not (again := answers("127.0.0.2"))[1]:
+        assert time.monotonic() < deadline
+    for opened in (other, again[0], *(opened for opened, _ in greedy[5:])):
+        opened.close()
+    server.should_exit = True
+    thread.join(WAIT_S)
 
 
 def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
