@@ -165,6 +165,7 @@ def get_config() -> config_dict.ConfigDict:
     t.row_length = 256  # tokens per packed row
     t.rows = 8  # rows of a micro-batch; gradients accumulate over as many as the batch needs
     t.share_prompts = True  # compute a group's prompt once; its samples attend to the one copy
+    t.router_replay = False  # run the experts that the sampler ran (R3): rollouts say which, a byte or two each
 
     c.optimizer = o = config_dict.ConfigDict()
     o.learning_rate = 3e-4  # of RL; the warm-up has its own
@@ -210,6 +211,7 @@ def get_config() -> config_dict.ConfigDict:
     tr.margin = 0.02  # noised-logit gap, in nats, up to which a claimed token counts as the argmax
     tr.max_wrong_tokens = 0  # per rollout, beyond the margin
     tr.logprob_tolerance = 1e-3  # claimed against replayed log-probability; 0.05 for bfloat16
+    tr.routing_margin = 0.02  # nats of a router's logits by which a claimed expert may miss the best; 0.2 for bfloat16
     tr.bands = ""  # JSON of `python -m rl.validator calibrate`; "": the limits above, and nothing summed per worker
 
     # Held-out evaluation: greedy at temperature 0.

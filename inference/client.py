@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import httpx
+import numpy as np
 
 from inference import rollout as rollout_lib
 
@@ -31,6 +32,9 @@ class Sample:
     prompt_version: int
     finish_reason: str
     proofs: bytes
+    experts: np.ndarray | None = (
+        None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token], where asked for
+    )
 
 
 class Unavailable(RuntimeError):
@@ -73,7 +77,9 @@ class Client:
         ValueError where a server refuses the request; Unavailable where none gives a sound answer within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
-        return await self._post("/inference/v1/generate", body, lambda response: _read_reply(response, sampling))
+        return await self._post(
+            "/inference/v1/generate", body, lambda response: _read_reply(response, sampling, len(body["token_ids"]))
+        )
 
     async def update_weights(self, version: int) -> None:
         """Asks every server to serve at least `version`; returns once all do."""
@@ -123,10 +129,10 @@ def _raise_for(response: httpx.Response) -> None:
         raise ValueError(f"{response.request.url} refused the request: {message}")
 
 
-def _read_reply(response: httpx.Response, sampling: dict) -> list[Sample]:
+def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> list[Sample]:
     """The samples that `sampling` asked for; Malformed for whatever else a server may send."""
     try:
-        samples = [_read_choice(choice, sampling) for choice in response.json()["choices"]]
+        samples = [_read_choice(choice, sampling, num_prompt) for choice in response.json()["choices"]]
     except (KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Malformed(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
     except ValueError as error:
@@ -136,7 +142,7 @@ def _read_reply(response: httpx.Response, sampling: dict) -> list[Sample]:
     return samples
 
 
-def _read_choice(choice: dict, sampling: dict) -> Sample:
+def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
     """Checks one choice, so that it makes a rollout that can be signed; ValueError names what a server got wrong."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -158,4 +164,20 @@ def _read_choice(choice: dict, sampling: dict) -> Sample:
     proofs = base64.b64decode(choice["proofs"], validate=True)
     if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
         raise ValueError(f"server sent {len(proofs)} bytes of proofs; at most {rollout_lib.MAX_PROOF_BYTES} are taken")
-    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], choice["finish_reason"], proofs)
+    experts = None
+    if sampling.get("return_routed_experts"):
+        experts = _read_experts(choice["routed_experts"], num_prompt + len(tokens) - 1)
+    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], choice["finish_reason"], proofs, experts)
+
+
+def _read_experts(field: dict, num_rows: int) -> np.ndarray:
+    shape, dtype = field["shape"], str(field["dtype"])[:80]
+    if dtype not in ("uint8", "uint16") or field["start"] != 0:
+        raise ValueError(f"server sent routed_experts of {dtype!r} from token {str(field['start'])[:80]} on")
+    if len(shape) != 3 or any(type(size) is not int or not 0 < size < 2**31 for size in shape) or shape[0] != num_rows:
+        raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were to come")
+    data = base64.b64decode(field["data"], validate=True)
+    dtype = np.dtype(dtype).newbyteorder("<")
+    if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:
+        raise ValueError(f"server sent {len(data)} bytes of routed_experts of shape {shape}")
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -14,6 +14,10 @@ whole group and need not trust a worker), `task_rewards` (= rewards), `length_pe
 `output_*` the rest of it, gaps included. `rewards`, `temperature` are float64 where theirs are float32: the signature
 covers the exact numbers.
 
+Runs that replay routers add `ROUTED_SCHEMA`: which experts ran each token but the last, for every layer of the model, as
+bytes beside their shape; the bytes per index are the length over the product of the shape. Other files do not have
+these columns, and a row without a claim has none of either.
+
 Left out: `prompt` and `completion` as text (a tokenizer makes them from tokens, and a mismatch would be one more lie
 to check); dictionary and delta encodings on read (a few bytes of them expand to any amount of memory).
 
@@ -28,6 +32,7 @@ import os
 import pathlib
 import re
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +48,7 @@ from sharding import atomic_file
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
+MAX_ROUTED_BYTES = 2**27  # per stream; 16,000 tokens of 48 layers with 8 experts each take 6 MB
 MAX_REWARD_PARTS = 64
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
 MAX_NAME = 256  # characters of an environment's or a reward's name
@@ -81,6 +87,7 @@ class Rollout:
     proofs: bytes  # toploc.join of the proofs of the sampled rows
     worker: str  # hex of the ed25519 public key; "" until signed
     signature: bytes  # 64 bytes over `digest`; b"" until signed
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
 
 
 SCHEMA = pa.schema(
@@ -113,6 +120,12 @@ SCHEMA = pa.schema(
             ("worker", pa.string()),
             ("signature", pa.binary()),
         ]
+    ]
+)
+ROUTED_SCHEMA = pa.schema(
+    [
+        pa.field("routed_experts", pa.binary(), nullable=False),  # little-endian
+        pa.field("routed_experts_shape", pa.list_(pa.int32()), nullable=False),  # empty: no claim
     ]
 )
 
@@ -166,7 +179,12 @@ def to_parquet(rollouts: list[Rollout]) -> bytes:
         "worker": [rollout.worker for rollout in rollouts],
         "signature": [rollout.signature for rollout in rollouts],
     }
-    table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+    schema, experts = SCHEMA, [rollout.routed_experts for rollout in rollouts]
+    if any(array is not None for array in experts):
+        schema = pa.schema([*SCHEMA, *ROUTED_SCHEMA])
+        columns["routed_experts"] = [b"" if array is None else _little_endian(array) for array in experts]
+        columns["routed_experts_shape"] = [() if array is None else array.shape for array in experts]
+    table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
     sink = pa.BufferOutputStream()
     pq.write_table(
         table,
@@ -187,12 +205,12 @@ def from_parquet(data: bytes) -> list[Rollout]:
     rollout_file.check(data)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        _check_schema(file.schema_arrow)
+        schema = _checked_schema(file.schema_arrow)
         table = file.read(use_threads=False)
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise ValueError(f"rollout file: not readable as Parquet: {error}") from error
-    columns = {name: _column(name, table.column(name)) for name in SCHEMA.names if name != "problem_id"}
+    columns = {name: _column(name, table.column(name)) for name in schema.names if name != "problem_id"}
     return [_row(columns, row) for row in range(table.num_rows)]
 
 
@@ -266,7 +284,7 @@ def digest(rollout: Rollout) -> bytes:
 
     The preimage is "intellax/rollout/1", then per field, in the order below: name and payload, each behind its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian; `rewards` is
-    (name, value) sorted by name.
+    (name, value) sorted by name. `routed_experts`, its shape before its elements, is there only if it is claimed.
     """
     task = rollout.task
     parts = sorted((name.encode(), float(value)) for name, value in rollout.rewards.items())
@@ -289,6 +307,8 @@ def digest(rollout: Rollout) -> bytes:
         "proofs": rollout.proofs,
         "worker": rollout.worker.encode(),
     }
+    if (experts := rollout.routed_experts) is not None:
+        fields["routed_experts"] = struct.pack("<4q", *experts.shape, experts.itemsize) + _little_endian(experts)
     hasher = hashlib.sha256(b"intellax/rollout/1")
     for name, payload in fields.items():
         hasher.update(_framed(name.encode()) + _framed(payload))
@@ -299,19 +319,27 @@ def _framed(payload: bytes) -> bytes:
     return struct.pack("<Q", len(payload)) + payload
 
 
+def _little_endian(array: np.ndarray) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def _check_schema(schema: pa.Schema) -> None:
-    for position, field in enumerate(SCHEMA):
+def _checked_schema(schema: pa.Schema) -> pa.Schema:
+    """The one that it is: ours, or ours with the routed experts."""
+    more = schema.names[len(SCHEMA) :] == ROUTED_SCHEMA.names
+    wanted = pa.schema([*SCHEMA, *ROUTED_SCHEMA]) if more else SCHEMA
+    for position, field in enumerate(wanted):
         found = schema.field(position) if position < len(schema) else None
         if found is None or found.name != field.name or found.type != field.type:
             raise ValueError(
                 f"rollout file: column {position} must be {field.name}: {field.type}, got "
                 + (f"{found.name!r}: {found.type}" if found is not None else "nothing")
             )
-    if len(schema) != len(SCHEMA):
-        raise ValueError(f"rollout file: column {schema.names[len(SCHEMA)]!r} is not in the schema")
+    if len(schema) != len(wanted):
+        raise ValueError(f"rollout file: column {schema.names[len(wanted)]!r} is not in the schema")
+    return wanted
 
 
 def _column(name: str, chunked: pa.ChunkedArray) -> list:
@@ -323,7 +351,8 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
         raise ValueError(f"rollout file: column {name} must not hold nulls")
     # What is too much is refused before it is Python objects: they take up to a hundred times the bytes in the table.
     texts = array.keys if pa.types.is_map(array.type) else array
-    longest = {"proofs": MAX_PROOF_BYTES, "worker": 64, "finish_reason": 64, "signature": 64}.get(name, 4 * MAX_NAME)
+    limits = {"proofs": MAX_PROOF_BYTES, "routed_experts": MAX_ROUTED_BYTES}
+    longest = (limits | {"worker": 64, "finish_reason": 64, "signature": 64}).get(name, 4 * MAX_NAME)
     if not pa.types.is_list(array.type) and (texts.type == pa.string() or texts.type == pa.binary()):
         if len(texts) and (found := pc.max(pc.binary_length(texts)).as_py()) > longest:
             raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}")
@@ -362,6 +391,7 @@ def _row(columns: dict[str, list], row: int) -> Rollout:
         proofs=get["proofs"],
         worker=get["worker"],
         signature=get["signature"],
+        routed_experts=_experts(row, get.get("routed_experts", b""), get.get("routed_experts_shape", ())),
     )
     reason = validate(rollout)
     # The split is redundant with the mask; two files of one signed rollout would be one too many.
@@ -372,6 +402,19 @@ def _row(columns: dict[str, list], row: int) -> Rollout:
     if reason:
         raise ValueError(f"rollout file, row {row}: {reason}")
     return rollout
+
+
+def _experts(row: int, data: bytes, shape: Sequence[int]) -> np.ndarray | None:
+    if not data and not len(shape):
+        return None
+    shape = [int(size) for size in shape]
+    count = math.prod(shape)
+    if len(shape) != 3 or min(shape) < 1 or len(data) not in (count, 2 * count):
+        raise ValueError(
+            f"rollout file, row {row}: routed_experts: must be one or two bytes per entry of routed_experts_shape = [rows, "
+            f"layers, experts per token], got {len(data)} bytes and {shape[:4]}"
+        )
+    return np.frombuffer(data, "<u1" if len(data) == count else "<u2").reshape(shape)
 
 
 # ---- the rules ------------------------------------------------------------------------------------------------------
@@ -400,6 +443,23 @@ def _array_error(rollout: Rollout) -> str | None:
         return f"logprobs: must be finite and <= {LOGPROB_SLACK}, got {rollout.logprobs[at]} at position {at}"
     if rollout.logprobs[~rollout.sampled_mask].any():
         return "logprobs: must be 0 where the token was not sampled"
+    return _experts_error(rollout)
+
+
+def _experts_error(rollout: Rollout) -> str | None:
+    """Of form alone: a record does not say which model it is of."""
+    experts = rollout.routed_experts
+    if experts is None:
+        return None
+    if not isinstance(experts, np.ndarray) or experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
+        found = f"{experts.dtype}{list(experts.shape)}" if isinstance(experts, np.ndarray) else type(experts).__name__
+        return (
+            f"routed_experts: must be None or a numpy uint8 or uint16 [T - 1, layers, experts per token], got {found}"
+        )
+    if len(experts) != len(rollout.tokens) - 1 or not experts.size:
+        return f"routed_experts: must have a row per token but the last, got {list(experts.shape)}"
+    if experts.nbytes > MAX_ROUTED_BYTES:
+        return f"routed_experts: at most {MAX_ROUTED_BYTES} bytes, got {experts.nbytes}"
     return None
 
 

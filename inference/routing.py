@@ -2,9 +2,8 @@
 
 1. The programs put out the choice of every mixture layer (`narrow`), prefill per prompt position, decode per step.
 2. `of_sample` joins both: the rows of prompt and completion, but for the last token, which nobody ran.
-3. `wire` is the field `routed_experts` of a reply: base64 of [tokens, layers, experts per token], from `start` on.
-
-The layers are all of the model's, as trainers index them; those without a mixture hold zeros.
+3. `full` gives every layer of the model a place, as trainers index them; those without a mixture hold zeros.
+4. `wire` is the field `routed_experts` of a reply: base64 of [tokens, layers, experts per token], from `start` on.
 
 Letters: T tokens, L mixture layers, B slots or prompts, K steps of a call, X experts per token.
 """
@@ -41,10 +40,15 @@ def of_sample(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: S
     return np.concatenate([prompt, *decoded])
 
 
+def full(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> np.ndarray:
+    """[T, layers of the model, X] of the mixtures' choices."""
+    out = np.zeros((len(experts_TLX), model.num_layers, experts_TLX.shape[-1]), dtype(model))
+    out[:, [index for index in range(model.num_layers) if model.is_mixture(index)]] = experts_TLX
+    return out
+
+
 def wire(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
     """The tokens from `start` on, with a place for every layer; `data` comes first, where clients look for it."""
-    rows = experts_TLX[start:]
-    full = np.zeros((len(rows), model.num_layers, rows.shape[-1]), dtype(model))
-    full[:, [index for index in range(model.num_layers) if model.is_mixture(index)]] = rows
-    data = base64.b64encode(full.astype(full.dtype.newbyteorder("<")).tobytes()).decode()
-    return {"data": data, "shape": list(full.shape), "start": start, "dtype": str(full.dtype)}
+    rows = full(experts_TLX[start:], model)
+    data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -2,7 +2,8 @@
 
 1. Router, all of it in float32: softmax over E (Qwen3-MoE), sigmoid with a correction that acts on the choice alone and
    optional groups (GLM-4-MoE, DeepSeek-V3), or softmax over the chosen (gpt-oss). Given expert indices (the sampler's,
-   in router replay) take the place of the choice; their weights, and the gradient, come from this router.
+   in router replay) take the place of the choice; their weights, and the gradient, come from this router, and so does how
+   far they are from its own choice.
 2. `models/moe_experts.py` runs the chosen experts, without dropping a token, wherever they are; shared experts are added.
 3. `Routing` says who went where; `load_metrics`, `balance_loss` and `balanced_correction` read it.
 
@@ -29,6 +30,7 @@ class Routing(NamedTuple):
     weights: jax.Array  # float32 [B, T, X], what their outputs are multiplied by
     load: jax.Array  # float32 [E], tokens (padding not counted) that chose the expert
     score: jax.Array  # float32 [E], sum over those tokens of the expert's share of all scores
+    gap: jax.Array | None = None  # float32 [B, T], of given experts: `_gap`, 0 where the router chose
 
 
 def mixture(
@@ -43,7 +45,7 @@ def mixture(
 
     Args:
       params: `router` [D, E], expert-major `gate`, `up`, `down`, and what else the config's switches call for.
-      experts_BTX: experts to use instead of the router's choice.
+      experts_BTX: experts to use instead of the router's choice, all different; where they are negative, it chooses.
       valid_BT: False where padding is not to count in the load.
     """
     routing = route(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
@@ -72,8 +74,10 @@ def route(
     if "router_bias" in params:
         logits_BTE += params["router_bias"].astype(jnp.float32)[None, None]
     scores_BTE = jax.nn.sigmoid(logits_BTE) if config.router == "sigmoid" else jax.nn.softmax(logits_BTE, axis=-1)
-    if experts_BTX is None:
-        experts_BTX = _choose(logits_BTE if config.router == "topk_softmax" else scores_BTE, params, config)
+    given_BTX = experts_BTX
+    experts_BTX = _choose(logits_BTE if config.router == "topk_softmax" else scores_BTE, params, config)
+    if given_BTX is not None:
+        experts_BTX = jnp.where(given_BTX < 0, experts_BTX, given_BTX)
     if config.router == "topk_softmax":
         weights_BTX = jax.nn.softmax(jnp.take_along_axis(logits_BTE, experts_BTX, axis=-1), axis=-1)
     else:
@@ -85,7 +89,8 @@ def route(
     share_BTE = scores_BTE / scores_BTE.sum(axis=-1, keepdims=True)
     valid_BT1 = jnp.ones_like(logits_BTE[..., :1]) if valid_BT is None else valid_BT[..., None].astype(jnp.float32)
     load_E, score_E = (jnp.sum(x * valid_BT1, axis=(0, 1)) for x in (chosen_BTE.astype(jnp.float32), share_BTE))
-    return Routing(experts_BTX, weights_BTX * config.routed_scale, load_E, score_E)
+    gap_BT = None if given_BTX is None else _gap(chosen_BTE > 0, logits_BTE, scores_BTE, params, config)
+    return Routing(experts_BTX, weights_BTX * config.routed_scale, load_E, score_E, gap_BT)
 
 
 def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
@@ -126,9 +131,45 @@ def _choose(choice_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Arr
         choice_BTE += jax.lax.stop_gradient(params["correction"].astype(jnp.float32))[None, None]
     if config.router_groups > 1:
         B, T, E = choice_BTE.shape
-        grouped_BTGE = choice_BTE.reshape(B, T, config.router_groups, -1)
-        worth_BTG = jax.lax.top_k(grouped_BTGE, 2)[0].sum(axis=-1)
+        grouped_BTGE, worth_BTG = _grouped(choice_BTE, config)
         kept_BTX = jax.lax.top_k(worth_BTG, config.router_groups_kept)[1]
         is_kept_BTG = (kept_BTX[..., None] == jnp.arange(config.router_groups)[None, None, None]).any(axis=2)
         choice_BTE = jnp.where(is_kept_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(B, T, E)
     return jax.lax.top_k(choice_BTE, config.experts_per_token)[1]
+
+
+def _grouped(choice_BTE, config: config_lib.ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """(What is compared by group, [B, T, G, E / G], and what each group is worth, [B, T, G])."""
+    grouped_BTGE = choice_BTE.reshape(*choice_BTE.shape[:2], config.router_groups, -1)
+    return grouped_BTGE, jax.lax.top_k(grouped_BTGE, 2)[0].sum(axis=-1)
+
+
+def _gap(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
+    """How near chosen experts (bool) are to this router's choice: 0 if they are it, small if it nearly was; [B, T].
+
+    By so much must two experts' logits draw together before the router could have chosen so, in nats; where it compares
+    sigmoids, or adds a correction, at the slope of 1/4 that they have at most. Of an expert that was passed over it may
+    be the group that was not kept. A NaN says that there was nothing to compare.
+    """
+    if config.router == "topk_softmax":
+        choice_BTE, slope = logits_BTE, 1.0
+    elif config.router == "softmax" and "correction" not in params:
+        choice_BTE, slope = jnp.log(jnp.maximum(scores_BTE, 1e-37)), 1.0  # scores that vanish are equal
+    else:
+        choice_BTE, slope = scores_BTE, 0.25
+    if "correction" in params:
+        choice_BTE += params["correction"].astype(jnp.float32)[None, None]
+    least_BT1 = jnp.where(chosen_BTE, choice_BTE, jnp.inf).min(axis=-1, keepdims=True)
+    passed_over_BTE = jnp.where(chosen_BTE, -jnp.inf, choice_BTE - least_BT1) / slope
+    if config.router_groups == 1:
+        return jnp.maximum(passed_over_BTE.max(axis=-1), 0.0)
+    grouped_BTGE, worth_BTG = _grouped(choice_BTE, config)
+    worths_BTG = jnp.pad(jnp.sort(worth_BTG, descending=True), ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+    last_BT1, next_BT1 = (
+        worths_BTG[..., i : i + 1] for i in (config.router_groups_kept - 1, config.router_groups_kept)
+    )
+    used_BTG = chosen_BTE.reshape(grouped_BTGE.shape).any(axis=-1)
+    promoted_BTG = jnp.where(used_BTG, last_BT1 - worth_BTG, -jnp.inf) / (2 * slope)  # worth is the sum of two
+    dropped_BTG1 = ((worth_BTG - next_BT1) / (2 * slope))[..., None]
+    passed_over_BTGE = jnp.minimum(passed_over_BTE.reshape(grouped_BTGE.shape), dropped_BTG1)
+    return jnp.maximum(jnp.maximum(passed_over_BTGE.max(axis=(-2, -1)), promoted_BTG.max(axis=-1)), 0.0)

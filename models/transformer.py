@@ -4,7 +4,8 @@
    `sharding.rules.shardings` layouts.
 2. `apply` runs packed sequences through all layers (learner, scorer). `extend` runs the same blocks over a cache
    of keys (prefill, decode, replay). Both hand `_block` a function that attends, and differ in nothing else:
-   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran.
+   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran;
+   `extend_replayed` is told which.
 3. `logits` is the output head in float32.
 
 Every family runs through this one block, by the switches of its config. With `config.scan_layers`, layers of one kind are
@@ -105,7 +106,7 @@ def apply(
       positions_BT: position of each token in its own sequence; 0..T-1 when None.
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
       branch_ids_BT: 0 in a prompt that several continuations share, 1, 2, ... in those; no sharing when None.
-      experts_LBTX: experts to use in each mixture layer (router replay); the router chooses when None.
+      experts_LBTX: experts to use in each mixture layer (router replay); the router chooses when None, and where negative.
     """
     return apply_routed(
         params,
@@ -209,9 +210,31 @@ def extend_routed(
     attend_cached: Callable,
 ) -> tuple[jax.Array, tuple, jax.Array | None]:
     """`extend`, and the experts [L, B, T, X] that the mixture layers chose (None without any), for router replay."""
+    hidden_BTD, cache, chosen = _extend(params, config, tokens_BT, positions_BT, cache, attend_cached)
+    return hidden_BTD, cache, None if chosen is None else chosen[0]
+
+
+def extend_replayed(
+    params: Params,
+    config: config_lib.ModelConfig,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    cache: tuple,
+    attend_cached: Callable,
+    experts_LBTX: jax.Array,
+) -> tuple[jax.Array, tuple, jax.Array]:
+    """`extend` with experts as `apply` takes them, and how far they are from the routers' own choice (`Routing.gap`), [L, B, T]."""
+    hidden_BTD, cache, (_, gap_LBT) = _extend(
+        params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX
+    )
+    return hidden_BTD, cache, gap_LBT
+
+
+def _extend(params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX=None):
+    """(hidden, new cache, (experts, gap) of the mixture layers, or None without any)."""
     rotations = _rotations(config, positions_BT)
 
-    def block(block_params, x_BTD, entry, sliding):
+    def block(block_params, x_BTD, entry, experts_BTX, sliding):
         new_entry = None
 
         def attend(q_BTHC, k_BTKC, v_BTKV, **options):
@@ -220,16 +243,24 @@ def extend_routed(
             return out_BTHV
 
         x_BTD, routing = blocks.run(
-            block_params, config, x_BTD, attend, rotations[sliding], sliding=sliding, absorbed=True
+            block_params,
+            config,
+            x_BTD,
+            attend,
+            rotations[sliding],
+            sliding=sliding,
+            absorbed=True,
+            experts_BTX=experts_BTX,
         )
-        return x_BTD, new_entry, None if routing is None else routing.experts
+        return x_BTD, new_entry, None if routing is None else (routing.experts, routing.gap)
 
     x_BTD = _embed(params, config, tokens_BT)
-    experts, entries = {}, []
+    chosen, entries = {}, []
     if not config.scan_layers:
         for index in range(config.num_layers):
-            x_BTD, entry, experts[index] = block(
-                params["layers"][f"{index:03d}"], x_BTD, cache[index], config.is_sliding(index)
+            experts_BTX = _of_layers(experts_LBTX, config, index)
+            x_BTD, entry, chosen[index] = block(
+                params["layers"][f"{index:03d}"], x_BTD, cache[index], experts_BTX, config.is_sliding(index)
             )
             entries.append(entry)
     else:
@@ -237,22 +268,24 @@ def extend_routed(
 
             def body(carry, slices, keys=keys):
                 x_BTD, entries = carry
-                (block_params, n), out, new_entries = slices, [], []
-                for key, one_params, entry in zip(keys, block_params, entries, strict=True):
-                    x_BTD, (*entry, _), chosen = block(one_params, x_BTD, (*entry, n), config.is_sliding(int(key)))
-                    out.append(chosen)
+                (block_params, experts, n), out, new_entries = slices, [], []
+                for key, one_params, entry, experts_BTX in zip(keys, block_params, entries, experts, strict=True):
+                    sliding = config.is_sliding(int(key))
+                    x_BTD, (*entry, _), of_block = block(one_params, x_BTD, (*entry, n), experts_BTX, sliding)
+                    out.append(of_block)
                     new_entries.append(tuple(entry))
                 return (x_BTD, new_entries), out
 
             old = [cache[len(entries) + j] for j in range(len(keys))]
-            slices = [params["layers"][key] for key in keys], jnp.arange(len(indices[0]))
-            (x_BTD, new), chosen = jax.lax.scan(body, (x_BTD, old), slices)
+            given = [_of_layers(experts_LBTX, config, of_key) for of_key in indices]
+            slices = [params["layers"][key] for key in keys], given, jnp.arange(len(indices[0]))
+            (x_BTD, new), out = jax.lax.scan(body, (x_BTD, old), slices)
             entries += new
-            for of_key, chosen_N in zip(indices, chosen, strict=True):
-                experts |= {index: None if chosen_N is None else chosen_N[n] for n, index in enumerate(of_key)}
+            for of_key, chosen_N in zip(indices, out, strict=True):
+                chosen |= {index: jax.tree.map(lambda x, n=n: x[n], chosen_N) for n, index in enumerate(of_key)}
     hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
-    experts = [experts[index] for index in range(config.num_layers) if config.is_mixture(index)]
-    return hidden_BTD, tuple(entries), jnp.stack(experts) if experts else None
+    chosen = [chosen[index] for index in range(config.num_layers) if config.is_mixture(index)]
+    return hidden_BTD, tuple(entries), jax.tree.map(lambda *x: jnp.stack(x), *chosen) if chosen else None
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:

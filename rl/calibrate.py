@@ -26,8 +26,8 @@ from ml_collections import config_dict
 
 from inference import engine as engine_lib
 from inference import rollout as rollout_lib
+from inference import routing, toploc
 from inference import scheduler as scheduler_lib
-from inference import toploc
 from models import config as config_lib
 from models import transformer
 from rl import data, envs, sequential, validator, verdicts, worker
@@ -40,7 +40,7 @@ SAFETY = 2.0
 BAND_SAFETY = 1.25
 # Below these a band is rounding of the measurement itself, and a bet on it would be one on a single flipped tie.
 FLOORS = sequential.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
-MIN_TOLERANCE = verdicts.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
+MIN_TOLERANCE = verdicts.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3, routing=1e-3)
 MIN_PROOFS = toploc.Thresholds(exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
 CEILING = toploc.DEPLOYED
 WAIT_S = 3600.0
@@ -72,6 +72,7 @@ class Measured:
 
     margin: float
     logprob: float
+    routing: float
     exp_mismatches: int
     mantissa_mean: float
     mantissa_median: float
@@ -123,11 +124,15 @@ def roll_out(
                 seed=group.seed,
                 stop_ids=tuple(exp.tokenizer.stop_ids),
                 proofs=True,
+                routed_experts=sizes.routed_experts,
             )
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
         out = []
         for group, task, prompt, future in waiting:
-            made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, future.result(WAIT_S))
+            samples = future.result(WAIT_S)
+            if sizes.routed_experts:
+                samples = [dataclasses.replace(c, experts=routing.full(c.experts, exp.model)) for c in samples]
+            made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
             out.append([rollout_lib.sign(rollout, key) for rollout in made])
         return out
     finally:
@@ -139,7 +144,7 @@ def measure(
     judge: validator.Validator, rollouts: Sequence[rollout_lib.Rollout], tolerance: verdicts.Tolerance
 ) -> Measured:
     """Replays honest rollouts and reads off how far they are from themselves."""
-    evidence, margins, errors, proofs, mismatches, refused = [], [], [], [], [], 0
+    evidence, margins, errors, gaps, proofs, mismatches, refused = [], [], [], [0.0], [], [], 0
     for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
         replay = judge.replay(batch)
@@ -149,6 +154,7 @@ def measure(
             evidence.append(verdicts.evidence(rollout, scores, results))
             margins.append(scores.margin_N.max())
             errors.append(np.abs(scores.logp_N - scores.claimed_N).max())
+            gaps += [] if scores.gap_T is None else [scores.gap_T.max()]
             proofs += results
             # Limits are per 128 values; a short tail of a small model has fewer.
             num_rows, dim = scores.hidden_ND.shape
@@ -160,6 +166,7 @@ def measure(
     return Measured(
         margin=float(max(margins)),
         logprob=float(max(errors)),
+        routing=float(max(gaps)),
         exp_mismatches=max(mismatches),
         mantissa_mean=max(r.mantissa_mean for r in proofs),
         mantissa_median=max(r.mantissa_median for r in proofs),
@@ -174,7 +181,7 @@ def measure(
 
 def limits(measured: Sequence[Measured]) -> tuple[verdicts.Tolerance, sequential.Bands]:
     """Limits and bands that hold for all that was measured."""
-    worst = {name: SAFETY * max(getattr(m, name) for m in measured) for name in ("margin", "logprob")}
+    worst = {name: SAFETY * max(getattr(m, name) for m in measured) for name in ("margin", "logprob", "routing")}
     proofs = {
         name: min(
             getattr(CEILING, name), max(getattr(MIN_PROOFS, name), SAFETY * max(getattr(m, name) for m in measured))
@@ -186,6 +193,7 @@ def limits(measured: Sequence[Measured]) -> tuple[verdicts.Tolerance, sequential
         max_wrong_tokens=0,
         logprob=max(MIN_TOLERANCE.logprob, worst["logprob"]),
         proofs=toploc.Thresholds(**proofs | {"exp_mismatches": math.ceil(proofs["exp_mismatches"])}),
+        routing=max(MIN_TOLERANCE.routing, worst["routing"]),
     )
     bands = {
         name: max(getattr(FLOORS, name), BAND_SAFETY * max(m.bound[name] for m in measured))
@@ -213,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
         exp.model, get, filters_of(config), MIN_TOLERANCE, max_model_len=config.inference.max_model_len
     )
     key, measured = rollout_lib.WorkerKey.generate(), {}
-    in_force = verdicts.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance)
+    in_force = verdicts.Tolerance.of(config.trust)
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
         if rollouts is None:

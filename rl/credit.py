@@ -5,6 +5,8 @@
 2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
 3. `teacher_coef` weighs the distillation of what was sampled (rl/divergences.py); for it, those groups stay in the batch.
 4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample a stream of its own.
+   Where routers are replayed, what samples share ends before the prompt's last token, which each of them ran for itself, and
+   samples whose prompts took other experts are other trees.
 
 Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
 """
@@ -16,6 +18,7 @@ import numpy as np
 
 from inference import rollout as rollout_lib
 from rl import advantages, packing
+from rl import router_replay as router_replay_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Credit:
     max_tokens: int = 0  # of a completion; read where overlong_buffer is set
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
+    router_replay: router_replay_lib.RouterReplay | None = None  # if trees carry the experts that rollouts claim
 
     def __post_init__(self):
         for name, table in (
@@ -70,13 +74,24 @@ class Credit:
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray, *, trains: bool) -> list[packing.Tree]:
         P = int(np.argmax(group[0].sampled_mask))  # tokens of the prompt
-        start = P if self.share_prompts else 0
-        branches = [self._branch(r, credit, start, trains) for r, credit in zip(group, credit_G, strict=True)]
-        if self.share_prompts:
-            return [packing.Tree(group[0].tokens[:P], tuple(branches))]
-        return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
+        start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
+        routed = [self.router_replay.rows(r) if self.router_replay else None for r in group]
+        branches = [self._branch(*one, start, trains) for one in zip(group, credit_G, routed, strict=True)]
+        if not self.share_prompts:
+            return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
+        if not self.router_replay:
+            return [packing.Tree(group[0].tokens[:start], tuple(branches))]
+        alike: dict[bytes, list[int]] = {}  # by the experts of the shared part
+        for i, rows_TLX in enumerate(routed):
+            alike.setdefault(rows_TLX[:start].tobytes(), []).append(i)
+        return [
+            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), routed[members[0]][:start])
+            for members in alike.values()
+        ]
 
-    def _branch(self, rollout: rollout_lib.Rollout, credit: float, start: int, trains: bool) -> packing.Branch:
+    def _branch(
+        self, rollout: rollout_lib.Rollout, credit: float, rows_TLX: np.ndarray | None, start: int, trains: bool
+    ) -> packing.Branch:
         mask_T = rollout.sampled_mask[start:].astype(np.float32)
         return packing.Branch(
             rollout.tokens[start:],
@@ -85,4 +100,5 @@ class Credit:
             mask_T * np.float32(credit),
             rollout.temperature,
             ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
+            routed_experts=None if rows_TLX is None else rows_TLX[start:],
         )

@@ -27,11 +27,11 @@ import jax
 from absl import app, flags
 from ml_collections import config_dict
 
-from inference import engine
+from inference import engine, web
 from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
-from rl import command_line, config_rules, learner, lora, losses
+from rl import command_line, config_rules, learner, lora, losses, router_replay
 from rl import credit as credit_lib
 from sharding import atomic_file, rules
 from sharding import hosts as hosts_lib
@@ -166,7 +166,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     return Experiment(
         raw=config_dict.FrozenConfigDict(config),
         model=model,
-        engine=engine.EngineConfig(**sizes),
+        engine=engine.EngineConfig(**sizes, routed_experts=config.train.router_replay),
         server_mesh=server_mesh,
         optimizer=optimizer,
         loss=loss,
@@ -180,6 +180,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
             config.sampling.max_tokens,
             config.objective.teacher_coef,
             config.train.share_prompts,
+            router_replay.RouterReplay.of(model) if config.train.router_replay else None,
         ),
         lora=lora.LoraConfig(**config.lora),
         tokenizer=tokenizer,
@@ -269,7 +270,24 @@ CONTRADICTIONS = (
         lambda c: c.model.rope_scaling == "none" and c.model.rope_factor != 1,
         "model.rope_factor stretches nothing with model.rope_scaling = 'none'; set that to 'linear', 'llama3' or 'yarn'",
     ),
+    (
+        lambda c: c.train.router_replay and not c.model.num_experts,
+        "train.router_replay is set and the model has no router to replay (model.num_experts = 0); leave it out",
+    ),
+    (
+        lambda c: c.train.router_replay and _group_bytes(c) > web.MAX_BODY_BYTES,
+        "train.router_replay needs a whole group with its experts in one submission, of 64 MiB: rl.samples_per_prompt x "
+        "inference.max_model_len x (model.num_layers x model.experts_per_token + 21) bytes, with two bytes per expert above 256 "
+        "experts; lower one of them",
+    ),
 )
+
+
+def _group_bytes(config: config_dict.ConfigDict) -> int:
+    """Of the longest group that says which experts ran; 21 per token are for the rest of it. They hardly compress."""
+    num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
+    experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
+    return num_tokens * (experts + 21)
 
 
 def _objective(config: config_dict.ConfigDict) -> learner.Objective:

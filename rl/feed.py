@@ -14,7 +14,6 @@ import numpy as np
 
 from rl import packing
 from sharding import hosts as hosts_lib
-from sharding import rules
 
 Region = tuple[slice, slice]  # rows and columns of every micro-batch
 
@@ -38,20 +37,22 @@ def _cut(batch, layout, mesh, process: int) -> tuple[dict, list[np.ndarray]]:
 
 
 def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
-    shape, sharding = _shape(layout), rules.batch_sharding(mesh, 3)
     regions, offset, arrays = _regions(layout, mesh, jax.process_index()), 0, {}
     for name, row in packing.empty_row(layout).items():
-        blocks = {}
+        shape, blocks = (*_shape(layout)[:2], *row.shape), {}
         for rows, columns in regions:
-            block = np.empty((shape[0], rows.stop - rows.start, columns.stop - columns.start), row.dtype)
+            part = (shape[0], rows.stop - rows.start, columns.stop - columns.start)
+            block = np.empty((*part, *row.shape[1:]), row.dtype)
             sent = block[:used]
             sent[...] = np.frombuffer(data, row.dtype, sent.size, offset).reshape(sent.shape)
             block[used:] = row[columns]
             offset += sent.nbytes
             blocks[rows.start, columns.start] = block
-        arrays[name] = jax.make_array_from_callback(shape, sharding, lambda index, b=blocks: b[_start(index, shape)])
+        arrays[name] = jax.make_array_from_callback(
+            shape, packing.sharding(mesh, len(shape)), lambda index, b=blocks: b[_start(index, _shape(layout))]
+        )
     assert offset == len(data), (offset, len(data))
-    count = jax.make_array_from_callback((), rules.batch_sharding(mesh, 0), lambda _: np.int32(used))
+    count = jax.make_array_from_callback((), packing.sharding(mesh, 0), lambda _: np.int32(used))
     return packing.TrainBatch(**arrays, num_micro_batches=count)
 
 
@@ -62,7 +63,7 @@ def _shape(layout: packing.Layout) -> tuple[int, int, int]:
 def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
     """What the devices of a process hold of [M, B, T], each block once; every host finds the same order."""
     shape = _shape(layout)
-    indices = rules.batch_sharding(mesh, 3).devices_indices_map(shape)
+    indices = packing.sharding(mesh, 3).devices_indices_map(shape)
     own = [index[1:] for device, index in indices.items() if device.process_index == process]
     spans = {tuple(span.indices(size)[:2] for span, size in zip(index, shape[1:], strict=True)) for index in own}
     return [(slice(*rows), slice(*columns)) for rows, columns in sorted(spans)]

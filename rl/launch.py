@@ -56,7 +56,7 @@ def rollout_side(
     With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
     """
     config = experiment.raw
-    tolerance = validator.Tolerance(config.trust.margin, config.trust.max_wrong_tokens, config.trust.logprob_tolerance)
+    tolerance = validator.Tolerance.of(config.trust)
     bands = None
     if config.trust.bands:
         tolerance, bands = validator.load_bands(config.trust.bands)
@@ -93,7 +93,8 @@ def rollout_side(
         else:
             relay = stack.enter_context(_relay(experiment, workdir, weights, rollouts.fail))
             key = experiment_lib.signing_key(workdir).worker
-            on_wait(f"servers elsewhere: python -m inference.serve --weights {relay} --weights_key {key} --port PORT")
+            options = f"--weights {relay} --weights_key {key}" + " --routed_experts" * experiment.engine.routed_experts
+            on_wait(f"servers elsewhere: python -m inference.serve {options} --port PORT")
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
             _await_servers(config.topology.servers, on_wait)
         rollouts.publish(version)
@@ -125,6 +126,8 @@ def _server(
         command += ["--weights_key", experiment_lib.signing_key(workdir).worker]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
+    if engine.routed_experts:
+        command.append("--routed_experts")
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     with _answering("server", command, workdir, on_death) as url:

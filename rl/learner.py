@@ -2,7 +2,8 @@
 
 1. With `old_logprobs = "learner"`, all tokens are scored with the parameters as they are now (INTELLECT-2's estimator):
    ratios then measure what this batch's own optimizer steps changed. By default they are taken against the sampler.
-2. `apply` runs the packed rows, `token_logprobs` scores their tokens at the temperature they were sampled at.
+2. `apply` runs the packed rows, `token_logprobs` scores their tokens at the temperature they were sampled at. Where the batch
+   says which experts ran, these run again (rl/router_replay.py), here and in 1.
 3. `LOSSES[name]` turns log-probabilities, advantages and masks into a scalar over the global token count; the other
    components of the objective (rl/divergences.py) are added, each over its own count.
 4. Gradients are summed over micro-batches; since the denominators are global, the sum is exactly the gradient of the whole
@@ -25,7 +26,7 @@ from flax import struct
 
 from models import config as config_lib
 from models import logprobs, moe, transformer
-from rl import diagnostics, divergences, lora, losses, optimizers, packing, ratios
+from rl import diagnostics, divergences, lora, losses, optimizers, packing, ratios, router_replay
 from sharding import rules
 
 HOST = "pinned_host"  # the memory kind of what `optimizers.offloaded` keeps off the device
@@ -183,8 +184,14 @@ def make_policy(
 def make_score(
     model: config_lib.ModelConfig, mesh: jax.sharding.Mesh, share_prompts: bool = True
 ) -> Callable[[transformer.Params, packing.TrainBatch], jax.Array]:
-    """Returns `score(params, batch) -> logp [M, B, T]`, without gradient: for a reference policy's `ref_logp`."""
-    jitted = jax.jit(functools.partial(_score, model, share_prompts=share_prompts))
+    """Returns `score(params, batch) -> logp [M, B, T]`, without gradient: for a reference policy's `ref_logp`.
+
+    Its own routers choose, whatever the batch says of experts: it is another policy, maybe of another architecture.
+    """
+
+    @jax.jit
+    def jitted(params, batch):
+        return _score(model, params, batch.replace(routed_experts=None), share_prompts=share_prompts)
 
     def score(params, batch):
         with jax.set_mesh(mesh):
@@ -211,7 +218,8 @@ def make_train_step(
     a prompt of its own or a second branch; kernels that know nothing of branches can then run. Metrics are float32 scalars on the device, equal on all
     hosts: loss/total, loss/entropy, loss/num_tokens, loss/grad_norm, grad_norm/<module>, loss/skipped (optimizer steps whose
     gradient was not finite), those of the components in use, and the loss's own; with `old_logprobs = "learner"` also
-    loss/sampler_kl, k3 against the sampler; of mixtures, moe/* (`moe.load_metrics`).
+    loss/sampler_kl, k3 against the sampler; of mixtures, moe/* (`moe.load_metrics`), and of those that replay their routers
+    moe/routing_mismatch, the part of tokens and layers in which the learner's own router would have chosen otherwise.
     """
     loss_fn = _bind(loss, loss_options)
     if objective.router_balance_rate and (adapters or not model.router_correction):
@@ -250,6 +258,8 @@ def make_train_step(
             metrics |= moe.load_metrics(load_LE)
             if objective.router_balance_rate:
                 new_params = _rebalance(model, new_params, load_LE, objective.router_balance_rate)
+        if (mismatch := metrics.pop("moe/replayed", None)) is not None:
+            metrics |= {"moe/routing_mismatch": mismatch[0] / jnp.maximum(mismatch[1], 1.0)}
         new = new_params, new_opt_state
         kept = jax.tree.map(lambda new, old: jnp.where(keeps, new, old), new, (params, opt_state))
         metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | diagnostics.module_norms(grads)
@@ -385,6 +395,10 @@ def _components(loss_fn, objective: Objective, work: _Work, logp_BT, entropy_BT,
             balance = moe.balance_loss(routing) * jnp.sum(rows.segment_ids != 0) / counts.positions
             metrics |= {"loss/router_balance": balance}
             total += objective.router_balance_coef * balance
+        if routing.gap is not None:
+            replayed_BT = rows.routed_experts[..., 0, 0] != router_replay.unrouted(rows.routed_experts.dtype)
+            counts_2 = jnp.stack([jnp.sum(routing.gap > 0), len(routing.gap) * jnp.sum(replayed_BT)])
+            metrics |= {"moe/replayed": counts_2.astype(jnp.float32)}  # that would differ, of all
     return total, metrics | {"loss/total": total}
 
 
@@ -404,6 +418,7 @@ def _forward(model, params, work: _Work, *, share_prompts: bool, entropy_gradien
         positions_BT=rows.positions,
         segment_ids_BT=rows.segment_ids,
         branch_ids_BT=rows.branch_ids if share_prompts else None,
+        experts_LBTX=router_replay.given(rows.routed_experts),
     )
     logp_BT, entropy_BT = logprobs.token_logprobs(
         params,

@@ -203,6 +203,7 @@ class Orchestrator:
                 "min_p": config.sampling.min_p,
                 "max_tokens": config.sampling.max_tokens,
             },
+            "router_replay": config.train.router_replay,
             "step": self._version,
         }
 
@@ -396,7 +397,7 @@ class Orchestrator:
 
     def _refusal(self, lease: _Lease, rollouts: list[rollout_lib.Rollout]) -> str | None:
         """The cheap checks: everything that the lease alone decides."""
-        group, sampling = lease.group, self._config.sampling
+        group, sampling, claims = lease.group, self._config.sampling, self._credit.router_replay
         if sorted(r.sample for r in rollouts) != list(range(group.num_samples)):
             return f"samples: expected 0..{group.num_samples - 1} once each, got {sorted(r.sample for r in rollouts)}"
         prompt = rollouts[0].tokens[: _prompt_length(rollouts[0])]
@@ -420,6 +421,8 @@ class Orchestrator:
                 return "prompt: the samples of one group have different prompts"
             if (oldest := int(r.versions.min())) < group.min_version:  # of the prompt's keys, too
                 return f"versions: {oldest} is older than {group.min_version}, the oldest this batch may use"
+            if group.split == "train" and claims and (reason := claims.refusal(r)):  # as with the length
+                return f"routing: {reason}"
             if np.any(np.diff(r.versions) < 0):
                 return "versions: they fall along the sequence"
             if sampled.max() > self._announced:

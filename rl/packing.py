@@ -10,7 +10,7 @@
 4. Rows are laid out as micro-batches of a fixed shape in an array of fixed capacity, with the number in use beside it:
    however long the streams are, the learner compiles once, and runs no more micro-batches than there is work.
 
-Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt.
+Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L mixture layers, X experts per token.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rl import router_replay as router_replay_lib
 from sharding import atomic_file, rules
 
 
@@ -34,7 +35,8 @@ class TrainBatch:
     branch_ids: int32, 0 in a prompt, 1.. per branch of a tree. predictors: int32, the column whose hidden state predicts the
     token. loss_mask: float32, 1.0 where the token trains. behavior_logp, advantage, temperature: float32 per token. The last
     three are there if the run's layout names them: ref_logp, log-probability under a reference policy; ce_weight and
-    ref_kl_weight, weights of those components of the loss (rl/divergences.py), 0 where a token has no part in them.
+    ref_kl_weight, weights of those components of the loss (rl/divergences.py), 0 where a token has no part in them. Of a run that
+    replays routers, routed_experts [M, B, T, L, X], as `router_replay.given` reads them.
     """
 
     tokens: jax.Array
@@ -50,6 +52,7 @@ class TrainBatch:
     ref_logp: jax.Array | None = None
     ce_weight: jax.Array | None = None
     ref_kl_weight: jax.Array | None = None
+    routed_experts: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Layout:
     shards: int = 1  # devices that a micro-batch's rows are split over; divides `rows`
     key_cost: float = 0.0  # work of reading one key, in units of the rest of a token's work: about 1 / (6 model_dim)
     streams: tuple[str, ...] = ()  # of OPTIONAL: which a run's batches carry
+    router_replay: router_replay_lib.RouterReplay | None = None  # if they carry routed experts
 
     def __post_init__(self):
         if self.rows % self.shards:
@@ -91,11 +95,12 @@ class Branch:
     ref_logp: np.ndarray | None = None
     ce_weight: np.ndarray | None = None
     ref_kl_weight: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; routers choose where there are none
 
     def __post_init__(self):
-        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL):
+        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL, "routed_experts"):
             array = getattr(self, name)
-            assert array is None or array.shape == self.tokens.shape, (name, array.shape, self.tokens.shape)
+            assert array is None or array.shape[:1] == self.tokens.shape, (name, array.shape, self.tokens.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,7 @@ class Tree:
 
     prompt: np.ndarray
     branches: tuple[Branch, ...]
+    routed_experts: np.ndarray | None = None  # [P, L, X] of the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -141,8 +147,8 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
             f"raise config.train.rows or config.train.row_length"
         )
     shape, empty = (layout.num_micro_batches * layout.rows, row_length), empty_row(layout)
-    batch = {name: np.zeros(shape, row.dtype) for name, row in empty.items()}
-    for name in ("temperature", "predictors"):
+    batch = {name: np.zeros((shape[0], *row.shape), row.dtype) for name, row in empty.items()}
+    for name in _NOT_ZERO & batch.keys():
         batch[name][:] = empty[name]
     for i, row in _deal(rows, layout):
         start = 0
@@ -151,16 +157,19 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
             start += tree.num_tokens
     shape = (layout.num_micro_batches, layout.rows, row_length)
     return TrainBatch(
-        **{name: array.reshape(shape) for name, array in batch.items()}, num_micro_batches=np.int32(num_micro_batches)
+        **{name: array.reshape(*shape, *array.shape[2:]) for name, array in batch.items()},
+        num_micro_batches=np.int32(num_micro_batches),
     )
 
 
 def empty_row(layout: Layout) -> dict[str, np.ndarray]:
-    """What the arrays of a batch of `layout` hold where no tree is: [T] by name."""
+    """What the arrays of a batch of `layout` hold where no tree is: [T] (routed_experts [T, L, X]) by name."""
     row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
     row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
     row["temperature"][:] = 1.0
     row["predictors"][:] = np.arange(layout.row_length)
+    if layout.router_replay:
+        row["routed_experts"] = layout.router_replay.empty(layout.row_length)
     return row
 
 
@@ -168,10 +177,10 @@ def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
     """The shapes of `place(pack(trees, layout), mesh)`, whatever the trees."""
 
     def described(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.batch_sharding(mesh, len(shape)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, len(shape)))
 
-    shape = (layout.num_micro_batches, layout.rows, layout.row_length)
-    arrays = {name: described(shape, row.dtype) for name, row in empty_row(layout).items()}
+    shape = (layout.num_micro_batches, layout.rows)
+    arrays = {name: described((*shape, *row.shape), row.dtype) for name, row in empty_row(layout).items()}
     return TrainBatch(**arrays, num_micro_batches=described((), np.dtype(np.int32)))
 
 
@@ -186,12 +195,17 @@ def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
             f"a micro-batch of {batch.tokens.shape[1]} rows does not divide over the {shards} batch shards of the mesh; "
             f"set config.train.rows to a multiple of {shards}"
         )
-    layout = jax.tree.map(lambda x: rules.batch_sharding(mesh, x.ndim), batch)
+    layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
     if jax.process_count() == 1:
         return jax.device_put(batch, layout)
     return jax.tree.map(
         lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch, layout
     )
+
+
+def sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
+    """Of an array of a batch, [M, B, T, ...] or the count: rows over the batch axes, tokens over `context`, the rest whole."""
+    return rules.batch_sharding(mesh, ndim, num_whole=max(ndim - 3, 0))
 
 
 def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
@@ -213,7 +227,7 @@ def load(path: pathlib.Path) -> TrainBatch:
     """Reads what `save` wrote; ValueError where it is not such a file."""
     with np.load(path, allow_pickle=False) as arrays:
         names = {field.name for field in dataclasses.fields(TrainBatch)}
-        if not set(arrays) <= names or not names - set(OPTIONAL) <= set(arrays):
+        if not set(arrays) <= names or not names - {*OPTIONAL, "routed_experts"} <= set(arrays):
             raise ValueError(f"{path} is no batch: it holds {', '.join(sorted(arrays))}; give a file of packing.save")
         return TrainBatch(**{name: arrays[name] for name in arrays})
 
@@ -221,6 +235,7 @@ def load(path: pathlib.Path) -> TrainBatch:
 OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight")
 _INTEGERS = ("tokens", "positions", "segment_ids", "branch_ids", "predictors")
 _FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
+_NOT_ZERO = {"temperature", "predictors", "routed_experts"}  # in an empty row
 
 
 def _split(tree: Tree, row_length: int) -> list[Tree]:
@@ -241,11 +256,11 @@ def _split(tree: Tree, row_length: int) -> list[Tree]:
                 f"raise config.train.row_length"
             )
         if size + length > row_length:
-            pieces.append(Tree(tree.prompt, tuple(branches)))
+            pieces.append(dataclasses.replace(tree, branches=tuple(branches)))
             branches, size = [], len(tree.prompt)
         branches.append(branch)
         size += length
-    return [*pieces, Tree(tree.prompt, tuple(branches))] if branches else pieces
+    return [*pieces, dataclasses.replace(tree, branches=tuple(branches))] if branches else pieces
 
 
 def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]]:
@@ -276,6 +291,8 @@ def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -
     prompt = slice(start, start + P)
     row["tokens"][prompt] = tree.prompt
     row["positions"][prompt] = np.arange(P)
+    if "routed_experts" in row and tree.routed_experts is not None:
+        row["routed_experts"][prompt] = tree.routed_experts
     row["predictors"][prompt] = np.maximum(np.arange(P) - 1, 0) + start
     begin = start + P
     for number, branch in enumerate(tree.branches, start=1):
@@ -289,7 +306,7 @@ def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -
         row["behavior_logp"][span] = branch.behavior_logp
         row["advantage"][span] = branch.advantage
         row["temperature"][span] = branch.temperature
-        for name in OPTIONAL:
+        for name in (*OPTIONAL, "routed_experts"):
             if name in row and getattr(branch, name) is not None:
                 row[name][span] = getattr(branch, name)
         begin = span.stop

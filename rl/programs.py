@@ -239,7 +239,9 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
     num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
     length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
     streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())
-    layout = packing.Layout.for_streams(num_streams, length, row_length=T, rows=rows, streams=streams)
+    layout = packing.Layout.for_streams(
+        num_streams, length, row_length=T, rows=rows, streams=streams, router_replay=exp.credit.router_replay
+    )
     rows_in_use = math.ceil(num_streams / max(T // length, 1))
     return packing.abstract(layout, mesh), math.ceil(rows_in_use / rows)
 

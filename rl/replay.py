@@ -5,11 +5,13 @@
    a call each; only columns that predict a sampled token get logits.
 2. A rollout that spans several versions takes one pass per version over a cache of keys: each position's keys are written
    by the version that wrote them in the engine, so that it is replayed exactly as it was made.
-3. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden
+3. Where rollouts say which experts ran (router replay), these run here, too, so that a tie between experts that was
+   broken the other way changes nothing that follows; and per token, how far they are from what the routers choose.
+4. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden
    state behind it, and how likely it is under tempered copies of the distribution (rl/sequential.py bets on those).
 
 Letters: G rollouts, T padded length, M blocks, B rows of a block, N sampled tokens (of a block, padded), S tokens scored
-together, V vocabulary, D model, K tempered distributions.
+together, V vocabulary, D model, K tempered distributions, L mixture layers, X experts per token.
 """
 
 import dataclasses
@@ -25,7 +27,7 @@ from inference import kv_cache, sampler
 from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
-from rl import sequential
+from rl import router_replay, sequential
 
 BLOCK_TOKENS = 1024  # of a block: enough rows for an efficient matmul; 5 to 15 % quicker than 2048 on two cores
 ROW_LENGTHS = (1.0, 1.5, 2.0, 3.0)  # tried, in units of the longest rollout: longer ones share more of a prompt
@@ -42,6 +44,9 @@ class Replay:
     logp: np.ndarray  # of the token, under the distribution sampled from
     tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
     hidden: np.ndarray  # the state that predicted the token
+    gap: np.ndarray | None = (
+        None  # of token t, sampled or not: `Routing.gap`, the largest of all layers; None without claims
+    )
 
 
 @struct.dataclass
@@ -65,6 +70,7 @@ class _Blocks:
     branch_ids: jax.Array
     targets: _Targets
     num_targets: jax.Array  # [M]
+    routed_experts: jax.Array | None = None  # [M, B, T, L, X], if any rollout claims them
 
 
 def replay(
@@ -87,6 +93,7 @@ def replay(
         np.zeros(shape, np.float32),
         np.zeros((*shape, len(sequential.TILTS)), np.float32),
         np.zeros((*shape, model.model_dim), jnp.bfloat16),
+        np.zeros(shape, np.float32) if _any_claim(rollouts) else None,
     )
     by_version: dict[int, list[int]] = {}
     mixed = []
@@ -105,16 +112,24 @@ def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
     return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
 
 
+def _any_claim(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+    return any(rollout.routed_experts is not None for rollout in rollouts)
+
+
 # ---- one version: packed ---------------------------------------------------------------------------------------------
 
 
 def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
-    blocks, places = _pack(rollouts, model)
+    blocks, places, spans = _pack(rollouts, model)
     which, position, block, n = places.T
     rows = np.asarray(rows_of_out)[which]
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
         mine = block == m
+        if (gap_BT := scores.pop("gap", None)) is not None:
+            gap_N = np.asarray(gap_BT).reshape(-1)
+            for i, first, at, num in spans[m]:
+                out.gap[rows_of_out[i], first : first + num] = gap_N[at : at + num]
         for name, values in scores.items():
             _bits(getattr(out, name))[rows[mine], position[mine]] = _bits(np.asarray(values))[n[mine]]
 
@@ -132,8 +147,11 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
 
 
-def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig) -> tuple[_Blocks, np.ndarray]:
-    """The blocks, and where each sampled token went: [(rollout, its position, block, target)]."""
+def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig) -> tuple[_Blocks, np.ndarray, list]:
+    """The blocks, and where each sampled token went: [(rollout, its position, block, target)].
+
+    And where all tokens went, per block: [(rollout, its position, flat column, how many from there on)].
+    """
     longest = max(len(r.tokens) for r in rollouts)
     step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little that is empty
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
@@ -143,7 +161,10 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
     B = max(1, BLOCK_TOKENS // T)
     M = -(-len(rows) // B)
     layout = {name: np.zeros((M, B, T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
+    claims = router_replay.RouterReplay.of(model)
+    experts = claims.empty(M, B, T) if _any_claim(rollouts) else None
     found: list[list[np.ndarray]] = [[] for _ in range(M)]
+    spans: list[list[tuple[int, int, int, int]]] = [[] for _ in range(M)]
     for row, trees in enumerate(rows):
         m, b = divmod(row, B)
         at = {name: array[m, b] for name, array in layout.items()}
@@ -162,6 +183,10 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
                 column = begin + position - prompt_len - 1
                 column[position == prompt_len] = start + prompt_len - 1  # the prompt's end predicts every first token
                 found[m].append(np.stack([np.full_like(position, i), position, column + b * T]))
+                spans[m] += [(i, 0, b * T + start, prompt_len), (i, prompt_len, b * T + span.start, length)]
+                if rollouts[i].routed_experts is not None:
+                    experts[m, b, start : start + prompt_len] = claims.rows(rollouts[i])[:prompt_len]
+                    experts[m, b, span] = claims.rows(rollouts[i])[prompt_len:]
                 begin = span.stop
             at["segment_ids"][start:begin] = segment
             start = begin
@@ -182,7 +207,8 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
         targets.seed[m, n], targets.temperature[m, n] = seeds[which], temperatures[which]
         places.append(np.stack([which, position, np.full_like(which, m), n], axis=1))
     counts = np.array([block.shape[1] for block in merged], np.int32)
-    return _Blocks(**layout, targets=targets, num_targets=counts), np.concatenate(places)
+    blocks = _Blocks(**layout, targets=targets, num_targets=counts, routed_experts=experts)
+    return blocks, np.concatenate(places), spans
 
 
 def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
@@ -198,11 +224,17 @@ def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
 
 
 def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Per prompt (its length, [(rollout, tokens behind the prompt)])."""
-    groups: dict[bytes, tuple[int, list[tuple[int, int]]]] = {}
+    """Per prompt (its length, [(rollout, tokens behind the prompt)]).
+
+    With a claim, what is shared ends before the prompt's last token, which each sample ran for itself.
+    """
+    groups: dict[tuple[bytes, bytes | None], tuple[int, list[tuple[int, int]]]] = {}
     for i, rollout in enumerate(rollouts):
-        prompt_len = int(np.argmax(rollout.sampled_mask))
-        group = groups.setdefault(rollout.tokens[:prompt_len].tobytes(), (prompt_len, []))
+        prompt_len, experts = int(np.argmax(rollout.sampled_mask)), None
+        if rollout.routed_experts is not None:
+            prompt_len -= 1
+            experts = rollout.routed_experts[:prompt_len].tobytes()
+        group = groups.setdefault((rollout.tokens[:prompt_len].tobytes(), experts), (prompt_len, []))
         group[1].append((i, len(rollout.tokens) - prompt_len))
     return list(groups.values())
 
@@ -233,17 +265,19 @@ def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
-    """One block's scores [N, ...]."""
-    hidden_BTD = transformer.apply(
+    """One block's scores [N, ...], and with claims the gap of every token, [B, T]."""
+    hidden_BTD, routing = transformer.apply_routed(
         params,
         model,
         block.tokens,
         positions_BT=block.positions,
         segment_ids_BT=block.segment_ids,
         branch_ids_BT=block.branch_ids,
+        experts_LBTX=router_replay.given(block.routed_experts),
     )
     hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[block.targets.column]
-    return _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
+    scores = _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
+    return scores if block.routed_experts is None else scores | {"gap": routing.gap.max(axis=0)}
 
 
 def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
@@ -303,10 +337,19 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
     sampler_version, rows = writer_GT[which, position - 1], np.asarray(rows_of_out)
     seeds = np.array([r.seed for r in rollouts], np.uint32)
     temperatures = np.array([r.temperature for r in rollouts], np.float32)
-    cache = kv_cache.create(model, G, T)
+    cache, experts = kv_cache.create(model, G, T), None
+    if _any_claim(rollouts):
+        claims = router_replay.RouterReplay.of(model)
+        experts = claims.empty(G, T)
+        for i, rollout in enumerate(rollouts):
+            if rollout.routed_experts is not None:
+                experts[i, : len(rollout.tokens)] = claims.rows(rollout)
     for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
         params = weights(version)
-        hidden_ND, cache = _run_version(model, params, tokens_GT, writer_GT == version, cache)
+        hidden_ND, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
+        if gap_GT is not None:
+            i, t = np.nonzero(writer_GT == version)
+            out.gap[rows[i], t] = np.asarray(gap_GT)[i, t]
         i, t = which[sampler_version == version], position[sampler_version == version]
         if not len(i):  # it prefilled a prompt, no more
             continue
@@ -319,13 +362,22 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _run_version(model, params, tokens_GT, written_GT, cache):
-    """One version's pass: its keys go where it wrote; other positions keep theirs. Hidden states of all positions, flat."""
+def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
+    """One version's pass: its keys go where it wrote; other positions keep theirs. Hidden states of all positions, flat.
+
+    And with claims the gap of every token, [G, T].
+    """
     G, T = tokens_GT.shape
     attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
     positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
-    hidden_GTD, cache = transformer.extend(params, model, tokens_GT, positions_GT, cache, attend)
-    return hidden_GTD.reshape(G * T, -1), cache
+    if experts_GTLX is None:
+        hidden_GTD, cache = transformer.extend(params, model, tokens_GT, positions_GT, cache, attend)
+        return hidden_GTD.reshape(G * T, -1), cache, None
+    given = router_replay.given(experts_GTLX)
+    hidden_GTD, cache, gap_LGT = transformer.extend_replayed(
+        params, model, tokens_GT, positions_GT, cache, attend, given
+    )
+    return hidden_GTD.reshape(G * T, -1), cache, gap_LGT.max(axis=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

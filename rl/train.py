@@ -84,6 +84,7 @@ def train(
         # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
         key_cost=1 / (6 * exp.model.model_dim),
         streams=exp.credit.streams,
+        router_replay=exp.credit.router_replay,
     )
 
     with contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ from inference import rollout as rollout_lib
 from inference import toploc
 from models import config as config_lib
 from models import transformer
-from rl import data, envs, sequential, verdicts
+from rl import data, envs, router_replay, sequential, verdicts
 from rl import replay as replay_lib
 from rl.envs import environment, scorer
 from sharding import broadcast
@@ -72,6 +72,7 @@ class Validator:
     ):
         self._model, self._weights, self._filters, self._tolerance = model, weights, filters, tolerance
         self._length, self._rules, self._bands = max_model_len, rules, bands
+        self._claims = router_replay.RouterReplay.of(model)
         self._lock = threading.Lock()
         self._counted = sequential.Counted()  # by `screen` and `check`
         self.records: dict[str, sequential.Record] = {}
@@ -119,6 +120,7 @@ class Validator:
         def checks(rollout):
             yield verdicts.signature(rollout)
             yield verdicts.prescribed(rollout, rules)
+            yield verdicts.routable(rollout, self._claims, required=rules.router_replay)
             yield verdicts.policy_version(rollout, rules, rollout.step - 1 if newest is None else newest)
             yield verdicts.bounds(rollout, rules)
             yield verdicts.ending(rollout, rules)
@@ -158,6 +160,8 @@ class Validator:
             verdict = verdicts.form(rollout)
             if verdict.accepted and len(rollout.tokens) > self._length:
                 verdict = verdicts.Verdict("length", f"{len(rollout.tokens)} tokens exceed the model's {self._length}")
+            if verdict.accepted:
+                verdict = verdicts.routable(rollout, self._claims)
             if verdict.accepted and rules is not None:
                 verdict = next((found for found in checks(rollout) if not found.accepted), verdicts.OK)
             out.append(verdict)
@@ -302,6 +306,7 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.tell) -
         groups=functools.lru_cache(16)(lambda step: data.train_groups(config, step)),
         num_steps=config.rl.num_steps,
         max_lag=config.rl.max_lag,
+        router_replay=config.train.router_replay,
         prompt=prompt,
         reward_bounds=(-math.inf, math.inf),  # they are made again, whatever the environment's scale
         held_out=functools.lru_cache(4)(lambda version: data.held_out_groups(config, version)),

@@ -77,10 +77,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.bands:
         tolerance, bands = validator.load_bands(args.bands)
     else:
-        trust = config.trust
-        proofs = toploc.THRESHOLDS[args.thresholds]
-        tolerance = validator.Tolerance(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs)
-        bands = None
+        tolerance, bands = validator.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
     book = key = None
     if args.ledger:
         if not args.key:

@@ -1,13 +1,14 @@
 """The checks on a rollout, each a function that gives a verdict: what INTELLECT-2's validators look at, and more.
 
 Cheap before dear. From the record alone:
-1. `form` (every field of the schema), `signature`, `fresh` (not handed in before).
+1. `form` (every field of the schema), `routable` (experts that the model has), `signature`, `fresh` (not handed in before).
 2. `prescribed`: task, seed, sample and temperature are those that follow from the run's seed (rl/data.py).
 3. `policy_version`: within the lag that this batch allows, not newer than what was published.
 4. `bounds`: lengths, vocabulary, rewards. `ending`: the finish reason is what the last token says.
 5. `prompt`: made again by the environment. `claims`: the log-probabilities fit the noise that drew the tokens.
    `rewards`: made again.
-From one replay (rl/replay.py):
+From one replay (rl/replay.py), in which the experts run that the rollout names, if it does:
+   `routing`: each is its router's choice, or nearly. So a claim steers neither the learner nor what follows here.
 6. `sampling`: each token is what the seed's noise draws. `logprob`: claimed against replayed.
 7. `stopping`: the closing token was not absurdly unlikely. `shape`: tokens were drawn at the claimed temperature.
 8. `proof`: TOPLOC.
@@ -28,7 +29,7 @@ import numpy as np
 
 from inference import rollout as rollout_lib
 from inference import sampler, toploc
-from rl import data, sequential
+from rl import data, router_replay, sequential
 from rl.envs import scorer
 
 NOISE_SPAN = (
@@ -41,7 +42,7 @@ CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """`reason` is "ok" or a code: schema, signature, duplicate, samples, task, seed, temperature, step, versions,
-    length, tokens, reward, termination, prompt, weights, sampling, logprob, shape, toploc, statistics."""
+    length, tokens, reward, termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics."""
 
     reason: str
     detail: str = ""
@@ -76,6 +77,7 @@ class Rules:
     score: Callable[[data.Group, Sequence[Sequence[int]]], list[scorer.Scored]] | None = None  # of completions' tokens
     held_out: Callable[[int], list[data.Group]] | None = None  # version -> the groups of its evaluation
     first_step: int = 1
+    router_replay: bool = False  # rollouts must say which experts ran
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Tolerance:
     max_wrong_tokens: int  # tokens of a rollout that may miss it by more
     logprob: float  # nats between claimed and replayed log-probability
     proofs: toploc.Thresholds = toploc.DEPLOYED
+    routing: float = 0.02  # nats of a router's logits by which a claimed expert may miss the best
+
+    @classmethod
+    def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":
+        """As `config.trust` has it."""
+        return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
 
 
 # ---- from the record alone ------------------------------------------------------------------------------------------
@@ -94,6 +102,12 @@ class Tolerance:
 def form(rollout) -> Verdict:
     reason = rollout_lib.validate(rollout)
     return Verdict("schema", reason) if reason else OK
+
+
+def routable(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay, *, required: bool = False) -> Verdict:
+    """A claim of experts, where there is one or must be, is one that `claims` of this model can be."""
+    reason = claims.refusal(rollout) if required or rollout.routed_experts is not None else None
+    return Verdict("routing", reason) if reason else OK
 
 
 def signature(rollout: rollout_lib.Rollout, workers: Sequence[str] = ()) -> Verdict:
@@ -313,6 +327,7 @@ class Scores:
     logp_N: np.ndarray
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential.TILTS` against the claimed temperature
     hidden_ND: np.ndarray
+    gap_T: np.ndarray | None = None  # of the experts claimed for each token but the last, nats; None without a claim
 
 
 def scores(rollout: rollout_lib.Rollout, replay, row: int) -> Scores:
@@ -327,6 +342,7 @@ def scores(rollout: rollout_lib.Rollout, replay, row: int) -> Scores:
         # A token outside the filters has probability 0 and no finite ratio; `sampling` sees to it.
         tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
         hidden_ND=replay.hidden[row, sampled],
+        gap_T=None if rollout.routed_experts is None else replay.gap[row, : len(rollout.tokens) - 1],
     )
 
 
@@ -338,7 +354,8 @@ def replayed(
     rules: Rules | None,
 ) -> Verdict:
     """All checks below in their order; `results` are those of `proof_results`."""
-    verdict = sampling(scored, tolerance)
+    verdict = routing(scored, tolerance)
+    verdict = sampling(scored, tolerance) if verdict.accepted else verdict
     verdict = logprob(scored, tolerance) if verdict.accepted else verdict
     verdict = stopping(rollout, scored, rules) if verdict.accepted and rules is not None else verdict
     verdict = shape(rollout, scored) if verdict.accepted else verdict
@@ -351,6 +368,20 @@ def proof_results(
     """Per rollout and window. All at once: for a few windows at a time, numpy's calls cost more than the arithmetic."""
     proofs = [toploc.split(r.proofs, *s.hidden_ND.shape) for r, s in zip(rollouts, scored, strict=True)]
     return toploc.verify_proofs_batch([s.hidden_ND for s in scored], proofs, thresholds=thresholds)
+
+
+def routing(scored: Scores, tolerance: Tolerance) -> Verdict:
+    if scored.gap_T is None:
+        return OK
+    gap_T = np.where(np.isnan(scored.gap_T), np.inf, scored.gap_T)
+    if (worst := float(gap_T.max())) <= tolerance.routing:
+        return OK
+    wrong = int((gap_T > tolerance.routing).sum())
+    return Verdict(
+        "routing",
+        f"{wrong} of {len(gap_T)} tokens name experts that its policy does not choose; those of token "
+        f"{int(gap_T.argmax())} miss by {worst:.3g}",
+    )
 
 
 def sampling(scored: Scores, tolerance: Tolerance) -> Verdict:

@@ -44,6 +44,7 @@ class Run:
     tokenizer: tokenizer_lib.Tokenizer
     servers: list[str]
     sampling: dict
+    router_replay: bool = False  # whether rollouts are to say which experts ran
 
 
 async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
@@ -95,6 +96,7 @@ def make_rollouts(
                 proofs=sample.proofs,
                 worker="",
                 signature=b"",
+                routed_experts=sample.experts,
             )
         )
     return rollouts
@@ -104,7 +106,10 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
     task = run.env.make_task(group["index"], group["split"])
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
-    samples = await client.generate(prompt, sampling, proofs=group["split"] == "train")
+    trains = group["split"] == "train"
+    samples = await client.generate(
+        prompt, sampling | {"return_routed_experts": run.router_replay and trains}, proofs=trains
+    )
     # In a thread: a slow scorer stops nobody else.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
@@ -134,8 +139,9 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
 
 
 def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
-    """Of a file of these before compression: 13 per token, the proofs, and 1 KiB for the rest of a row."""
-    return sum(13 * len(rollout.tokens) + len(rollout.proofs) + 1024 for rollout in rollouts)
+    """Of a file of these before compression: 13 per token, the proofs, the experts, and 1 KiB for the rest of a row."""
+    sizes = [0 if rollout.routed_experts is None else rollout.routed_experts.nbytes for rollout in rollouts]
+    return sum(sizes) + sum(13 * len(rollout.tokens) + len(rollout.proofs) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:
@@ -143,13 +149,14 @@ def _read_run(body: dict) -> Run:
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, servers, sampling = body["tokenizer"], list(body["servers"]), dict(body["sampling"])
+        router_replay = bool(body.get("router_replay"))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"GET /run answered {str(body)[:200]}, which no orchestrator says; check --orchestrator"
         ) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
-    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer), servers, sampling)
+    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer), servers, sampling, router_replay)
 
 
 async def _patiently(

@@ -103,12 +103,15 @@ def abstract(specs, mesh: jax.sharding.Mesh | None = None):
     )
 
 
-def batch_sharding(mesh: jax.sharding.Mesh, ndim: int) -> NamedSharding:
-    """The sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar everywhere."""
+def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> NamedSharding:
+    """The sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar everywhere.
+
+    `num_whole` dims may stand behind T; they are not split.
+    """
     if ndim == 0:
         return NamedSharding(mesh, PartitionSpec())
     last = _entry(_present(mesh, RULES["batch"])), _entry(_present(mesh, RULES["sequence"]))
-    return NamedSharding(mesh, PartitionSpec(*[None] * (ndim - 2), *last))
+    return NamedSharding(mesh, PartitionSpec(*[None] * (ndim - num_whole - 2), *last))
 
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -47,7 +47,8 @@ COLUMNS = ("behavior_logp", "advantage", "temperature")
 def trained(trees, streams=()):
     """What a packed batch trains, read off its arrays: (context seen, token, the numbers of `COLUMNS`, the weights of `streams`)."""
     batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8, streams=streams))
-    names = [f.name for f in dataclasses.fields(batch) if f.name not in ("num_micro_batches", *packing.OPTIONAL)]
+    absent = ("num_micro_batches", "routed_experts", *packing.OPTIONAL)
+    names = [f.name for f in dataclasses.fields(batch) if f.name not in absent]
     rows = {name: getattr(batch, name).reshape(16, 32) for name in (*names, *streams)}
     found = []
     for row, column in np.argwhere(sum(rows[name] > 0 for name in ("loss_mask", *streams)) > 0):

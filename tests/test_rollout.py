@@ -465,6 +465,7 @@ def test_signature_covers_every_field_but_itself():
         finish_reason="length",
         proofs=signed.proofs + b"\0",
         worker=rollout_lib.WorkerKey.generate().worker,
+        routed_experts=np.zeros((9, 1, 1), np.uint8),
     )
     assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
     for name, values in other.items():

@@ -175,7 +175,7 @@ def test_every_sampled_token_is_packed_behind_its_own_prefix(model_dim):
                 mask[len(prompt) + 1 :] &= rng.random(len(tokens) - len(prompt) - 1) < 0.8  # several turns
                 claims = dict(tokens=tokens, sampled_mask=mask, seed=int(rng.integers(100)), temperature=0.5)
                 rollouts.append(dataclasses.replace(honest()[0], **claims))
-        blocks, places = replay_lib._pack(rollouts, tiny.model(model_dim=model_dim))
+        blocks, places, _ = replay_lib._pack(rollouts, tiny.model(model_dim=model_dim))
         assert {(i, t) for i, t, *_ in places.tolist()} == {
             (i, t) for i, rollout in enumerate(rollouts) for t in np.flatnonzero(rollout.sampled_mask).tolist()
         }

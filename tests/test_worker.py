@@ -166,6 +166,7 @@ def test_a_group_from_lease_to_submission(play, capsys):
         "n": 4,
         "temperature": 0.8,
         "seed": 2**32 - 2,
+        "return_routed_experts": False,
     }
 
     assert [r.sample for r in played.submitted] == [0, 1, 2, 3]
