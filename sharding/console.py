@@ -76,7 +76,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(args: argparse.Namespace) -> int:
     source = _source(args.source)
-    for version in broadcast.versions(source) if args.version is None else [args.version]:
+    found = broadcast.versions(source) if args.version is None else [args.version]
+    if not found:
+        raise FileNotFoundError(
+            f"no version under {args.source} yet; give the root that a run publishes to (WORKDIR/weights)"
+        )
+    for version in found:
         print(_describe(broadcast.read_manifest(source, version, key=args.key)))
     return 0
 
@@ -90,6 +95,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     source = _source(args.source)
+    if args.count is not None and args.count < 1:
+        raise ValueError(f"--count = {args.count} must be at least 1")
+    if not ("://" in args.source or pathlib.Path(args.source).is_dir()):
+        print(f"waiting for a publisher to make {args.source}", file=sys.stderr, flush=True)
     for seen, version in enumerate(broadcast.watch(source, after=args.after, key=args.key), start=1):
         with _Bar(f"version {version}") as bar:
             found = broadcast.verify(source, version, key=args.key, progress=bar.update)

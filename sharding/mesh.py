@@ -67,7 +67,7 @@ def _on_torus(shape: list[int], devices) -> np.ndarray:
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
         raise ValueError(
             f"mesh {_spell(shape)} cannot be laid out on the torus {torus} of these chips; every axis must be a product of "
-            f"whole dims of the torus: change config.mesh (one axis may be -1 and takes what is left)"
+            f"whole dims of the torus: change config.mesh, or --mesh of a server (one axis may be -1 and takes what is left)"
         ) from None
 
 
@@ -82,7 +82,7 @@ def _fill(shape: list[int], num_devices: int) -> list[int]:
     if math.prod(shape) != num_devices:
         raise ValueError(
             f"mesh {spelled} does not fit {num_devices} device(s); the product of the axes must be "
-            f"{num_devices}: change config.mesh (one axis may be -1 and takes what is left)"
+            f"{num_devices}: change config.mesh, or --mesh of a server (one axis may be -1 and takes what is left)"
         )
     return shape
 

@@ -26,6 +26,7 @@ NUM_FETCHES = 8  # objects on their way at the same time
 REUSED_BYTES = 64 << 20  # a fetching thread keeps memory for an object of at most this size
 MAX_PHANTOMS = 8  # refused in one look at the upstreams, so that a liar with many does not hold up the rest
 PHANTOM_S = 5.0
+TOLD_S = 30.0  # how long one kind of error is not told again
 
 
 class Mirror:
@@ -37,6 +38,7 @@ class Mirror:
         self.counters = collections.Counter()
         self.upstream = upstream
         self.is_upstream_alive = False
+        self._told: dict[int | str, float] = {}  # kind of error -> when it was told
         self.last_error = ""
         self._store, self._trusted_key = store, trusted_key
         self._keep = sys.maxsize if store.in_place else keep  # in place the publisher decides
@@ -284,8 +286,14 @@ class Mirror:
         return chain
 
     def _note(self, error: Exception) -> None:
+        """Counts it, and says so unless one of its kind was told a moment ago: a full disk fails every object of a version."""
         self._count(f"errors_{type(error).__name__}")
-        if str(error) != self.last_error:
+        kind, now_s = getattr(error, "errno", None) or str(error), time.monotonic()
+        with self._lock:
+            self._told = {k: s for k, s in self._told.items() if s > now_s - TOLD_S}
+            is_new = kind not in self._told
+            self._told.setdefault(kind, now_s)
+        if is_new:
             print(f"relay: {error}", file=sys.stderr, flush=True)
         self.last_error = str(error)
 

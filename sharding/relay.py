@@ -351,6 +351,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     try:
+        if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
+            raise ValueError(f"--max_bytes = {args.max_bytes} must be at least 1; leave it out for no limit")
         limits = throttle.Limits(
             args.client_bytes_per_s,
             args.total_bytes_per_s,

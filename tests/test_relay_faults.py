@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 
@@ -326,3 +327,13 @@ def _schedule(seed, directory):
         while (outcome := check(urls, objects_of, patience_s=20.0, seed=seed)) not in wanted:
             assert time.monotonic() < deadline_s, (seed, kinds, events, outcome)
             time.sleep(0.2)
+
+
+def test_one_kind_of_error_is_told_once(tmp_path, capsys):
+    """A full disk fails every object of every version, at every look."""
+    copier = mirror.Mirror(types.SimpleNamespace(in_place=False), None)
+    for n in range(50):
+        copier._note(OSError(28, f"object {n} does not fit"))
+    copier._note(ValueError("another"))
+    assert capsys.readouterr().err.splitlines() == ["relay: [Errno 28] object 0 does not fit", "relay: another"]
+    assert copier.counters["errors_OSError"] == 50
