@@ -29,8 +29,8 @@ from inference import rollout_file, routing
 from inference import scheduler as scheduler_lib
 from models import moe, transformer
 from models import tokenizer as tokenizer_lib
+from rl import calibrate, data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
 from rl import credit as credit_lib
-from rl import data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
 from rl import orchestrator as orchestrator_lib
 from sharding import mesh as mesh_lib
 from tests import test_learner, test_orchestrator, test_rollout, test_train, tiny
@@ -700,6 +700,22 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
         assert f"token {t} miss" in found[2].detail or updated
 
 
+@pytest.mark.slow
+def test_stacked_layers_are_replayed_as_single_ones():
+    """Of one version in packed rows, of two over a cache of keys."""
+    stacked = dataclasses.replace(MODEL, scan_layers=True)
+    check = validator.Validator(
+        stacked, lambda version: transformer.stack(weights(version), stacked), OFF, STRICT, max_model_len=CAPACITY
+    )
+    for updated in (False, True):
+        rollouts = list(honest(updated))
+        claim = rollouts[1].routed_experts.copy()
+        claim[-1, 2, 0] = next(e for e in range(5) if e not in claim[-1, 2])
+        rollouts[1] = dataclasses.replace(rollouts[1], routed_experts=claim)
+        found = check.judge(rollouts)
+        assert [verdict.reason for verdict in found] == ["ok", "routing", "ok", "ok"], found
+
+
 def test_a_claim_of_experts_at_random_is_refused_for_that():
     """What poisons most: the learner would run these. It is not mistaken for text that was not sampled."""
     (rollout, *_) = honest()
@@ -826,6 +842,27 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     assert "is not one of the model's 4" in refusal(rows + 2)
     orchestrator._updater.shutdown()
     orchestrator._checker.shutdown()
+
+
+@pytest.mark.slow
+def test_honest_claims_of_every_variant_pass_at_the_default_limits():
+    """Other batches, chunkings and a mesh give other near ties, and none is an offence; bfloat16 stays within the limit for it."""
+    exp = experiment.resolve(moe_config(model__num_experts=16, rl__max_lag=0))
+    params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
+    limits = verdicts.Tolerance.of(exp.raw.trust)
+    judge = validator.Validator(
+        exp.model, lambda version: params, OFF, limits, max_model_len=exp.raw.inference.max_model_len
+    )
+    key, measured = rollout_lib.WorkerKey.generate(), {}
+    for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):
+        rollouts = calibrate.variant_rollouts(exp, params, 0, calibrate.VARIANTS[name], 128, key)
+        assert all(rollout.routed_experts is not None for rollout in rollouts)
+        measured[name] = calibrate.measure(judge, rollouts, limits)
+        if name != "bfloat16":
+            assert measured[name].num_refused == 0 and measured[name].routing < 1e-3, measured
+    assert 1e-3 < measured["bfloat16"].routing < 0.2, measured
+    tolerance, _ = calibrate.limits(list(measured.values()))
+    assert tolerance.routing == calibrate.SAFETY * measured["bfloat16"].routing
 
 
 @pytest.mark.slow
