@@ -407,7 +407,7 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
 
 def differences(path: pathlib.Path, experiment: Experiment) -> list[str]:
     """Fields that the config saved in a workdir has otherwise, but for where things run and how long; sorted."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every"]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on how many follow
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut

@@ -33,8 +33,8 @@ import numpy as np
 from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import web
+from rl import admission, data, orchestrator_routes, packing, standing, turns
 from rl import credit as credit_lib
-from rl import data, orchestrator_routes, packing, standing, turns
 from sharding import listening
 
 WAIT_NOTICE_S = 30.0
@@ -269,9 +269,12 @@ class Orchestrator:
                     raise self._failure
                 num_done = sum(key in self._done for key in keys)
                 if num_done < len(keys):  # a long wait is no error
+                    barred = self._standing.num_barred(time.monotonic())
                     self._on_wait(
                         f"{'the evaluation' if step is None else f'batch {step}'} has {num_done} of {len(keys)} groups; "
                         f"{len(self._leases)} are with workers, {len(self._todo)} with nobody"
+                        + f"; workers that were refused too often to get any (trust.max_attempts): {barred}"
+                        * (barred > 0)
                     )
                     continue
                 stale = [] if step is None else [k for k in keys if self._staleness(k, step) > self._max_off_policy]
@@ -316,7 +319,9 @@ class Orchestrator:
             if self._leases.get(key) is not lease or lease.is_answered:
                 return self._turn_away(rollouts, "refused: not leased (or already submitted)")
             lease.is_answered, lease.deadline = True, float("inf")
-            reason = self._refusal(lease, rollouts)
+            reason = admission.refusal(
+                self._config, lease.group, rollouts, newest=self._announced, claims=self._credit.router_replay
+            )
             if reason is not None:
                 return _known(self._settle(key, rollouts, reason))
         return self._screeners.submit(lease.worker, self._judge, key, lease.worker, rollouts)
@@ -395,40 +400,6 @@ class Orchestrator:
                 self._leases[key] = _Lease(group, worker, float("inf"), is_answered=True)
                 self._checker.submit(self._check_later, key, rollouts)
 
-    def _refusal(self, lease: _Lease, rollouts: list[rollout_lib.Rollout]) -> str | None:
-        """The cheap checks: everything that the lease alone decides."""
-        group, sampling, claims = lease.group, self._config.sampling, self._credit.router_replay
-        if sorted(r.sample for r in rollouts) != list(range(group.num_samples)):
-            return f"samples: expected 0..{group.num_samples - 1} once each, got {sorted(r.sample for r in rollouts)}"
-        prompt = rollouts[0].tokens[: _prompt_length(rollouts[0])]
-        for r in rollouts:
-            sampled = r.versions[r.sampled_mask]
-            if (r.task.env, r.task.index) != (self._config.env.name, group.index):
-                return f"task: expected {self._config.env.name} {group.index}, got {r.task.env} {r.task.index}"
-            if r.seed != (group.seed + r.sample) % 2**32:
-                return f"seed: expected {(group.seed + r.sample) % 2**32} for sample {r.sample}, got {r.seed}"
-            if abs(r.temperature - group.temperature) > 1e-6:
-                return f"temperature: expected {group.temperature}, got {r.temperature}"
-            if int(r.sampled_mask.sum()) > sampling.max_tokens:
-                return (
-                    f"length: {int(r.sampled_mask.sum())} sampled tokens, at most {sampling.max_tokens} were asked for"
-                )
-            if len(r.tokens) > self._config.inference.max_model_len:  # packing would refuse it, and the run would end
-                return f"length: {len(r.tokens)} tokens, more than the model's {self._config.inference.max_model_len}"
-            if int(r.tokens.max()) >= self._config.model.vocab_size:
-                return f"tokens: id {int(r.tokens.max())} is outside the vocabulary of {self._config.model.vocab_size}"
-            if not np.array_equal(r.tokens[: _prompt_length(r)], prompt):
-                return "prompt: the samples of one group have different prompts"
-            if (oldest := int(r.versions.min())) < group.min_version:  # of the prompt's keys, too
-                return f"versions: {oldest} is older than {group.min_version}, the oldest this batch may use"
-            if group.split == "train" and claims and (reason := claims.refusal(r)):  # as with the length
-                return f"routing: {reason}"
-            if np.any(np.diff(r.versions) < 0):
-                return "versions: they fall along the sequence"
-            if sampled.max() > self._announced:
-                return f"versions: {int(sampled.max())} is not published yet, the newest is {self._announced}"
-        return None
-
     def _draw(self, groups: list[data.Group]) -> set[tuple]:
         """Keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret."""
         count = int(np.ceil(self._config.trust.check_fraction * len(groups)))
@@ -474,7 +445,3 @@ def _known(verdict: str) -> concurrent.futures.Future:
     future = concurrent.futures.Future()
     future.set_result(verdict)
     return future
-
-
-def _prompt_length(rollout: rollout_lib.Rollout) -> int:
-    return int(np.argmax(rollout.sampled_mask))

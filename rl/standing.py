@@ -83,6 +83,10 @@ class Standing:
     def is_barred(self, worker: str) -> bool:
         return self._workers[worker].num_refused >= self._max_refusals
 
+    def num_barred(self, now_s: float) -> int:
+        """Of those who are there."""
+        return sum(self.is_barred(name) and now_s - w.asked_s <= self._lease_s for name, w in self._workers.items())
+
     def others(self, worker: str, now_s: float) -> bool:
         """Whether anybody else is there who may work."""
         return any(

@@ -564,7 +564,7 @@ def test_a_group_refused_too_often_stops_the_run(make):
         orchestrator.next_batch(1)
 
 
-def test_a_resumed_run_knows_its_workers(make):
+def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     """As they were when the batch was handed off: what came later comes again."""
     told = []
     first = make(trust__max_attempts=3, evidence=lambda step: told.append(step) or {"of": step})
@@ -582,13 +582,21 @@ def test_a_resumed_run_knows_its_workers(make):
     assert lease(first) == []  # barred
     state = json.loads(json.dumps(first.state(1)))
     assert state["evidence"] == {"of": 1} and told == [1] and first.state(0) == {}
-    second = make(trust__max_attempts=3)
+    lines = []
+    second = make(trust__max_attempts=3, on_wait=lines.append)
     second.resume(1, state)
     assert second.state(1) == state  # for a run that stops before its first batch
     publish(second, 1)
     assert lease(second, 1, OTHER)
     assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
     assert lease(second) == [] and second._failure is None
+    monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
+    waiting = later(second.next_batch, 2)
+    proxy.wait_until(lambda: lines)
+    assert lines[0].endswith("2 with nobody; workers that were refused too often to get any (trust.max_attempts): 1")
+    second.fail(ValueError("enough"))
+    with pytest.raises(ValueError, match="enough"):
+        waiting.result(WAIT_S)
 
 
 def test_a_validator_that_breaks_stops_the_run(make):

@@ -29,7 +29,11 @@ from inference import rollout_file, routing
 from inference import scheduler as scheduler_lib
 from models import moe, transformer
 from models import tokenizer as tokenizer_lib
+<<<<<<< ours
 from rl import calibrate, data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
+=======
+from rl import admission, data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
+>>>>>>> theirs
 from rl import credit as credit_lib
 from rl import orchestrator as orchestrator_lib
 from sharding import mesh as mesh_lib
@@ -831,16 +835,17 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     rng = np.random.default_rng(0)
 
     def refusal(claim, split="train"):
-        lease = orchestrator_lib._Lease(dataclasses.replace(group, split=split), "", 0.0)
-        return orchestrator._refusal(lease, test_orchestrator.answers(group, routed_experts=claim))
+        rollouts = test_orchestrator.answers(group, routed_experts=claim)
+        asked = dataclasses.replace(group, split=split)
+        return admission.refusal(exp.raw, asked, rollouts, newest=0, claims=exp.credit.router_replay)
 
-    orchestrator._announced = 0
     rows = np.stack([rng.permutation(4)[:2] for _ in range(4 * exp.model.num_layers)])
     rows = rows.reshape(4, -1, 2).astype(np.uint8)
     assert refusal(rows) is None and refusal(None, "held_out") is None
     assert refusal(None).startswith("routing: it does not say which experts ran")
     assert "is not one of the model's 4" in refusal(rows + 2)
     orchestrator._updater.shutdown()
+    orchestrator._screeners.close()
     orchestrator._checker.shutdown()
 
 

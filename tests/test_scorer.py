@@ -182,8 +182,8 @@ def test_what_a_checker_prints_is_no_score(orders):
         ("raise this", "KeyError: 'this' (test_scorer.py:"),
         ("raise \n\x1b[2J", "KeyError: "),
         ("give nan", "ValueError: score gave reward = nan, not a finite number"),
-        ("give text", "TypeError: score gave str, not a dict of at most 63 with a 'reward'"),
-        ("give nothing", "TypeError: score gave dict, not a dict"),
+        ("give text", "TypeError: score gave str, not a dict of at most 63 numbers"),
+        ("give nothing", "TypeError: score gave the parts [], and no 'reward'"),
         ("give word", "TypeError: must be real number, not str"),
     ],
 )
@@ -218,6 +218,7 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
     assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {said}")
     assert line.endswith("'reward' among them, for any text") and line.isprintable()
     assert experiment.explain(caught.value) == (line, 1, hosts.MISTAKE)  # one line, and no traceback
+    assert not SAID
     away.close()
 
 

@@ -155,8 +155,8 @@ class Scorer:
         reply, is_certain = self._ask(seat, task, completions)
         nothing = {}
         if failures := [error for scores, _, error in reply or () if scores is None]:
-            self._tell_of(task, failures)
             nothing = self._nothing(seat, task, failures[0]) | {"error": 1.0}
+            self._tell_of(task, failures)
         return [Scored(nothing if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply or ()], is_certain
 
     def _ask(self, seat: _Seat, task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
@@ -312,8 +312,10 @@ def _scored(env: environment.Environment, task: environment.Task, completions: l
 
 def _numbers(scores) -> dict[str, float]:
     """The scores as a rollout takes them: whatever is a number, numpy's too."""
-    if not isinstance(scores, dict) or "reward" not in scores or len(scores) > MAX_PARTS:
-        raise TypeError(f"score gave {type(scores).__name__}, not a dict of at most {MAX_PARTS} with a 'reward'")
+    if not isinstance(scores, dict) or len(scores) > MAX_PARTS:
+        raise TypeError(f"score gave {type(scores).__name__}, not a dict of at most {MAX_PARTS} numbers")
+    if "reward" not in scores:
+        raise TypeError(f"score gave the parts {list(scores)[:8]}, and no 'reward'")
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise TypeError(
