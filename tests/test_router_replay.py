@@ -29,11 +29,19 @@ from inference import rollout_file, routing
 from inference import scheduler as scheduler_lib
 from models import moe, transformer
 from models import tokenizer as tokenizer_lib
-<<<<<<< ours
-from rl import calibrate, data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
-=======
-from rl import admission, data, experiment, feed, launch, learner, packing, router_replay, validator, verdicts
->>>>>>> theirs
+from rl import (
+    admission,
+    calibrate,
+    data,
+    experiment,
+    feed,
+    launch,
+    learner,
+    packing,
+    router_replay,
+    validator,
+    verdicts,
+)
 from rl import credit as credit_lib
 from rl import orchestrator as orchestrator_lib
 from sharding import mesh as mesh_lib
