@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="root of a weight broadcast")
-    source.add_argument("--model", help="a Hugging Face folder")
+    source.add_argument("--model", help="a Hugging Face folder or hub id")
     source.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -125,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
             if url is None:
                 kind = "weights" if args.weights else "model"
                 folder = getattr(args, kind)
-                folder = folder if "://" in folder else str(pathlib.Path(folder).resolve())  # the server runs elsewhere
+                if pathlib.Path(folder).exists():  # else a URL or a hub id; the server runs in another directory
+                    folder = str(pathlib.Path(folder).resolve())
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             http = stack.enter_context(
                 httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=10))

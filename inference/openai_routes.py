@@ -122,7 +122,7 @@ async def _answer_chat(server: service.Server, request: fastapi.Request, body: s
         server.tokenizer,
         body.tools,
         bool(body.tools) and body.tool_choice != "none",
-        _opens_reasoning(server.tokenizer, tokens),
+        server.tokenizer.opens_reasoning(tokens),
         asked.stop_texts,
     )
     head = _head("chat.completion", "chatcmpl", body.model or server.model_name)
@@ -233,10 +233,6 @@ def _plain_call(call: dict) -> dict:
     except (ValueError, RecursionError):
         loaded = arguments
     return call | {"function": function | {"arguments": loaded if isinstance(loaded, dict) else arguments or {}}}
-
-
-def _opens_reasoning(tokenizer: tokenizer_lib.Tokenizer, tokens: Sequence[int]) -> bool:
-    return tokenizer.decode(tokens[-16:]).rstrip().endswith(parsers.THINK)
 
 
 def _call(at: int, call: parsers.Call) -> dict:

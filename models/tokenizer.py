@@ -121,15 +121,27 @@ class Tokenizer:
             mask += [generated] * (len(ids) - len(mask))
         return Rendered(ids, mask)
 
-    def parse(self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None) -> dict:
+    def answer(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
+        """What is scored of a completion: its content. Reasoning that the prompt opened (QwQ's does) and that never ends is none."""
+        inside = True if self.opens_reasoning(prompt_ids) else None
+        return self.parse(completion_ids, in_reasoning=inside)["content"]
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a completion begins inside a block of reasoning."""
+        return self.decode(prompt_ids[-16:]).rstrip().endswith(parsers.THINK)
+
+    def parse(
+        self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None, in_reasoning: bool | None = None
+    ) -> dict:
         """The assistant message that a completion spells, up to the first stop id.
 
         What is malformed is no error: a tool call that cannot be read stays in the content as text, and reasoning that
-        was cut off before its end is all reasoning. `tools` tell strings from numbers where the format does not.
+        was cut off before its end is all reasoning. `tools` tell strings from numbers where the format does not;
+        `in_reasoning` says whether the prompt opened a block of reasoning, if that is known.
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
-        parsed = parsers.parse(self.decode(ids[:end]), self.call_format, tools=tools)
+        parsed = parsers.parse(self.decode(ids[:end]), self.call_format, tools=tools, in_reasoning=in_reasoning)
         message = {"role": "assistant"}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning

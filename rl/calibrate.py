@@ -207,6 +207,10 @@ def limits(measured: Sequence[Measured]) -> tuple[verdicts.Tolerance, sequential
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.rollouts < 1:
+        raise ValueError(f"--rollouts = {args.rollouts} must be at least 1")
+    if not pathlib.Path(args.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out} lies in no directory; make it first")
     exp = load_experiment(args.workdir)
     weights = pathlib.Path(args.workdir) / "weights"
     version = broadcast.latest(str(weights)) if args.version is None else args.version
@@ -237,6 +241,8 @@ def run(args: argparse.Namespace) -> int:
             f"{3 / m.num_rollouts:.2g})",
             flush=True,
         )
+    if not measured:
+        raise ValueError("none of --variants could be measured here; name one that needs fewer devices")
     tolerance, bands = limits(list(measured.values()))
     validator.save_bands(
         args.out,

@@ -294,7 +294,7 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.tell) -
     )
 
     def score(group: data.Group, completions: Sequence[Sequence[int]]) -> list[scorer.Scored]:
-        return scores.score(task(group), [tokenizer.parse(completion)["content"] for completion in completions])
+        return scores.score(task(group), [tokenizer.answer(prompt(group), completion) for completion in completions])
 
     return verdicts.Rules(
         env=env.name,

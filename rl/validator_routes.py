@@ -74,6 +74,8 @@ def serve(args: argparse.Namespace) -> int:
     config, weights = exp.raw, pathlib.Path(args.weights or pathlib.Path(args.workdir) / "weights")
     if not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is no directory")
+    if args.slash < 0:
+        raise ValueError(f"--slash = {args.slash} must be at least 0: it is taken from a node's stake")
     if args.bands:
         tolerance, bands = validator.load_bands(args.bands)
     else:

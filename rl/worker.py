@@ -77,7 +77,7 @@ def make_rollouts(
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and writes them down; unsigned."""
     rollouts, P = [], len(prompt)
-    scored = run.scorer.score(task, [run.tokenizer.parse(sample.tokens)["content"] for sample in samples])
+    scored = run.scorer.score(task, [run.tokenizer.answer(prompt, sample.tokens) for sample in samples])
     for index, (sample, rewards) in enumerate(zip(samples, (one.scores for one in scored), strict=True)):
         rollouts.append(
             rollout_lib.Rollout(
@@ -168,7 +168,7 @@ async def _patiently(
         try:
             response = await http.request(method, path, **make_body())
             if response.status_code == 400:
-                raise ValueError(f"the orchestrator refused {path}: {response.text[:500]}")
+                raise ValueError(f"the orchestrator refused {path}: {_words(response)}")
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
@@ -179,6 +179,14 @@ async def _patiently(
                 told = True
                 print(f"waiting for the orchestrator at {http.base_url}: {error}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
+
+
+def _words(response: httpx.Response) -> str:
+    """What the orchestrator says in its error, or whatever else came."""
+    try:
+        return str(response.json()["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
 
 
 def main(argv: list[str] | None = None) -> int:

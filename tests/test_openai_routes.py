@@ -5,6 +5,7 @@ is biased by +100 at temperature 0 is the one that is sampled, so texts are spel
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -520,6 +521,23 @@ def test_the_terminal_chat_keeps_the_conversation(ask, says, monkeypatch, capsys
     assert sent[0] == [opening, {"role": "user", "content": "hello"}]
     assert sent[1][2] == {"role": "assistant", "content": "yes é", "reasoning_content": "hm"}
     assert sent[2] == [opening, {"role": "user", "content": "again"}]
+
+
+def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path):
+    """The server starts in another directory: what is a folder here must be named in full there, and nothing else."""
+    seen = []
+
+    @contextlib.contextmanager
+    def served(arguments):
+        seen.append(arguments[1])
+        yield "http://server"
+
+    monkeypatch.setattr(chat_lib, "served", served)
+    monkeypatch.setattr(chat_lib, "talk", lambda *_: None)
+    monkeypatch.chdir(tmp_path.parent)
+    for given in (tmp_path.name, "Owner/Name", "http://relay:1"):
+        assert chat_lib.main(["--model", given]) == 0
+    assert seen == [str(tmp_path.resolve()), "Owner/Name", "http://relay:1"]
 
 
 # ---- JetStream's clients ---------------------------------------------------------------------------------------------

@@ -134,6 +134,14 @@ def test_parse_inverts_render(message):
     assert TOK.render([CHAT[1], parsed]) == rendered
 
 
+def test_reasoning_that_the_prompt_opened_is_not_scored():
+    """A model could else write its answer at once and think, or babble, up to the limit."""
+    opened, plain = (TOK.encode(text, special=True) for text in ("<|im_start|>assistant\n<think>\n", "assistant\n"))
+    for said, inside, outside in (("#### 5", "", "#### 5"), ("a</think>\n\n5", "5", "5"), ("<think>a", "", "")):
+        ids = TOK.encode(said, special=True)
+        assert (TOK.answer(opened, ids), TOK.answer(plain, ids)) == (inside, outside)
+
+
 def test_parse_takes_what_is_malformed():
     parse = lambda text: TOK.parse(TOK.encode(text, special=True))  # noqa: E731
     assert parse("<think>cut off") == {"role": "assistant", "reasoning_content": "cut off", "content": ""}

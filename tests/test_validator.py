@@ -779,5 +779,8 @@ def test_the_calibrate_command(tmp_path, capsys):
     assert body["measured"]["version"] == 4 and validator_lib.load_bands(tmp_path / "bands.json")
     assert validator_lib.main([*command, "--variants", "nonsense"]) == 1
     assert validator_lib.main(["calibrate", "--workdir", str(tmp_path / "no"), "--out", "x"]) == 1
+    for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # told before anything is generated
+        assert validator_lib.main([*command, *mistake]) == 1
+    assert validator_lib.main(["serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--slash", "-1"]) == 1
     assert validator_lib.main(["serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path / "absent")]) == 1
     assert "is no directory" in capsys.readouterr().err
