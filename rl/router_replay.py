@@ -1,7 +1,8 @@
 """Router replay: the learner runs the experts that the sampler ran, so that both compute the same function of a token.
 
 1. The engine records the choice of every mixture layer; the worker claims it in the rollout (`Rollout.routed_experts`).
-2. `RouterReplay.refusal` says what no claim may be: absent, of another shape, an expert that is not there, one twice.
+2. `RouterReplay.misfit` says what cannot be laid out (no claim, or of another shape), `refusal` also what cannot be run: an
+   expert that is not there, one twice.
 3. `RouterReplay.rows` lays it out for packing, `given` for the model. Weights of the chosen experts, and the gradient, come from
    the router that replays (R3, arXiv 2510.11370, section 4). The last token of a rollout has no row, since nobody ran it
    when it was sampled: there the router chooses.
@@ -48,8 +49,8 @@ class RouterReplay:
         """[*dims, L, X] in which every router is to choose."""
         return np.full((*dims, *self.row_shape), unrouted(self.dtype), self.dtype)
 
-    def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
-        """Why the claim of a valid rollout cannot be replayed with this model, or None."""
+    def misfit(self, rollout: rollout_lib.Rollout) -> str | None:
+        """Why a valid rollout has no claim of this model's shape, or None. Takes no time, however long the rollout is."""
         claim_TLX = rollout.routed_experts
         if claim_TLX is None:
             return (
@@ -60,6 +61,13 @@ class RouterReplay:
         expected = (len(rollout.tokens) - 1, self.num_layers, self.experts_per_token)
         if claim_TLX.shape != expected:
             return f"expected {list(expected)} of rows, layers and experts per token, got {list(claim_TLX.shape)}"
+        return None
+
+    def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
+        """Why the claim of a valid rollout cannot be replayed with this model, or None."""
+        if reason := self.misfit(rollout):
+            return reason
+        claim_TLX = rollout.routed_experts
         chosen_TLX = np.sort(claim_TLX[:, self.mixtures], axis=-1)
         if (top := int(chosen_TLX.max())) >= self.num_experts:
             return f"expert {top} is not one of the model's {self.num_experts}"

@@ -120,7 +120,7 @@ class Validator:
         def checks(rollout):
             yield verdicts.signature(rollout)
             yield verdicts.prescribed(rollout, rules)
-            yield verdicts.routable(rollout, self._claims, required=rules.router_replay)
+            yield verdicts.routed(rollout, self._claims, rules)
             yield verdicts.policy_version(rollout, rules, rollout.step - 1 if newest is None else newest)
             yield verdicts.bounds(rollout, rules)
             yield verdicts.ending(rollout, rules)

@@ -104,9 +104,15 @@ def form(rollout) -> Verdict:
     return Verdict("schema", reason) if reason else OK
 
 
-def routable(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay, *, required: bool = False) -> Verdict:
-    """A claim of experts, where there is one or must be, is one that `claims` of this model can be."""
-    reason = claims.refusal(rollout) if required or rollout.routed_experts is not None else None
+def routable(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay) -> Verdict:
+    """The experts that it names, if it does, are such as `claims` of this model can name."""
+    reason = None if rollout.routed_experts is None else claims.refusal(rollout)
+    return Verdict("routing", reason) if reason else OK
+
+
+def routed(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay, rules: Rules) -> Verdict:
+    """It names experts, where the run replays them."""
+    reason = claims.misfit(rollout) if rules.router_replay else None
     return Verdict("routing", reason) if reason else OK
 
 
