@@ -82,7 +82,7 @@ def get_config() -> config_dict.ConfigDict:
     m.scan_layers = False  # stack equal layers and scan them: compile time is flat in depth
     m.attention = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU)
     m.grouped_matmul = "auto"  # "ragged_dot", "megablox" (TPU)
-    c.tokenizer = "byte_chatml"  # the embedded one, or a directory with tokenizer.json
+    c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub id
 
     # Axes of the learner's device mesh; one of them may be -1 and takes what is left.
     c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=-1, expert=1, context=1, tensor=1))

@@ -1,7 +1,13 @@
 """Does RL with exact rewards improve a 10 B model that was itself trained over the internet? INTELLECT-1 on GSM8K.
 
     python -m rl.plan --config=configs/intellect1.py --topology=v5e:8x8
-    python -m rl.train --config=configs/intellect1.py --workdir=runs/intellect1
+    python -m rl.train --config=configs/intellect1.py --workdir=/shared/intellect1 --config.topology.host=10.0.0.2 \
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
+
+The second on every host of the slice, with the working directory on a disk that all share (see configs/intellect2.py).
+
+Before: `hf download PrimeIntellect/INTELLECT-1-Instruct --local-dir checkpoints/INTELLECT-1-Instruct`, and the train.jsonl and
+test.jsonl of github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
 
 Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 tokens, pretrained by DiLoCo on 1 T tokens). Its
 pretraining is not repeated here; this starts from INTELLECT-1-Instruct. The RL constants are PRIME-RL's defaults of August

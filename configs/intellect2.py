@@ -8,6 +8,9 @@ The second on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --wo
 working directory and `init_from` lie on a disk that all share; 10.0.0.2 is the first host, which prints what to start on the servers
 and for the workers, and waits for them. Whatever ends one host ends all, and the same command resumes.
 
+Before: `hf download Qwen/QwQ-32B --local-dir checkpoints/QwQ-32B`, and the train.jsonl and test.jsonl of
+github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
+
 Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025): 256 prompts x 16
 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, temperature 0.6, AdamW 3e-7 (0.9, 0.99) with weight
 decay 0.01 and 25 steps of warm-up, gradients clipped at 0.1, eight optimizer steps per batch against the learner's own old

@@ -8,6 +8,9 @@ The second on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --wo
 working directory and `init_from` lie on a disk that all share; 10.0.0.2 is the first host, which prints what to start on the servers
 and for the workers, and waits for them. Whatever ends one host ends all, and the same command resumes.
 
+Before: `hf download zai-org/GLM-4.5-Air-Base --local-dir checkpoints/GLM-4.5-Air-Base`, and the train.jsonl and test.jsonl of
+github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
+
 Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x 16 samples, contexts of 65,536 tokens,
 Muon at 1e-6, masked token importance sampling with ratios kept in [0.5, 5] straight against the sampler's
 log-probabilities (a ratio below 1e-5 drops the whole rollout), advantages centred but not divided, weights swapped in flight,

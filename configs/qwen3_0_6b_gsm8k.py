@@ -1,7 +1,13 @@
 """How far does RL alone carry a 0.6 B model on grade-school problems? Qwen3-0.6B on GSM8K, on the smallest TPU machine.
 
     python -m rl.plan --config=configs/qwen3_0_6b_gsm8k.py --topology=v5e:2x4
-    python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k
+    python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k --config.topology.host=10.0.0.2 \
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100
+
+The learner runs on the machine at 10.0.0.2, which prints what to start on the server and for the workers, and waits for them.
+
+Before: `hf download Qwen/Qwen3-0.6B --local-dir checkpoints/Qwen3-0.6B`, and the train.jsonl and test.jsonl of
+github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
 
 Reward is 1 for the right number behind "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's defaults of August 2026
 (AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) with its rules of thumb for sizes: batches of at least 64 prompts'

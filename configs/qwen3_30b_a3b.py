@@ -6,6 +6,9 @@
 
 The second on every host of the slice, with the working directory on a disk that all share (see configs/intellect2.py).
 
+Before: `hf download Qwen/Qwen3-30B-A3B --local-dir checkpoints/Qwen3-30B-A3B`, and the train.jsonl and test.jsonl of
+github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
+
 Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768 tokens; its default optimizer
 (AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) and loss (binary total-variation mask, arXiv 2602.04879). GSM8K from
 `env.options.path` stands in for its tasks.

@@ -23,7 +23,8 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
         return pathlib.Path(huggingface_hub.snapshot_download(path_or_repo, allow_patterns=list(files)))
     except (OSError, ValueError) as error:  # no network, no such repository, no right to it
         raise ValueError(
-            f"{path_or_repo} is neither a folder nor a hub repository that can be fetched: {error}"
+            f"{path_or_repo} is neither a folder (seen from {pathlib.Path.cwd()}) nor a hub repository that can be fetched: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
 
 

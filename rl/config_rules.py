@@ -143,7 +143,7 @@ UNREAD: tuple[tuple[str, Callable, Callable], ...] = (
     (r"warmup\.eval_tasks", lambda c, _: c.warmup.eval_every == 0, lambda c, _: "set warmup.eval_every above 0"),
     (
         r"warmup\.decoy_fraction",
-        lambda c, _: bool(c.warmup.data),
+        lambda c, _: bool(c.warmup.data) and c.warmup.decoy_fraction > 0,
         lambda c, _: "warmup.data is a file, which has no decoys; leave one of the two out",
     ),
     (

@@ -19,9 +19,12 @@ import json
 import logging
 import os
 import pathlib
+import platform
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import metadata
 
 import jax
 from absl import app, flags
@@ -402,7 +405,19 @@ def _claim(path: pathlib.Path, experiment: Experiment) -> None:
             raise ValueError(_another(path, experiment, differs))
     elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
         raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
-    atomic_file.write(file, (json.dumps({"config": wanted, "command": " ".join(sys.argv)}, indent=2) + "\n").encode())
+    saved = {"config": wanted, "command": _command(), "versions": _versions()}
+    atomic_file.write(file, (json.dumps(saved, indent=2) + "\n").encode())
+
+
+def _command() -> str:
+    """This process's, to be typed again."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["python", "-m", spec.name] if spec else [sys.argv[0]]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
 
 
 def differences(path: pathlib.Path, experiment: Experiment) -> list[str]:

@@ -1,5 +1,6 @@
 """A socket to serve HTTP on, and its URL: shared by relays, rollout servers, the orchestrator and the validator. Imports no jax."""
 
+import errno
 import socket
 
 from sharding import atomic_file
@@ -15,9 +16,9 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port, or 0 for a free one"
-        ) from error
+        is_elsewhere = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        remedy = "give an address of this machine" if is_elsewhere else "choose another port, or 0 for a free one"
+        raise ValueError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
     return sock
 
 

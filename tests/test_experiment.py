@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
@@ -48,13 +50,36 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+def test_leftovers_of_a_config_file_and_neutral_values_are_no_mistakes(tmp_path):
+    lines = parsed(
+        "--config=configs/quickstart.py", "--workdir=w", "--config.warmup.data=f", "--config.warmup.decoy_fraction=0"
+    )
+    assert lines.warmup.data == "f"
+
+
 def parsed(*argv):
     values, argv = flags.FlagValues(), ["rl.train", *argv]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", argv)  # where ml_collections looks for fields of the config
+        patch.delitem(sys.modules, "config_config", raising=False)  # else it loads one config file over the other
         command_line.define(values=values)
         command_line.parse(argv, values)
     return values.config
+
+
+def documented_commands():
+    """The `python -m rl.train` commands of the configs' docstrings, and of the README's table."""
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        text = path.read_text().replace("\\\n", " ")
+        yield from re.findall(r"^ +python -m rl\.train (.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", list(documented_commands()))
+def test_the_documented_commands_resolve(command):
+    """But for the tokenizer, which is to be downloaded first."""
+    config = parsed(*shlex.split(command))
+    config.tokenizer = "byte_chatml"
+    assert experiment.resolve(config).raw.rl.num_steps > 0
 
 
 CONFIG_FILES = {
