@@ -46,7 +46,7 @@ def refusal(
             return "prompt: the samples of one group have different prompts"
         if (oldest := int(r.versions.min())) < group.min_version:  # of the prompt's keys, too
             return f"versions: {oldest} is older than {group.min_version}, the oldest this batch may use"
-        if group.split == "train" and claims and (reason := claims.refusal(r)):  # as with the length
+        if group.split == "train" and claims and (reason := claims.misfit(r)):  # as with the length
             return f"routing: {reason}"
         if np.any(np.diff(r.versions) < 0):
             return "versions: they fall along the sequence"
