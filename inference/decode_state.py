@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -78,10 +77,10 @@ def placed(tree):
 
 
 def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
-    """Stacks requests into arrays of `size` rows; the rest are temperature 1, one token."""
+    """Stacks requests into numpy arrays of `size` rows, which a program takes as they are; the rest are temperature 1, one token."""
 
     def column(values, fill, dtype):
-        return jnp.asarray(np.array([*values, *[fill] * (size - len(values))], dtype))
+        return np.array([*values, *[fill] * (size - len(values))], dtype)
 
     stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
     bias_ids, bias = (
@@ -100,11 +99,11 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
             top_k=column([r.top_k for r in requests], 0, np.int32),
             top_p=column([r.top_p for r in requests], 1, np.float32),
             min_p=column([r.min_p for r in requests], 0, np.float32),
-            bias_ids=jnp.asarray(bias_ids),
-            bias=jnp.asarray(bias),
+            bias_ids=bias_ids,
+            bias=bias,
         ),
         max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
-        stop_ids=jnp.asarray(stop_ids),
+        stop_ids=stop_ids,
         want_proof=column([r.proofs for r in requests], False, bool),
         want_raw=column([r.raw_logprobs for r in requests], False, bool),
         want_top=column([r.top_logprobs > 0 for r in requests], False, bool),

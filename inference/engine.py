@@ -205,7 +205,7 @@ class Engine(engine_api.Engine):
         def create():
             zeros = jnp.zeros((B,), jnp.int32)
             state = state_lib.DecodeState(
-                cache=kv_cache.create(self.model, B, self.config.capacity),
+                cache=kv_cache.create_slots(self.model, B, self.config.capacity),
                 token=zeros,
                 position=zeros,
                 generated=zeros,
@@ -392,7 +392,8 @@ def _generate(model, num_steps, max_len, routed, params, state):
             state.token[:, None],
             state.position[:, None],
             state.cache,
-            kv_cache.attend_at(state.position),
+            # A slot that is not in use may keep nobody at a late position (decode_attention.py).
+            kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
         )
         logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
         logp_BV = sampler.scores(logits_BV, state.request.sampling)

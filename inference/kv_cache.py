@@ -22,7 +22,7 @@ from models import attention, transformer
 from models import config as config_lib
 from sharding import rules
 
-Entry = tuple[jax.Array, jax.Array]
+Entry = tuple[jax.Array, jax.Array] | decode_attention.Blocks
 Cache = tuple[Entry, ...]
 
 
@@ -37,6 +37,13 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
         tuple(jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype) for dim in (k_dim, v_dim))
         for stack in stacks
     )
+
+
+def create_slots(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
+    """A cache of sequences that are decoded together; on a CPU laid out by decode_attention.py."""
+    if decode_attention.fits(config):
+        return decode_attention.create(config, num_sequences, capacity)
+    return create(config, num_sequences, capacity)
 
 
 def layout(cache: Cache, mesh) -> Cache:
@@ -57,6 +64,9 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Calla
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
+        if isinstance(entry, decode_attention.Blocks):
+            assert write_BT is None and not value_dim
+            return decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, window=window, **how)
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
         entry, k_BKSC, v_BKSC = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
         if value_dim:
@@ -65,8 +75,7 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Calla
         mask_BTS = key_11S <= position_BT[:, :, None]
         if window:
             mask_BTS &= key_11S > position_BT[:, :, None] - window
-        step = decode_attention if q_BTHC.shape[1] == 1 else attention
-        return step.attend(q_BTHC, k_BKSC, v_BKSC, mask_BTS, **how), entry
+        return attention.attend(q_BTHC, k_BKSC, v_BKSC, mask_BTS, **how), entry
 
     return attend
 
@@ -80,6 +89,9 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
             return b.at[:, target_rows, :, :length].set(a[:, source_rows], mode="drop")
         return b.at[target_rows, :, :length].set(a[source_rows], mode="drop")
 
+    if isinstance(target[0], decode_attention.Blocks):
+        pairs = zip(source, target, strict=True)
+        return tuple(decode_attention.copy_rows(*entry, source_rows, blocks, target_rows) for entry, blocks in pairs)
     return jax.tree.map(copy, source, target)
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from models import attention
+
 
 @struct.dataclass
 class Sampling:
@@ -79,8 +81,23 @@ def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple
     """The second half of `sample`, from its `scores`."""
     gumbel_BV = noise(sampling.seed, position_B, logp_BV.shape[-1])
     noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
-    token_B = jnp.argmax(noised_BV, axis=-1).astype(jnp.int32)
+    token_B = _argmax(noised_BV)
     return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _argmax(x_BV: jax.Array) -> jax.Array:
+    """The first entry of the maximum of each row; where a row holds NaN, an entry that is NaN.
+
+    On a CPU as two reductions, each of which runs over whole vectors on both cores: `jnp.argmax` takes one number after the
+    other, with the noise computed in between, 1.5 ms for [64, 512] where this takes 0.2 (2 cores, loaded).
+    """
+    if attention.platform() != "cpu":
+        return jnp.argmax(x_BV, axis=-1).astype(jnp.int32)
+    V = x_BV.shape[-1]
+    x_BV = jax.lax.optimization_barrier(x_BV)  # or the noise is computed for both
+    top_B1 = jnp.max(x_BV, axis=-1, keepdims=True)
+    at_BV = jnp.where((x_BV == top_B1) | jnp.isnan(x_BV), jnp.arange(V, dtype=jnp.int32)[None], V)
+    return jnp.min(at_BV, axis=-1)
 
 
 def _threefry2x32(key0, key1, x0, x1):

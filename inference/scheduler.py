@@ -136,6 +136,10 @@ class Scheduler:
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outcome: _Outcome | None = None
         self._slots: list[job_lib.Sample | None] = [None] * engine.config.num_slots
+        # Few sizes instead of one per count, and not always all slots: an insert costs as much as its size.
+        self._insert_sizes = sorted(
+            {min(n, len(self._slots)) for n in (1, 8, engine.config.prefill_batch, len(self._slots))}
+        )
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
@@ -338,8 +342,7 @@ class Scheduler:
             started[id(job.prefix)].append((slot, sample))
         for group in started.values():  # one insert call takes samples of one prefill
             slots, samples = zip(*group, strict=True)
-            # Few sizes instead of one per count, and not always all slots: an insert costs as much as its size.
-            size = next(size for size in sorted({1, min(8, len(self._slots)), len(self._slots)}) if size >= len(slots))
+            size = next(size for size in self._insert_sizes if size >= len(slots))
             requests = [
                 dataclasses.replace(s.job.request, seed=(s.job.request.seed + s.index) % 2**32) for s in samples
             ]

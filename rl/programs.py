@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import config_dict
 
-from inference import decode_state, engine, weights
+from inference import decode_state, engine, kv_cache, weights
 from models import moe_experts, transformer
 from rl import experiment, learner, packing, reference, roofline
 from sharding import mesh as mesh_lib
@@ -205,7 +205,9 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progr
     """inference/engine.py's decode of all slots; figures are of one of its steps."""
     server, params = _server(exp, mesh)
     slots = exp.engine.num_slots
-    state = _placed(jax.eval_shape(server.init_decode_state), mesh)
+    # Not the layout of this machine's own slots (inference/decode_attention.py), should it be a CPU.
+    cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
+    state = _placed(jax.eval_shape(server.init_decode_state).replace(cache=cache), mesh)
     work = roofline.Work.of(server.model)
     held = {
         "parameters": bytes_per_chip(params),

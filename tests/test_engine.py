@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference import decode_state as state_lib
-from inference import engine as engine_lib
 from inference import (
+    decode_attention,
     jetstream_shim,  # noqa: F401  (before jetstream itself)
     kv_cache,
     toploc,
 )
+from inference import decode_state as state_lib
+from inference import engine as engine_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from tests import tiny
@@ -60,6 +61,14 @@ def params():
 @functools.cache
 def engine(steps_per_call=CONFIG.steps_per_call):
     return engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, steps_per_call=steps_per_call), TOKENIZER, params())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_blocks():
+    """Of keys, in the cache of so small an engine (decode_attention.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "MAX_BLOCK", 32)
+        yield
 
 
 class Bench:

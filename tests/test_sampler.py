@@ -218,3 +218,10 @@ def test_neighbouring_draws_are_independent(d_seed, d_position):
     table = np.histogram2d(a, b, bins=(4, 4))[0]
     expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / N
     assert ((table - expected) ** 2 / expected).sum() < CHI2_999[9]
+
+
+def test_the_argmax_is_numpys():
+    """The first of equal entries, the first NaN where there are any, entry 0 where nothing is left."""
+    x = np.random.default_rng(0).integers(0, 9, (6, 40)).astype(np.float32)
+    x[1, [7, 30]], x[2], x[3, 1:], x[4, 17:] = np.nan, -np.inf, -np.inf, np.inf
+    np.testing.assert_array_equal(jax.jit(sampler._argmax)(x), x.argmax(axis=-1))

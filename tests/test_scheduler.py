@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inference import decode_attention, toploc
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
-from inference import toploc
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from sharding import rules
@@ -27,6 +27,14 @@ K = 8
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=96, prefill_batch=2, steps_per_call=K)
 WAIT_S = 60  # far more than anything here takes: a future that hangs fails its test
 Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), seed=11, max_tokens=24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_blocks():
+    """Of keys, in the cache of so small an engine (decode_attention.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "MAX_BLOCK", 32)
+        yield
 
 
 @functools.cache
