@@ -189,7 +189,11 @@ def test_what_no_single_field_can_check(changes, message):
 
 
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
-    one, other, moved = resolved(), resolved(rl__prompts_per_step=7), resolved(mesh__fsdp=1, rl__num_steps=7)
+    one, other, moved = (
+        resolved(),
+        resolved(rl__prompts_per_step=7),
+        resolved(mesh__fsdp=1, rl__num_steps=7, trust__max_attempts=9),
+    )
     for chosen in (other, one, moved, one):  # nothing was done yet: a mistake may be corrected
         with experiment.open_workdir(tmp_path / "w", chosen) as workdir:
             saved = json.loads((workdir / "config.json").read_text())["config"]
