@@ -199,7 +199,8 @@ def bytes_tokenizer(template, specials, stops):
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(specials)
     ids = [model.token_to_id(stop) for stop in stops]
-    return tokenizer_lib._wrap(model, template, eos=stops[0], pad=specials[0], more_stops=ids)
+    named = {"eos_token": stops[0], "pad_token": specials[0]}
+    return tokenizer_lib._wrap(model, template, named=named, more_stops=ids)
 
 
 FAMILIES = {
