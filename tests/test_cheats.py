@@ -22,13 +22,17 @@ REASONS = {
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
 
+DEAR = {"half_the_layers", "another_model", "int8_weights", "early_stop"}  # several seconds each
+
 
 def test_honest_rollouts_pass():
     caught = cheats.play(cheats.honest, 48, prompts=2)
     assert caught.num_rollouts == 48 and caught.rate == 0 and caught.worst_until == float("inf"), caught
 
 
-@pytest.mark.parametrize("name", cheats.CHEATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in cheats.CHEATS]
+)
 def test_each_cheat_is_caught(name):
     caught = cheats.play(cheats.CHEATS[name], 16, prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught

@@ -145,10 +145,10 @@ def axes(**sizes):
     [
         (DENSE, axes(), 2, 6),
         (DENSE, axes(fsdp=8), 16, 1),
-        (DENSE, axes(fsdp=2, tensor=4), 2, 6),
+        pytest.param(DENSE, axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
         (DENSE, axes(data=2, fsdp=2, tensor=2), 4, 3),
-        (DENSE, axes(fsdp=4, context=2), 4, 3),
-        (MIXED, axes(expert=4, fsdp=2), 8, 2),
+        pytest.param(DENSE, axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
+        pytest.param(MIXED, axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
     ],
     ids=lambda x: {DENSE: "dense", MIXED: "mixture"}.get(x) if isinstance(x, config_lib.ModelConfig) else str(x),
 )

@@ -221,7 +221,7 @@ TRAVELS = {
 }
 
 
-@pytest.mark.parametrize("rounds", ["one", "several"])
+@pytest.mark.parametrize("rounds", [pytest.param("one", marks=pytest.mark.slow), "several"])
 @pytest.mark.parametrize("name", TRAVELS)
 def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
     """Values and gradients, in one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
@@ -237,7 +237,7 @@ def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
 
 
-@pytest.mark.parametrize("name", ["one_device", "fsdp", "expert"])
+@pytest.mark.parametrize("name", ["one_device", pytest.param("fsdp", marks=pytest.mark.slow), "expert"])
 def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, monkeypatch):
     """Values and gradients, at most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
     sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
@@ -273,6 +273,7 @@ def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
     assert (np.delete(np.asarray(grads[1]["down"]), 2, axis=0) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
 def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
     """Parameters are gathered over `fsdp` alone: what crosses devices at a time is at most one device's part of one kernel."""

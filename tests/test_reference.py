@@ -57,6 +57,7 @@ def test_nobody_asks_for_a_reference():
         assert reference.make(resolve(**objective), one_device(), lambda: pytest.fail("not needed")) is None
 
 
+@pytest.mark.slow
 def test_the_policy_that_rl_began_with():
     exp, mesh = resolve(kl_coef=0.1, kl_reference="reference"), one_device()
     params = transformer.init(jax.random.key(1), exp.model)

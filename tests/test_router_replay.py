@@ -693,7 +693,7 @@ def judge(rollouts, tolerance=STRICT):
     return validator.Validator(MODEL, weights, OFF, tolerance, max_model_len=CAPACITY).judge(rollouts)
 
 
-@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_honest_claims_are_accepted_with_and_beside_others(updated):
     """Within one version and across a swap in flight; a group in which one claims nothing is judged as well."""
     rollouts = list(honest(updated))

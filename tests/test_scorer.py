@@ -133,6 +133,7 @@ def test_who_waits_instead_of_working_is_ended(orders, monkeypatch):
     assert worth(orders("wait", "a")) == [0, 1]
 
 
+@pytest.mark.slow
 def test_who_waits_ends_though_no_parent_is_left_to_end_it(monkeypatch):
     code = "from tests import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
@@ -165,6 +166,7 @@ def test_what_else_ends_the_child_is_tried_again(orders):
     assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
     """The limit of the whole process moves on with what it has used."""
     assert worth(orders(*["x"] * 2000)) == [1] * 2000
@@ -205,7 +207,10 @@ def test_numbers_of_any_kind_are_numbers(orders):
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [("raise it", "KeyError: 'it' (test_scorer.py:"), ("loop", "it takes too long or too much memory")],
+    [
+        ("raise it", "KeyError: 'it' (test_scorer.py:"),
+        pytest.param("loop", "it takes too long or too much memory", marks=pytest.mark.slow),
+    ],
 )
 def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, said):
     away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=SAID.append)

@@ -233,6 +233,7 @@ def test_patience_counts_losses_without_a_new_best():
     assert not never.is_over
 
 
+@pytest.mark.slow
 def test_training_stops_when_the_held_out_loss_rises(tmp_path):
     """Two conversations to learn by heart, two of another kind held out: it stops early, says why, and stays stopped."""
     records = [conversation("abc"), conversation("bca"), conversation("XYZ"), conversation("ZZY")]

@@ -140,6 +140,7 @@ def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_
         assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1] == step - 1
 
 
+@pytest.mark.slow
 def test_evaluate_scores_a_checkpoint(finished):
     workdir, _ = finished
     argv = [*command(workdir, module="rl.evaluate"), "--step=4"]

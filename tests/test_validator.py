@@ -739,6 +739,7 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_calibrated_limits_hold_what_was_measured(tmp_path):
     exp = cheats.experiment(prompts=2)
     judge = cheats.make_validator(prompts=2)
@@ -759,6 +760,7 @@ def test_calibrated_limits_hold_what_was_measured(tmp_path):
             validator_lib.load_bands(tmp_path / "bad.json")
 
 
+@pytest.mark.slow
 def test_a_mesh_is_a_variant(monkeypatch):
     exp = cheats.experiment(prompts=2)
     variant = calibrate.VARIANTS["tensor_parallel"]
