@@ -37,8 +37,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
-    parser.add_argument("--row_length", type=int, default=160, help="a prompt and two samples; 96 shares no prompt")
-    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--row_length", type=int, default=288, help="a prompt and four samples; 96 shares no prompt")
+    parser.add_argument("--rows", type=int, default=2)
     parser.add_argument(
         "--tunix", nargs=2, metavar=("PYTHON", "SCRIPT"), help="interpreter with google-tunix, its bench script"
     )

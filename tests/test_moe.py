@@ -314,6 +314,7 @@ def test_megablox_equals_ragged_dot():
 # ---- replay ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_replaying_the_routers_own_choice_changes_nothing(name):
     config = ROUTERS[name]
@@ -346,6 +347,7 @@ def test_replayed_experts_run_with_this_routers_weights_and_gradient():
     np.testing.assert_allclose(d_params["router"], d_router, rtol=0, atol=1e-4)  # sums over 24 tokens
 
 
+@pytest.mark.slow
 def test_replay_through_the_whole_model_takes_each_layers_experts():
     config = dataclasses.replace(BASE, num_layers=3, dense_layers=(1,), vocab_size=32)
     rng = np.random.default_rng(0)

@@ -363,6 +363,7 @@ def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied)
     assert topology in CONFIGS[name].__doc__ and f"configs/{name}.py" in CONFIGS[name].__doc__
 
 
+@pytest.mark.slow
 def test_a_remedy_costs_rows_before_chips(monkeypatch):
     """Everything "compiles" whose arguments and saved inputs fit: 106 B parameters need more than eight small chips."""
     monkeypatch.setattr(programs, "create_mesh", abstract_mesh)

@@ -1,6 +1,6 @@
 """The README's two commands: what they name exists, and they do what it says.
 
-The install half is what `.ci/run` does in a fresh environment; here the rest is run, the quickstart with few steps.
+The install half is what `.ci/run` does in a fresh environment. The quickstart runs in tests/test_train.py with few steps, and here as it is.
 """
 
 import pathlib
@@ -32,17 +32,22 @@ def test_there_are_two_commands_of_one_line():
     assert (ROOT / ".ci" / "run").read_text().count("python -m pytest") == 1
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(None, marks=pytest.mark.slow)])
-def test_the_quickstart_command(tmp_path, steps):
-    argv = shlex.split(commands()[0].split(" && ")[-1])
-    assert argv[:3] == ["python", "-m", "rl.train"]
-    argv = [sys.executable if a == "python" else a for a in argv if not a.startswith("--workdir")]
-    argv.append(f"--workdir={tmp_path / 'w'}")
-    if steps:
-        argv += [f"--config.{k}={v}" for k, v in test_train.TINY.items()] + [f"--config.rl.num_steps={steps}"]
+def quickstart(workdir: pathlib.Path) -> list[str]:
+    """The first command behind its installation, in this environment and for this `workdir`."""
+    python, *words, _ = shlex.split(commands()[0].split(" && ")[-1])
+    assert python == "python"
+    return [sys.executable, *words, f"--workdir={workdir}"]
+
+
+def test_the_quickstart_is_what_the_tests_of_training_run(tmp_path):
+    assert test_train.command(tmp_path)[: -len(test_train.TINY)] == quickstart(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_quickstart_command(tmp_path):
+    argv = quickstart(tmp_path / "w")
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     assert "report.html" in result.stdout
-    if steps is None:
-        before, after = re.search(r"held-out avg@1: ([\d.]+) .* -> ([\d.]+) ", result.stdout).groups()
-        assert float(before) <= 0.5 and float(after) >= 0.9
+    before, after = re.search(r"held-out avg@1: ([\d.]+) .* -> ([\d.]+) ", result.stdout).groups()
+    assert float(before) <= 0.5 and float(after) >= 0.9

@@ -66,6 +66,7 @@ def test_the_policy_that_rl_began_with():
     np.testing.assert_allclose(scored(score, mesh), plain(params, exp.model), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_size_teaches(tmp_path):
     params, mesh = transformer.init(jax.random.key(2), TEACHER), one_device()
     hf.save(tmp_path / "teacher", TEACHER, params)

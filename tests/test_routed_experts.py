@@ -73,6 +73,7 @@ def check(prompt, completion):
     np.testing.assert_array_equal(np.sort(got, axis=-1), np.sort(expected, axis=-1))
 
 
+@pytest.mark.slow
 def test_experts_are_those_of_the_whole_sequence(server):
     """A batched prompt, one in chunks, its continuation on kept chunks, and the same prompt again."""
     submit = server.scheduler.submit

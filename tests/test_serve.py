@@ -355,6 +355,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(weights, capsys):
     assert capsys.readouterr().err == "error: inference.num_slots = 0 must be at least 1\n"
 
 
+@pytest.mark.slow
 def test_the_process_answers_and_ends_with_its_parent(weights, tmp_path):
     address_file = tmp_path / "address"
     command = [sys.executable, "-m", "inference.serve", "--weights", str(weights), "--port", "0", "--exit_with_parent"]
