@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 import pathlib
-import resource
 import signal
 import sys
 import threading
@@ -145,7 +144,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    _allow_many_files()
     app = make_app(server, api_key=args.api_key or os.environ.get("INTELLAX_API_KEY"))
     uvicorn_server = web.server(app, drain_s=args.drain_s)
     if args.exit_with_parent:
@@ -186,13 +184,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} is of a broadcast, and --model is a folder; leave it out, or serve --weights")
-
-
-def _allow_many_files() -> None:
-    """Each connection is an open file, and the usual soft limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 def _watch(server: service.Server, period_s: float) -> None:

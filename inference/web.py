@@ -93,14 +93,21 @@ async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *
     try:
         while True:
             # When what has come so far is too little; a client that sends more moves it on.
-            deadline_s = begun_s + BODY_GRACE_S + size / MIN_BODY_RATE
+            left_s = begun_s + BODY_GRACE_S + size / MIN_BODY_RATE - time.monotonic()
             try:
-                async with asyncio.timeout(min(BODY_PAUSE_S, deadline_s - time.monotonic())):
+                async with asyncio.timeout(min(BODY_PAUSE_S, left_s)):
                     chunk = await anext(stream)
             except StopAsyncIteration:
                 return b"".join(chunks)
             except TimeoutError as error:
-                raise _slow(size, time.monotonic() - begun_s) from error
+                if not size or left_s > BODY_PAUSE_S:
+                    raise TooSlow(
+                        f"no byte of the request body came for {BODY_PAUSE_S:.0f} s; send it without a pause"
+                    ) from error
+                raise TooSlow(
+                    f"{size} bytes of the request body came in {time.monotonic() - begun_s:.0f} s; send at least {MIN_BODY_RATE} bytes "
+                    f"per second beyond the first {BODY_GRACE_S:.0f} s"
+                ) from error
             size += len(chunk)
             if size > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the most that is taken")
@@ -110,15 +117,6 @@ async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *
     finally:
         if part is not None and not hold:
             part.give_back()
-
-
-def _slow(num_bytes: int, seconds: float) -> TooSlow:
-    if num_bytes < (seconds - BODY_GRACE_S) * MIN_BODY_RATE:
-        return TooSlow(
-            f"{num_bytes} bytes of the request body came in {seconds:.0f} s; send at least {MIN_BODY_RATE} bytes per second "
-            f"beyond the first {BODY_GRACE_S:.0f} s"
-        )
-    return TooSlow(f"no byte of the request body came for {BODY_PAUSE_S:.0f} s; send it without a pause")
 
 
 def give_back(request: fastapi.Request) -> None:
@@ -285,7 +283,7 @@ def stop_at_eof(stop) -> None:
 
 
 def _most_files() -> int:
-    """Files that this process may have open, once it has asked for as many as it may."""
+    """Files that this process may have open, once it has asked for as many as it may: the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
