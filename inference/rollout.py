@@ -319,6 +319,12 @@ def _framed(payload: bytes) -> bytes:
     return struct.pack("<Q", len(payload)) + payload
 
 
+def num_bytes(rollout: Rollout) -> int:
+    """Of what grows with its length: 13 per token, the proofs, the experts."""
+    experts = 0 if rollout.routed_experts is None else rollout.routed_experts.nbytes
+    return 13 * len(rollout.tokens) + len(rollout.proofs) + experts
+
+
 def _little_endian(array: np.ndarray) -> bytes:
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
 

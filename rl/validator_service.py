@@ -213,7 +213,7 @@ class Service:
             if isinstance(part, str):
                 look.files[number] = Status("reject", part, (0,), {0: part})
                 continue
-            num_bytes += sum(13 * len(rollout.tokens) + len(rollout.proofs) for rollout in part)
+            num_bytes += sum(map(rollout_lib.num_bytes, part))
             if num_bytes > rollout_file.MAX_DECODED_BYTES:
                 raise ValueError(f"more than {rollout_file.MAX_DECODED_BYTES} bytes of rollouts in one request")
             signers = tuple(sorted({rollout.worker for rollout in part}))

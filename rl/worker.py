@@ -139,9 +139,8 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
 
 
 def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
-    """Of a file of these before compression: 13 per token, the proofs, the experts, and 1 KiB for the rest of a row."""
-    sizes = [0 if rollout.routed_experts is None else rollout.routed_experts.nbytes for rollout in rollouts]
-    return sum(sizes) + sum(13 * len(rollout.tokens) + len(rollout.proofs) + 1024 for rollout in rollouts)
+    """Of a file of these before compression, with 1 KiB for the rest of a row."""
+    return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:

@@ -67,22 +67,15 @@ def group(number=0, key=KEY, *, length=8, step=1, version=0):
     mask = np.arange(length) >= 3
     return [
         rollout_lib.sign(
-            rollout_lib.Rollout(
+            tiny.rollout(
+                mask,
                 tokens=np.full(length, 5, np.int32),
-                sampled_mask=mask,
                 logprobs=np.where(mask, -0.5, 0).astype(np.float32),
                 versions=np.full(length, version, np.int32),
-                temperature=1.0,
                 seed=sample,
                 task=rollout_lib.TaskRef("e", number, number, 0),
                 sample=sample,
                 step=step,
-                reward=0.0,
-                rewards={},
-                finish_reason="length",
-                proofs=b"",
-                worker="",
-                signature=b"",
             ),
             key,
         )
@@ -389,10 +382,11 @@ def test_a_request_is_bounded_before_it_is_read(service, monkeypatch):
         patch.setattr(service_lib.rollout_file, "MAX_FILE_BYTES", size + 9)
         with pytest.raises(ValueError, match=f"at most {size + 9} are read"):
             service.submit("a-0.parquet", shas, group=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            service_lib.rollout_lib, "from_parquet", lambda data: [dataclasses.replace(group(0)[0], proofs=b"x")]
-        )
-        patch.setattr(service_lib.rollout_file, "MAX_DECODED_BYTES", 200)
-        assert ask(service, "a-0.parquet", *shas).status == "crashed"
+    experts = np.zeros((7, 2, 8), np.uint8)  # 112 bytes, where tokens and proofs of both files take 210
+    for limit, claims in ((200, {}), (400, {"routed_experts": experts})):
+        with monkeypatch.context() as patch:
+            one = dataclasses.replace(group(0)[0], proofs=b"x", **claims)
+            patch.setattr(service_lib.rollout_lib, "from_parquet", lambda data, one=one: [one])
+            patch.setattr(service_lib.rollout_file, "MAX_DECODED_BYTES", limit)
+            assert ask(service, "a-0.parquet", *shas).status == "crashed"
     assert ask(service, "a-0.parquet", *shas).status == "accept"

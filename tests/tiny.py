@@ -1,8 +1,9 @@
-"""The model that most tests run: two layers of 32 dims, float32, every switch stated once."""
+"""The model that most tests run (two layers of 32 dims, float32, every switch stated once), and a rollout to change."""
 
 import jax
 import numpy as np
 
+from inference import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
 from sharding import rules
@@ -44,3 +45,25 @@ def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
         return (rng.standard_normal(spec.shape) * config.model_dim**-0.5).astype(np.float32)
 
     return jax.tree.map(draw, transformer.specs(config), is_leaf=rules.is_spec)
+
+
+def rollout(mask, **changes) -> rollout_lib.Rollout:
+    """One whose tokens are sampled where `mask` says; unsigned, all else as plain as may be."""
+    fields = dict(
+        tokens=np.zeros(len(mask), np.int32),
+        sampled_mask=mask,
+        logprobs=np.zeros(len(mask), np.float32),
+        versions=np.zeros(len(mask), np.int32),
+        temperature=1.0,
+        seed=0,
+        task=rollout_lib.TaskRef("e", 0, 0, 0),
+        sample=0,
+        step=1,
+        reward=0.0,
+        rewards={},
+        finish_reason="length",
+        proofs=b"",
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.Rollout(**fields | changes)
