@@ -5,30 +5,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from inference import rollout as rollout_lib
 from rl import advantages, credit, packing
+from tests import tiny
 
 
 def rollout(prompt, sampled, mask, reward):
     """Tokens `sampled` behind `prompt`; those whose `mask` is 0 were said by the environment."""
     tokens = np.array([*prompt, *sampled], np.int32)
     sampled_mask = np.array([False] * len(prompt) + [bool(x) for x in mask])
-    return rollout_lib.Rollout(
+    return tiny.rollout(
+        sampled_mask,
         tokens=tokens,
-        sampled_mask=sampled_mask,
         logprobs=np.where(sampled_mask, -tokens / 64, 0).astype(np.float32),
-        versions=np.zeros(len(tokens), np.int32),
         temperature=0.5,
-        seed=0,
-        task=rollout_lib.TaskRef("a_test", 0, 0, 0),
-        sample=0,
-        step=1,
         reward=reward,
         rewards={"reward": reward},
         finish_reason="stop",
-        proofs=b"",
-        worker="",
-        signature=b"",
     )
 
 

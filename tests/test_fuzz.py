@@ -22,6 +22,7 @@ import pytest
 from inference import rollout as rollout_lib
 from inference import toploc
 from rl import ledger_events, ledger_state
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE_INPUT_S = 20  # generous on a busy machine; a file that claims the most we decode takes under a second
@@ -69,22 +70,18 @@ def rollouts():
     for n in (6, 40):
         mask = np.arange(n) >= 3
         yield rollout_lib.sign(
-            rollout_lib.Rollout(
+            tiny.rollout(
+                mask,
                 tokens=rng.integers(0, 272, n).astype(np.int32),
-                sampled_mask=mask,
                 logprobs=np.where(mask, -rng.random(n), 0).astype(np.float32),
                 versions=np.full(n, 2, np.int32),
-                temperature=1.0,
                 seed=7,
                 task=rollout_lib.TaskRef("reverse_text", 1, 2, 3),
-                sample=0,
                 step=3,
                 reward=0.5,
                 rewards={"reward": 0.5, "exact": 0.0},
                 finish_reason="stop",
                 proofs=rng.bytes(258),
-                worker="",
-                signature=b"",
             ),
             key,
         )

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from inference import rollout as rollout_lib
 from rl import work_units
 from tests import tiny
 
@@ -64,28 +63,6 @@ def count(layers, mask):
     return tuple(flops)
 
 
-def rollout(mask):
-    T = len(mask)
-    zeros = np.zeros(T)
-    return rollout_lib.Rollout(
-        tokens=zeros.astype(np.int32),
-        sampled_mask=mask,
-        logprobs=zeros.astype(np.float32),
-        versions=zeros.astype(np.int32),
-        temperature=1.0,
-        seed=0,
-        task=rollout_lib.TaskRef("e", 0, 0, 0),
-        sample=0,
-        step=1,
-        reward=0.0,
-        rewards={},
-        finish_reason="length",
-        proofs=b"",
-        worker="",
-        signature=b"",
-    )
-
-
 MASKS = [np.arange(17) >= 6, np.arange(3) >= 1, np.isin(np.arange(14), (4, 5, 6, 9, 10, 13))]  # the last: several turns
 
 
@@ -95,7 +72,7 @@ def test_flops_are_those_of_a_count_by_hand(family, mask):
     changes, layers = FAMILIES[family]
     base = dict(vocab_size=V, model_dim=D, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=C, ffn_dim=32)
     model = tiny.model(**base | dict(tie_embeddings=False, qk_norm=False) | changes)
-    assert work_units.flops_of(model, rollout(mask)) == count(layers, mask)
+    assert work_units.flops_of(model, tiny.rollout(mask)) == count(layers, mask)
 
 
 @pytest.mark.parametrize("q_latent", [0, 7])
@@ -110,4 +87,6 @@ def test_latent_attention_and_shared_experts(q_latent):
     queries = [(D, q_latent), (q_latent, H * 7)] if q_latent else [(D, H * 7)]
     attention = [*queries, (D, 10), (D, 2), (10, H * 5), (10, H * 6), (H * 6, D)], False, 7 + 6
     for mask in MASKS:
-        assert work_units.flops_of(model, rollout(mask)) == count([(attention, ffn(32)), (attention, experts(2))], mask)
+        assert work_units.flops_of(model, tiny.rollout(mask)) == count(
+            [(attention, ffn(32)), (attention, experts(2))], mask
+        )

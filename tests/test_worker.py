@@ -24,6 +24,7 @@ from inference import web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease, worker
 from sharding import listening
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -308,22 +309,15 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
 
 def made_up(number):
     tokens = np.random.default_rng(number).integers(0, 2**31 - 1, 500).astype(np.int32)
-    return rollout_lib.Rollout(
+    return tiny.rollout(
+        np.arange(500) > 0,
         tokens=tokens,
-        sampled_mask=np.arange(500) > 0,
         logprobs=-np.arange(500).astype(np.float32),
         versions=tokens,
-        temperature=1.0,
-        seed=0,
         task=rollout_lib.TaskRef("e", 0, number, 0),
-        sample=0,
         step=3,
-        reward=0.0,
-        rewards={},
         finish_reason="stop",
         proofs=np.random.default_rng(number).bytes(258 * 16),
-        worker="",
-        signature=b"",
     )
 
 
