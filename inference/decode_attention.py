@@ -17,14 +17,13 @@ kv_cache.py take 2.8 ms; with 100 keys and room for 288: 3.9 and 6.1 ms (2 cores
 Letters: N blocks, B sequences, K key heads, S positions of a block, H query heads, G = H / K, C head dim (of values: V).
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from models import attention
 from models import config as config_lib
+from sharding import rules
 
 MAX_BLOCK = 128  # positions; smaller ones cost more in turns of the loop than they save in keys
 MULTIPLE = 16  # float32 numbers of the widest CPU vector
@@ -40,8 +39,7 @@ class Blocks:
 
 def fits(config: config_lib.ModelConfig) -> bool:
     """On one CPU device, for layers of their own (not stacked) with keys of their own (not latent)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    is_alone = mesh.empty or math.prod(mesh.shape.values()) == 1
+    is_alone = rules.several_devices() is None
     return attention.platform() == "cpu" and is_alone and not config.is_latent and not config.scan_layers
 
 

@@ -6,7 +6,6 @@ program states this layout of what it returns (`placed`), so that its result goe
 Letters: B slots, P prompts of a prefill.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -70,8 +69,8 @@ def layout(tree, mesh: jax.sharding.Mesh):
 
 def placed(tree):
     """States the layout of what a program returns. No mesh, no effect."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+    mesh = rules.several_devices()
+    if mesh is None:
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, layout(tree, mesh))
 

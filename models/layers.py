@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import attention, quantized
 from models import config as config_lib
+from sharding import rules
 
 SAVED = "projection"  # what rematerialisation by the name "dots" keeps: the results of matmuls with parameters
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
@@ -25,8 +26,7 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     if quantized.is_quantized(kernel):
         return quantized.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and math.prod(mesh.shape.values()) > 1:
+    if rules.several_devices() is not None:
         return checkpoint_name(_project(x, kernel), SAVED)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
     multiply = _multiply if attention.platform() == "cpu" else jnp.matmul

@@ -98,8 +98,8 @@ class _Head:
     @classmethod
     def of(cls, config, name, entropy_gradient, chunk, vocab_chunk) -> "_Head":
         vocab_dim = transformer.specs(config)[name].logical_axes.index("vocab")
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        mesh = rules.several_devices()
+        if mesh is None:
             return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap)
         axes = (
             tuple(axis for axis in rules.RULES[logical] if mesh.shape[axis] > 1)

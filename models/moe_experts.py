@@ -61,8 +61,8 @@ def run(
       params: expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and their biases if the
         config has some.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+    mesh = rules.several_devices()
+    if mesh is None:
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
     specs = {

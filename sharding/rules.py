@@ -114,6 +114,12 @@ def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> Na
     return NamedSharding(mesh, PartitionSpec(*[None] * (ndim - num_whole - 2), *last))
 
 
+def several_devices() -> jax.sharding.AbstractMesh | None:
+    """The mesh in force, if it has more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or math.prod(mesh.shape.values()) == 1 else mesh
+
+
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
     """How many ways a batch is split: the number of rows must be a multiple of it."""
     return math.prod(mesh.shape[axis] for axis in _present(mesh, RULES["batch"]))
@@ -121,8 +127,8 @@ def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     """States the layout of an activation by logical names, as `fitting` has it. No mesh, no effect."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+    mesh = several_devices()
+    if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, fitting(mesh, x.shape, logical_axes))
 
