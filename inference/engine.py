@@ -313,9 +313,9 @@ def _prefill(model, routed, params, tokens_PT, length_P):
     start_P = jnp.zeros((P,), jnp.int32)
     cache = kv_cache.create(model, P, T)
     attend = kv_cache.attend_at(start_P)
-    _, cache, experts = transformer.extend_routed(params, model, tokens_PT, positions_PT, cache, attend)
+    _, cache, ran = transformer.extend_routed(params, model, tokens_PT, positions_PT, cache, attend)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    pieces = (routing.narrow(experts, model),) if routed else ()
+    pieces = (routing.narrow(ran[0], model),) if routed else ()
     return state_lib.placed(state_lib.Prefix(cache, last_P, length_P, pieces))
 
 
@@ -323,8 +323,8 @@ def _prefill(model, routed, params, tokens_PT, length_P):
 def _prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
     positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
     attend = kv_cache.attend_at(start_1)
-    _, cache, experts = transformer.extend_routed(params, model, tokens_1T, positions_1T, cache, attend)
-    return state_lib.placed(cache), (routing.narrow(experts, model),) if routed else ()
+    _, cache, ran = transformer.extend_routed(params, model, tokens_1T, positions_1T, cache, attend)
+    return state_lib.placed(cache), (routing.narrow(ran[0], model),) if routed else ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -386,7 +386,7 @@ def _generate(model, num_steps, max_len, routed, params, state):
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts = carry
-        hidden_B1D, cache, chosen = transformer.extend_routed(
+        hidden_B1D, cache, ran = transformer.extend_routed(
             params,
             model,
             state.token[:, None],
@@ -416,7 +416,7 @@ def _generate(model, num_steps, max_len, routed, params, state):
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
-            experts.at[:, step].set(routing.narrow(chosen, model)[:, 0]) if routed else None,
+            experts.at[:, step].set(routing.narrow(ran[0], model)[:, 0]) if routed else None,
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)

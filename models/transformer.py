@@ -4,8 +4,7 @@
    `sharding.rules.shardings` layouts.
 2. `apply` runs packed sequences through all layers (learner, scorer). `extend` runs the same blocks over a cache
    of keys (prefill, decode, replay). Both hand `_block` a function that attends, and differ in nothing else:
-   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran;
-   `extend_replayed` is told which.
+   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran.
 3. `logits` is the output head in float32.
 
 Every family runs through this one block, by the switches of its config. With `config.scan_layers`, layers of one kind are
@@ -208,30 +207,14 @@ def extend_routed(
     positions_BT: jax.Array,
     cache: tuple,
     attend_cached: Callable,
-) -> tuple[jax.Array, tuple, jax.Array | None]:
-    """`extend`, and the experts [L, B, T, X] that the mixture layers chose (None without any), for router replay."""
-    hidden_BTD, cache, chosen = _extend(params, config, tokens_BT, positions_BT, cache, attend_cached)
-    return hidden_BTD, cache, None if chosen is None else chosen[0]
+    *,
+    experts_LBTX: jax.Array | None = None,
+) -> tuple[jax.Array, tuple, tuple[jax.Array, jax.Array | None] | None]:
+    """`extend`, and of the mixture layers (None without any) the experts that ran, [L, B, T, X], for router replay.
 
-
-def extend_replayed(
-    params: Params,
-    config: config_lib.ModelConfig,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    cache: tuple,
-    attend_cached: Callable,
-    experts_LBTX: jax.Array,
-) -> tuple[jax.Array, tuple, jax.Array]:
-    """`extend` with experts as `apply` takes them, and how far they are from the routers' own choice (`Routing.gap`), [L, B, T]."""
-    hidden_BTD, cache, (_, gap_LBT) = _extend(
-        params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX
-    )
-    return hidden_BTD, cache, gap_LBT
-
-
-def _extend(params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX=None):
-    """(hidden, new cache, (experts, gap) of the mixture layers, or None without any)."""
+    `experts_LBTX`, as `apply` takes them, run in place of the routers' choice; beside them comes then how far they are from it
+    (`Routing.gap`, [L, B, T]).
+    """
     rotations = _rotations(config, positions_BT)
 
     def block(block_params, x_BTD, entry, experts_BTX, sliding):

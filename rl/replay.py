@@ -185,8 +185,8 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
                 found[m].append(np.stack([np.full_like(position, i), position, column + b * T]))
                 spans[m] += [(i, 0, b * T + start, prompt_len), (i, prompt_len, b * T + span.start, length)]
                 if rollouts[i].routed_experts is not None:
-                    experts[m, b, start : start + prompt_len] = claims.rows(rollouts[i])[:prompt_len]
-                    experts[m, b, span] = claims.rows(rollouts[i])[prompt_len:]
+                    rows_TLX = claims.rows(rollouts[i])
+                    experts[m, b, start : start + prompt_len], experts[m, b, span] = np.split(rows_TLX, [prompt_len])
                 begin = span.stop
             at["segment_ids"][start:begin] = segment
             start = begin
@@ -370,14 +370,11 @@ def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
     G, T = tokens_GT.shape
     attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
     positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
-    if experts_GTLX is None:
-        hidden_GTD, cache = transformer.extend(params, model, tokens_GT, positions_GT, cache, attend)
-        return hidden_GTD.reshape(G * T, -1), cache, None
     given = router_replay.given(experts_GTLX)
-    hidden_GTD, cache, gap_LGT = transformer.extend_replayed(
-        params, model, tokens_GT, positions_GT, cache, attend, given
+    hidden_GTD, cache, routed = transformer.extend_routed(
+        params, model, tokens_GT, positions_GT, cache, attend, experts_LBTX=given
     )
-    return hidden_GTD.reshape(G * T, -1), cache, gap_LGT.max(axis=0)
+    return hidden_GTD.reshape(G * T, -1), cache, None if given is None else routed[1].max(axis=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
