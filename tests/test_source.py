@@ -322,8 +322,8 @@ def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
     passed = collections.Counter()
 
     def fault(rng):
-        passed["connections"] += 1
-        return ("reset", 1_500_000) if passed["connections"] % 2 else None
+        passed["connections"] += 1  # closed, not reset: a reset may drop what was sent, all of it on a busy machine
+        return ("close", 1_500_000) if passed["connections"] % 2 else None
 
     with proxy.running(tmp_path) as relay, proxy.Proxy(relay.url, fault) as between:
         proxy.wait_until(proxy.holds(relay, 0))
