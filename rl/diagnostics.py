@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import optax
 
+from rl import metrics
+
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
@@ -117,10 +119,7 @@ def _collapsed(last, history):
 
 def _off_at_once(last, history):
     """A ratio away from 1 with hardly any staleness is an error of numbers, not of policy."""
-    sampler = (
-        "loss/sampler_kl" if "loss/sampler_kl" in last[-1] else "loss/mismatch_kl"
-    )  # the former of a recomputed policy
-    kl, lag = _mean(last, sampler), _mean(last, "sync/lag")
+    kl, lag = _mean(last, metrics.sampler_kl(last[-1])), _mean(last, "sync/lag")
     return (kl, lag) if lag < 0.5 and kl > 0.01 else None
 
 

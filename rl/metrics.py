@@ -122,6 +122,12 @@ def reduce(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: _reduction(name)(column) for name, column in columns.items()}
 
 
+def sampler_kl(values: dict[str, float]) -> str:
+    """The metric that says how far the learner is from the sampler. Where ratios are taken against the learner's own old policy,
+    `loss/mismatch_kl` says what the batch's steps changed, and this is a metric of its own."""
+    return "loss/sampler_kl" if "loss/sampler_kl" in values else "loss/mismatch_kl"
+
+
 class Progress:
     """The one display of a run; hosts other than the first pass `active=False`.
 

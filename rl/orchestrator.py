@@ -284,7 +284,9 @@ class Orchestrator:
                     if step is not None:
                         state = {"standing": self._standing.state(), "evidence": self._evidence(step)}
                         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-                    return [(self._done.pop(key), self._given_up.pop(key, ())) for key in keys]
+                    taken = [(self._done.pop(key), self._given_up.pop(key, ())) for key in keys]
+                    self._counts["given_up"] += sum(len(given_up) for _, given_up in taken)
+                    return taken
                 groups = {group.key: group for group in data.train_groups(self._config, step)}
                 for key in stale:
                     self._counts["stale"] += len(self._done.pop(key))
@@ -366,7 +368,6 @@ class Orchestrator:
         lease = self._leases.pop(key)
         if reason is None:
             self._counts["accepted"] += len(rollouts) if key[0] == "train" else 0
-            self._counts["given_up"] += len(self._given_up.get(key, ()))
             self._standing.delivered(lease.worker, key)
             self._done[key] = sorted(rollouts, key=lambda r: r.sample)
             self._changed.notify_all()
@@ -395,8 +396,7 @@ class Orchestrator:
             if key[0] == "train" and key not in self._checked and rollouts[0].worker == worker:
                 del self._done[key]
                 group = next(g for g in data.train_groups(self._config, key[1]) if g.key == key)
-                self._counts["accepted"] -= len(rollouts)
-                self._counts["given_up"] -= len(self._given_up.get(key, ()))
+                self._counts["called_back"] += len(rollouts)  # were accepted, maybe before the counts were last taken
                 self._leases[key] = _Lease(group, worker, float("inf"), is_answered=True)
                 self._checker.submit(self._check_later, key, rollouts)
 
@@ -409,9 +409,10 @@ class Orchestrator:
         return hmac.new(self._secret, str(group).encode(), hashlib.sha256).digest()
 
     def _take_counts(self) -> dict[str, float]:
-        """Counters since the last call, as metrics."""
+        """Counters since the last call, as metrics. Who is called back was counted as accepted, and is again if the replay finds
+        nothing; what was given up on is counted with the batch, or the evaluation, that it is handed off in."""
         with self._changed:
-            names = ("accepted", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
+            names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
             counts = {f"trust/num_{name}": float(self._counts[name]) for name in names}
             counts |= {f"trust/num_refused_{reason}": float(n) for reason, n in self._refusals.items()}
             self._counts.clear()

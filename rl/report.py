@@ -47,7 +47,12 @@ CURVES = (
     Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True),
     Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}, zero=True),
     Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}, zero=True),
-    Curve("Rollouts", "per step", {"accepted": "trust/num_accepted", "refused": "trust/num_refused"}, zero=True),
+    Curve(
+        "Rollouts",
+        "per step",
+        {"accepted": "trust/num_accepted", "refused": "trust/num_refused", "called back": "trust/num_called_back"},
+        zero=True,
+    ),
     Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}, zero=True),
     Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}, zero=True),
     Curve(
@@ -109,9 +114,9 @@ def write(workdir) -> pathlib.Path:
 
 
 def _against_sampler(record):
-    """Where ratios are taken against the learner's old policy, the mismatch with the sampler is a metric of its own."""
-    kl = record.get("loss/sampler_kl")
-    return record if kl is None else record | {"loss/mismatch_kl": kl}
+    """With the sampler's mismatch as `loss/mismatch_kl`, which the curves show."""
+    name = metrics.sampler_kl(record)
+    return record | {"loss/mismatch_kl": record[name]} if name in record else record
 
 
 def _json(path, kind):

@@ -400,8 +400,50 @@ def test_the_verdict_of_the_check_is_honoured(make):
     assert again.key == drawn and submit(orchestrator, answers(again)) == "checking"
     checked(orchestrator)
     counts = orchestrator.next_batch(1).metrics
-    assert counts["trust/num_checked"] == 8 and counts["trust/num_refused"] == 2 and counts["trust/num_accepted"] == 6
-    assert counts["trust/num_refused_sampling"] == 1
+    assert (
+        counts["trust/num_checked"] == 8
+        and counts["trust/num_refused"] == 2
+        and counts["trust/num_refused_sampling"] == 1
+    )
+    assert counts["trust/num_accepted"] - counts["trust/num_called_back"] == 6 and counts["trust/num_called_back"] == 4
+
+
+def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make):
+    """They were accepted, and counted, with an earlier batch; and while they are replayed, another batch is handed off."""
+    found, go_on = [], threading.Event()
+    go_on.set()
+
+    def check(rollouts):
+        if found:
+            return found.pop()
+        assert go_on.wait(WAIT_S)
+
+    orchestrator = make(
+        check=check, screen=lambda rollouts, split: (None, {0}), rl__max_lag=2, trust__check_fraction=0.3
+    )
+    publish(orchestrator, 0)
+    groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: group.key in orchestrator._to_check)
+    for group in groups:
+        submit(orchestrator, answers(group), OTHER)
+    for group in early:
+        assert submit(orchestrator, answers(group)) == "accepted"
+    checked(orchestrator)
+    first = orchestrator.next_batch(1).metrics
+    found.append("sampling: 3 of 12 tokens")
+    go_on.clear()
+    assert submit(orchestrator, answers(drawn)) == "checking"
+    proxy.wait_until(lambda: not any(group.key in orchestrator._done for group in early))
+    second = orchestrator.next_batch(2).metrics
+    assert min(second.values()) >= 0 and second["trust/num_called_back"] == 4
+    go_on.set()
+    checked(orchestrator)
+    assert submit(orchestrator, answers(*lease(orchestrator))) == "checking"
+    checked(orchestrator)
+    third = orchestrator.next_batch(3).metrics
+    counts = [m["trust/num_accepted"] - m["trust/num_called_back"] for m in (first, second, third)]
+    assert counts == [16, -4, 6] and sum(counts) == 3 * 6
+    assert [m["trust/num_given_up"] for m in (first, second, third)] == [3, 3, 3]
 
 
 def test_a_worker_that_is_refused_too_often_gets_no_more_work(make):
@@ -754,7 +796,9 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
 
 
 def test_the_routes(make):
-    orchestrator = make(rl__samples_per_prompt=2, topology__workers=(KEY.worker,))
+    orchestrator = make(
+        topology__mode="remote", topology__servers=("http://127.0.0.1:1",), topology__workers=(KEY.worker,)
+    )
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
         run = http.get("/run").json()
         assert run["env"] == {
