@@ -248,6 +248,11 @@ CONTRADICTIONS = (
         "topology.servers is set and topology.mode = 'local' starts a server of its own; set topology.mode = 'remote'",
     ),
     (
+        lambda c: c.topology.mode == "local" and c.topology.workers,
+        "topology.workers names who may submit, and topology.mode = 'local' starts workers with keys of their own, which it would "
+        "turn away; leave it out, or set topology.mode = 'remote'",
+    ),
+    (
         lambda c: c.inference.max_model_len <= c.sampling.max_tokens,
         "inference.max_model_len must exceed sampling.max_tokens, since a prompt and its completion share it; raise it (and "
         "train.row_length), or lower sampling.max_tokens",

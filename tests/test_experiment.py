@@ -171,6 +171,10 @@ def resolved(**changes):
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
         ({"topology__mode": "remote", "topology__servers": ("http://a:99999",)}, "'http://a:99999', which is no URL"),
         ({"topology__workers": ("zz",)}, "'zz', which is no public key"),
+        (
+            {"topology__workers": ("ab" * 32,)},
+            "starts workers with keys of their own, which it would turn away; leave it out",
+        ),
         ({"model__experts_per_token": 2}, "set model.num_experts"),
         ({"model__num_experts": 4, "model__experts_per_token": 2}, "expert_ffn_dim = 0 must be at least 1"),
         ({"model__window": 8}, "model.layer_pattern"),
