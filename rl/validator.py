@@ -93,8 +93,10 @@ class Validator:
         it is where the worker gave up (rl/envs/scorer.py).
         """
         found = self.judge_cheaply(rollouts) if split == "train" else self._judge_held_out(rollouts)
-        given_up = frozenset(r.sample for r, verdict in zip(rollouts, found, strict=True) if _is_given_up(verdict))
-        if reason := _first_reason([verdict for verdict in found if not _is_given_up(verdict)]):
+        given_up = frozenset(
+            r.sample for r, verdict in zip(rollouts, found, strict=True) if verdict.reason == "unscored"
+        )
+        if reason := _first_reason([verdict for verdict in found if verdict.reason != "unscored"]):
             return reason, frozenset()
         if split == "train":
             return _first_reason(self.add_claims(rollouts, once=True)), given_up
@@ -248,10 +250,6 @@ def _accused(record: sequential.Record) -> verdicts.Verdict:
 
 def _first_reason(found: Sequence[verdicts.Verdict]) -> str | None:
     return next((str(verdict) for verdict in found if not verdict.accepted), None)
-
-
-def _is_given_up(verdict: verdicts.Verdict) -> bool:
-    return verdict.reason == "reward" and verdict.detail.startswith(verdicts.TOO_SLOW)
 
 
 def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:

@@ -87,7 +87,7 @@ def rank(verdict: verdicts.Verdict) -> int:
 def is_offence(reason: str) -> bool:
     """Honest nodes are told to do one task twice, too (a lease ran out, a batch was stale), may have a machine on which a slow
     scorer is fast, and may write large files: not paid, no more."""
-    return not reason.startswith(("duplicate", f"reward: {verdicts.TOO_SLOW}", TOO_MANY))
+    return not reason.startswith(("duplicate", "unscored", TOO_MANY))
 
 
 def with_units(file: Status, units: int) -> Status:

@@ -35,14 +35,14 @@ from rl.envs import scorer
 NOISE_SPAN = (
     20.0  # nats between the largest Gumbel noise of 23 bits (16.6) and the smallest (-2.8), and some for rounding
 )
-TOO_SLOW = "the scorer took longer than"
 CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """`reason` is "ok" or a code: schema, signature, duplicate, samples, task, seed, temperature, step, versions,
-    length, tokens, reward, termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics."""
+    length, tokens, reward, unscored (our scorer gave up), termination, prompt, weights, routing, sampling, logprob, shape,
+    toploc, statistics."""
 
     reason: str
     detail: str = ""
@@ -316,7 +316,9 @@ def _reward(rollout: rollout_lib.Rollout, scored: scorer.Scored) -> Verdict:
     if not wrong or (not any(claimed.values()) and scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD):
         return OK
     if not scored.in_time:
-        return Verdict("reward", f"{TOO_SLOW} {scorer.CHECK_LIMIT_S} s, and a completion that takes that is worth 0")
+        return Verdict(
+            "unscored", f"the scorer took {scorer.CHECK_LIMIT_S} s, and a completion that takes that is worth 0"
+        )
     return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {scored.scores[wrong[0]]}")
 
 

@@ -170,7 +170,7 @@ def test_each_rule_names_itself(rollout, said):
         (
             (1, 0),
             scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False),
-            "reward: the scorer took longer than 5 s",
+            "unscored: the scorer took 5 s",
         ),
     ],
 )
