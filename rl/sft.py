@@ -71,6 +71,9 @@ def train(
         )
         evaluate = _evaluator(exp, mesh, source, hosts) if config.warmup.eval_every else None
         progress.note("compiling the warm-up step")
+        step_fn.compile(
+            packing.abstract(layout, mesh)
+        )  # before the display's clock runs: the first step tells the rate
         with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()

@@ -121,9 +121,11 @@ def train(
         if hosts.is_first and unscored and not evaluate.is_done(workdir, start):
             score(start)
 
+        if not compiled.done():
+            progress.note("compiling the train step")
+        compiled.result()
         with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
             history = []
-            compiled.result()
             for step in range(start + 1, config.rl.num_steps + 1):
                 clock = _Clock()
                 with clock("wait"):
@@ -239,7 +241,7 @@ def _line(values: dict[str, float]) -> dict[str, float]:
     shown = {
         "reward": "rollout/reward",
         "loss": "loss/total",
-        "kl": "loss/sampler_kl" if "loss/sampler_kl" in values else "loss/mismatch_kl",
+        "kl": metrics.sampler_kl(values),
         "entropy": "loss/entropy",
         "lag": "sync/lag",
         "tok/s": "time/tokens_per_s",

@@ -9,9 +9,10 @@ import pytest
 from configs import quickstart
 from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from rl import data, envs, experiment, metrics, sft
+from rl import data, envs, experiment, learner, metrics, sft
 from rl.envs import environment
 from sharding import mesh as mesh_lib
+from tests import test_metrics
 
 CHATML = tokenizer_lib.load("byte_chatml")
 TURNS = [
@@ -260,6 +261,37 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
     writer.close()
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert len(metrics.read(tmp_path / "metrics.jsonl")) == len(lines)
+
+
+def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
+    """It takes a minute on this clock, a step a second: the first step tells the rate of all."""
+    clock = test_metrics.Clock()
+    make = learner.make_train_step
+
+    def timed(*args, **options):
+        step = make(*args, **options)
+
+        def call(*args):
+            clock.now += 1.0 if compiled else 61.0
+            return step(*args)
+
+        def compile(shapes):
+            step.compile(shapes)
+            compiled.append(clock.now)
+            clock.now += 60.0
+
+        call.compile = compile
+        return call
+
+    compiled = []
+    monkeypatch.setattr(learner, "make_train_step", timed)
+    exp, mesh = experiment.resolve(config_of(warmup__num_steps=2)), mesh_lib.create({}, devices=jax.devices()[:1])
+    writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress(clock=clock)
+    sft.train(exp, tmp_path, mesh, writer, progress)
+    writer.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiling the warm-up step" and lines[1].endswith("1.00 s/step  eta 0:01"), lines
+    assert lines[-1].endswith("took 0:02")
 
 
 def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
