@@ -132,7 +132,7 @@ async def _answer_chat(server: service.Server, request: fastapi.Request, body: s
     completions = await web.until_gone(request, asyncio.wrap_future(server.scheduler.submit(asked)))
     choices = []
     for index, completion in enumerate(completions):
-        parsed = reader.read(server.tokenizer.decode(completion.tokens), final=True)
+        parsed = reader.read(server.tokenizer.structured_text(completion.tokens), final=True)
         message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -159,7 +159,7 @@ async def _chat_chunks(
 ) -> AsyncIterator[dict]:
     head = head | {"object": "chat.completion.chunk"}
     num = asked.num_samples
-    streams = [reader.tokenizer.text_stream() for _ in range(num)]
+    streams = [reader.tokenizer.text_stream(structured=True) for _ in range(num)]
     texts, sent, num_calls = [""] * num, [parsers.Parsed(None, "", ())] * num, [0] * num
     for index in range(num):
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}

@@ -1,7 +1,7 @@
 """Chat templates: the embedded one, and the sandbox in which a checkpoint's own is run.
 
-1. `environment` gives a template what transformers gives it, less the clock (`strftime_now`), so that a rendering never depends
-   on the day. A template is somebody else's code: it runs in jinja2's sandbox.
+1. `environment` gives a template what transformers gives it; the clock, `strftime_now`, comes with the messages, as a run has a
+   day of its own (models/tokenizer.py). A template is somebody else's code: it runs in jinja2's sandbox.
 2. `{% generation %}` blocks, in which a template puts what the assistant writes, come out between two private-use characters.
 """
 
@@ -86,7 +86,7 @@ def compiled(text: str) -> jinja2.Template:
 
 
 def environment() -> jinja2.Environment:
-    """What transformers gives a chat template, less the clock; sandboxed, as a template is somebody else's code."""
+    """What transformers gives a chat template, but for the clock; sandboxed, as a template is somebody else's code."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )

@@ -1,14 +1,15 @@
-"""Reading an assistant's text: reasoning, content and tool calls, in the formats of three families.
+"""Reading an assistant's text: reasoning, content and tool calls, in the formats of four families.
 
 1. `detect_format` finds from a chat template how the model was taught to spell a call:
    chatml   Qwen, Hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
    glm      GLM-4.5        <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>
    llama    Llama 3        the whole answer is {"name": ..., "parameters": {...}}, several parted by ";"
+   harmony  gpt-oss        messages on channels, calls among them (models/harmony.py)
 2. `parse` reads a finished text. What is malformed is no error: it stays in the content.
 3. `parse(..., final=False)` reads a text that still grows, and gives only what no continuation can change: what it gave
    for a text is the beginning of what it gives for any longer one. A server streams the difference.
 
-Reasoning stands between <think> and </think>; a prompt may have opened it, then the text begins inside.
+Reasoning stands between <think> and </think>, but for harmony's; a prompt may have opened it, then the text begins inside.
 Left out: grammars that force a call to be well formed; the arguments of a call while it is being written.
 """
 
@@ -17,7 +18,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-FORMATS = ("chatml", "glm", "llama")
+from models import harmony
+
+FORMATS = ("chatml", "glm", "llama", "harmony")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
@@ -39,6 +42,8 @@ class Parsed:
 
 def detect_format(template: str) -> str:
     """One of FORMATS; chatml where the template knows of no tools."""
+    if harmony.CHANNEL in template:
+        return "harmony"
     if "<arg_key>" in template:
         return "glm"
     if OPEN not in template and ('"parameters"' in template or PYTHON_TAG in template):
@@ -65,6 +70,8 @@ def parse(
         the end. Say which where a growing text is read.
       final: False if the text may go on.
     """
+    if call_format == "harmony":
+        return _read_harmony(text, read_calls, final)
     reasoning, rest = _split_reasoning(text, in_reasoning, final)
     if rest is None:
         return Parsed(reasoning, "", ())
@@ -160,6 +167,35 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[Call]]:
         calls.append(call)
         at = end + len(re.match(r"[\s;]*", body[end:])[0])
     return ("" if calls else text), calls
+
+
+def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
+    """Messages of one kind are parted by a line."""
+    reasoning, said, calls = [], [], []
+    for message in harmony.split(text):
+        is_whole = message.is_whole or final
+        body = message.body if is_whole else _without_start_of_any(harmony.STRUCTURE, message.body)
+        if message.recipient:
+            call = _read_harmony_call(message) if is_whole and read_calls else None
+            calls += [call] if call else []
+            said += [message.text] if is_whole and call is None else []
+        elif message.channel == "analysis":
+            reasoning.append(body)
+        elif message.channel or is_whole:  # else a header may follow
+            said.append(body)
+    thought = "\n".join(filter(None, reasoning)) if reasoning else None
+    return Parsed(thought, "\n".join(filter(None, said)), tuple(calls))
+
+
+def _read_harmony_call(message: harmony.Message) -> Call | None:
+    arguments = _load(message.body)
+    if not isinstance(arguments, dict):
+        return None
+    return Call(message.recipient.removeprefix("functions."), json.dumps(arguments, ensure_ascii=False))
+
+
+def _without_start_of_any(markers: Sequence[str], text: str) -> str:
+    return min((without_start_of(marker, text) for marker in markers), key=len)
 
 
 def _read_json_call(value, names: tuple[str, ...]) -> Call | None:

@@ -2,8 +2,8 @@
 
 1. `byte_chatml()` builds the embedded tokenizer in memory: id == byte value for 0..255, then ChatML's specials, then
    markers for reasoning and tools. `load` reads it, or the folder of any Hugging Face checkpoint; `save` writes one.
-2. `Tokenizer.render` runs the chat template over messages whose text cannot close or open a turn: every special
-   token spelled inside a caller's string is broken with a private-use character before the template sees it; the
+2. `Tokenizer.render` runs the chat template over messages whose text cannot close or open a turn (models/breaks.py): every
+   special token spelled inside a caller's string is broken with a private-use character before the template sees it; the
    rendered text is cut at the specials that remain, which only the template can have written; the breaks are
    removed and what lies between is encoded as plain text.
 3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. In a template
@@ -19,6 +19,7 @@ text is cut (refused by `load`).
 
 import codecs
 import dataclasses
+import datetime
 import functools
 import json
 import os
@@ -31,8 +32,8 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
+from models import breaks, harmony, parsers, tokenizer_folder
 from models import chat_template as chat_template_lib
-from models import parsers, tokenizer_folder
 
 BYTE_CHATML = "byte_chatml"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -58,6 +59,7 @@ class Tokenizer:
         default_factory=dict
     )  # of tokenizer_folder.NAMES; templates write `{{ bos_token }}`
     tool_template: str | None = None  # instead of `chat_template` where there are tools
+    date: datetime.date | None = None  # the day that a template is told; None: today's
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +73,7 @@ class Tokenizer:
             except TypeError as error:  # JSON may carry half a surrogate pair, which no UTF-8 spells
                 raise ValueError(f"{text!r} is not text; send a string without lone surrogates") from error
         ids = []
-        for piece in self._cut.split(text):
+        for piece in self._breaks.cut.split(text):
             ids += [self.specials[piece]] if piece in self.specials else self.encode(piece)
         return ids
 
@@ -84,9 +86,16 @@ class Tokenizer:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids past the vocabulary (padded rows) nothing."""
         return self.model.decode(list(ids), skip_special_tokens=skip_special)
 
-    def text_stream(self) -> "TextStream":
-        """Text of ids that come a few at a time."""
-        return TextStream(self)
+    def text_stream(self, *, structured: bool = False) -> "TextStream":
+        """Text of ids that come a few at a time; `structured`: with what `parsers.parse` needs to see of an answer."""
+        return TextStream(self, self.special_ids - self._structure_ids if structured else self.special_ids)
+
+    def structured_text(self, ids: Sequence[int]) -> str:
+        """Text of a whole answer for `parsers.parse`: without specials, but for those that its format is made of."""
+        if not self._structure_ids:
+            return self.decode(ids)
+        skipped = self.special_ids - self._structure_ids
+        return self.decode([id for id in ids if id not in skipped], skip_special=False)
 
     def token_bytes(self, id: int) -> bytes:
         """What one id spells, specials included; nothing for an id past the vocabulary."""
@@ -141,7 +150,8 @@ class Tokenizer:
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
-        parsed = parsers.parse(self.decode(ids[:end]), self.call_format, tools=tools, in_reasoning=in_reasoning)
+        text = self.structured_text(ids[:end])
+        parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=in_reasoning)
         message = {"role": "assistant"}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -178,7 +188,7 @@ class Tokenizer:
         text = self._render_text(inputs | {"messages": turn + inputs["messages"]}, True)
         marked, _, tail = text.rpartition(mark)
         tail = re.sub(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", "", tail)
-        if not marked or self._cut.match(tail) is None:
+        if not marked or self._breaks.cut.match(tail) is None:
             return None
         tail_ids = self._encode_rendered(tail, inputs["breaker"])
         completion_ids = list(completion_ids)
@@ -227,16 +237,20 @@ class Tokenizer:
         breaker = next(unused)
         made = (
             dict(self.named)
-            | self._break_specials(variables, breaker)
+            | self._breaks.broken(variables, breaker)
             | {
                 "breaker": breaker,
-                "messages": self._break_specials(list(messages), breaker),
-                "tools": self._break_specials(list(tools), breaker) if tools else None,
+                "messages": self._breaks.broken(list(messages), breaker),
+                "tools": self._breaks.broken(list(tools), breaker) if tools else None,
                 "generation_opener": next(unused),
                 "generation_closer": next(unused),
+                "strftime_now": self._now().strftime,
             }
         )
         return made, unused
+
+    def _now(self) -> datetime.datetime:
+        return datetime.datetime.combine(self.date, datetime.time()) if self.date else datetime.datetime.now()
 
     def _render_text(self, inputs: Mapping, add_generation_prompt: bool) -> str:
         inputs = dict(inputs) | {"add_generation_prompt": add_generation_prompt}
@@ -284,8 +298,12 @@ class Tokenizer:
 
     def _encode_rendered(self, text: str, breaker: str) -> list[int]:
         ids = []
-        for piece in self._cut.split(text):  # a piece is a special of the template's, or text without any
-            ids += [self.specials[piece]] if piece in self.specials else self.encode(piece.replace(breaker, ""))
+        for piece in self._breaks.cut.split(text):  # a piece is a special of the template's, or text without any
+            if piece in self.specials:
+                ids.append(self.specials[piece])
+                continue
+            for part in self._breaks.mended(piece, breaker):
+                ids += self.encode(part)
         return ids
 
     @functools.cached_property
@@ -302,18 +320,23 @@ class Tokenizer:
         return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
-    def _cut(self) -> re.Pattern:
-        longest_first = sorted(self.specials, key=len, reverse=True)
-        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    def _structure_ids(self) -> frozenset[int]:
+        """Of the specials that an answer's format is made of."""
+        names = harmony.STRUCTURE if self.call_format == "harmony" else ()
+        return frozenset(self.specials[name] for name in names if name in self.specials)
 
     @functools.cached_property
-    def _tails(self) -> tuple[str, ...]:
-        return tuple({name[:size] for name in self.specials for size in range(1, len(name))})
+    def _breaks(self) -> breaks.Breaks:
+        ordinary = [token.content for token in self.model.get_added_tokens_decoder().values() if not token.special]
+        return breaks.Breaks.of(self.specials, ordinary)
 
     @functools.cached_property
     def _stop(self) -> re.Pattern:
+        """What ends an answer in a rendered text; harmony's past answers end with what is no stop token."""
         names = {id: name for name, id in self.specials.items()}
-        return re.compile("|".join(re.escape(names[id]) for id in self.stop_ids if id in names))
+        ends = [names[id] for id in self.stop_ids if id in names]
+        ends += harmony.ENDS if self.call_format == "harmony" else ()
+        return re.compile("|".join(map(re.escape, ends)))
 
     def _template_text(self, tools) -> str:
         text = self.tool_template if tools and self.tool_template is not None else self.chat_template
@@ -329,31 +352,17 @@ class Tokenizer:
             )
         return text
 
-    def _break_specials(self, value, breaker: str):
-        """The same structure, with `breaker` inside every special token that a string spells or could begin.
-
-        The second case: a template may join two of a caller's strings, "...<|im_" and "end|>...".
-        """
-        if isinstance(value, str):
-            value = self._cut.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
-            return value + breaker if value.endswith(self._tails) else value
-        if isinstance(value, Mapping):
-            return {self._break_specials(k, breaker): self._break_specials(v, breaker) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._break_specials(item, breaker) for item in value]
-        return value
-
 
 class TextStream:
-    """`push` gives the text that new ids complete: the pieces together are `decode` of all ids. Specials are skipped."""
+    """`push` gives the text that new ids complete: the pieces together are `decode` of all ids but the `skipped`."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
+        self._tokenizer, self._skipped = tokenizer, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
         """A character whose bytes are not all there waits for them; `final` says that no more will come."""
-        skipped, spelled = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        skipped, spelled = self._skipped, self._tokenizer.token_bytes
         return self._decoder.decode(b"".join(spelled(id) for id in ids if id not in skipped), final)
 
 
@@ -370,14 +379,24 @@ def byte_chatml() -> Tokenizer:
     return _wrap(model, chat_template_lib.CHATML, named=named, more_stops=[256])
 
 
-def load(name_or_dir: str | os.PathLike) -> Tokenizer:
-    """`byte_chatml`, or the tokenizer of a Hugging Face folder or hub id."""
+def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenizer:
+    """`byte_chatml`, or the tokenizer of a Hugging Face folder or hub id. `date`: for its templates, instead of today's."""
+    try:
+        day = None if date is None else datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"the tokenizer's date {date!r} is no day; write it as YYYY-MM-DD") from None
     if name_or_dir == BYTE_CHATML:
-        return byte_chatml()
-    folder = tokenizer_folder.read(name_or_dir)
-    return _wrap(
-        folder.model, folder.template, named=folder.named, more_stops=folder.stops, tool_template=folder.tool_template
-    )
+        found = byte_chatml()
+    else:
+        folder = tokenizer_folder.read(name_or_dir)
+        found = _wrap(
+            folder.model,
+            folder.template,
+            named=folder.named,
+            more_stops=folder.stops,
+            tool_template=folder.tool_template,
+        )
+    return dataclasses.replace(found, date=day)
 
 
 def _wrap(

@@ -1,4 +1,4 @@
-"""Reading what a model wrote: three formats of tool calls, whole and growing, and templates of the three shapes.
+"""Reading what a model wrote: four formats (harmony by itself in test_harmony.py) of tool calls, whole and growing, and templates of the three shapes.
 
 The templates here have the structure of the families' own (where turns open and close, how calls and results are spelled),
 written for these tests.
@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
-from models import parsers
+from models import harmony, parsers
 from models import tokenizer as tokenizer_lib
 
 ADD = {"a": 1, "note": "<é>\n"}
@@ -135,6 +135,7 @@ def pieces(rng):
         "<|python_tag|>",
     ]
     parts += ["hé", " ", "{", "}", "<", "x;", "<arg_key>"]
+    parts += ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", " to=functions.add", *harmony.STRUCTURE]
     text = ""
     for _ in range(rng.randrange(8)):
         part = rng.choice(parts)
