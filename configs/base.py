@@ -83,6 +83,7 @@ def get_config() -> config_dict.ConfigDict:
     m.attention = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU)
     m.grouped_matmul = "auto"  # "ragged_dot", "megablox" (TPU)
     c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub id
+    c.tokenizer_date = "2026-01-01"  # what chat templates that ask for the day are told: a prompt never depends on it
 
     # Axes of the learner's device mesh; one of them may be -1 and takes what is left.
     c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=-1, expert=1, context=1, tensor=1))

@@ -137,7 +137,7 @@ def joined() -> Iterator[hosts_lib.Hosts]:
 def resolve(config: config_dict.ConfigDict) -> Experiment:
     """Returns the experiment of a config; ValueError names the field, the rule and the remedy."""
     loss, config = _own_loss(config)
-    tokenizer = tokenizer_lib.load(config.tokenizer)
+    tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(

@@ -196,6 +196,7 @@ class Orchestrator:
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": config.tokenizer,
+            "tokenizer_date": config.tokenizer_date,
             "servers": list(self._servers),
             "sampling": {
                 "top_k": config.sampling.top_k,

@@ -147,7 +147,8 @@ def _read_run(body: dict) -> Run:
     """ValueError where the reply is not an orchestrator's: whatever else answers at that address."""
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
-        tokenizer, servers, sampling = body["tokenizer"], list(body["servers"]), dict(body["sampling"])
+        tokenizer, date = body["tokenizer"], body["tokenizer_date"]
+        servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay = bool(body.get("router_replay"))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -155,7 +156,7 @@ def _read_run(body: dict) -> Run:
         ) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
-    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer), servers, sampling, router_replay)
+    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
 async def _patiently(

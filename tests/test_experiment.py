@@ -137,8 +137,8 @@ def test_an_option_that_is_read_is_not_refused():
 def resolved(**changes):
     config = quickstart.get_config()
     for name, value in changes.items():
-        section, _, field = name.partition("__")
-        config[section][field] = value
+        *section, field = name.split("__")
+        (config[section[0]] if section else config)[field] = value
     return experiment.resolve(config)
 
 
@@ -184,6 +184,7 @@ def resolved(**changes):
         ({"objective__router_balance_coef": 0.1}, "the model has none"),
         ({"objective__kl_coef": -1.0}, "^objective.kl_coef = -1.0 must be at least 0"),
         ({"optimizer__schedule": "cosin"}, "optimizer.schedule = 'cosin' is unknown"),
+        ({"tokenizer_date": "2026-02-30"}, "'2026-02-30' is no day; write it as YYYY-MM-DD"),
         ({"model__vocab_size": 64}, "model.vocab_size = 64 is smaller than the tokenizer's 265 entries"),
     ],
 )

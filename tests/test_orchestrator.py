@@ -807,7 +807,11 @@ def test_the_routes(make):
             "seed": 0,
         }
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
-        assert run["tokenizer"] == "byte_chatml" and run["servers"] == [] and run["step"] == -1
+        assert (
+            (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
+            and run["servers"] == []
+            and run["step"] == -1
+        )
         publish(orchestrator, 0)
         assert http.get("/run").json()["step"] == 0
 

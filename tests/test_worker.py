@@ -64,7 +64,8 @@ class Played:
         async def run():
             sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
             env = {"name": "reverse_text", "options": OPTIONS, "seed": 4}
-            return {"env": env, "tokenizer": "byte_chatml", "servers": [self.url], "sampling": sampling, "step": 2}
+            tokenizer = {"tokenizer": "byte_chatml", "tokenizer_date": "2026-01-01"}
+            return tokenizer | {"env": env, "servers": [self.url], "sampling": sampling, "step": 2}
 
         @app.post("/lease")
         async def lease(request: fastapi.Request):
