@@ -10,7 +10,8 @@
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
    and prefill round differently; "mixed" generates in bfloat16 and replays in float32. The last two have limits and bands
    calibrated on honest rollouts of that pair, of other tasks.
-4. Honest rollouts run first, and must all pass: what is refused there is a false alarm.
+4. Honest rollouts run first, and must all pass: what is refused there is a false alarm. Cheats with experts play a mixture, in a
+   run that replays its routers, with honest rollouts and limits of its own.
 5. The cost of verifying beside that of generating the same rollouts, both warm.
 
 Doubles that can, do the rest right: after changing tokens they recompute log-probabilities and proofs by a prefill of
@@ -50,27 +51,31 @@ REGIMES = {  # dtype of generation, of replay
 }
 
 
+MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
+
+
 @functools.cache
-def experiment(dtype: str = "float32", prompts: int = 16) -> experiment_lib.Experiment:
-    """A run on the tests' model: 16 groups of 8 a step."""
+def experiment(dtype: str = "float32", prompts: int = 16, mixture: bool = False) -> experiment_lib.Experiment:
+    """A run on the tests' model, or a mixture in its place: 16 groups of 8 a step."""
     c = base.get_config()
-    for name, value in dataclasses.asdict(tiny.model(dtype=dtype)).items():
+    for name, value in dataclasses.asdict(tiny.model(dtype=dtype, **(MIXTURE if mixture else {}))).items():
         if name in c.model:
             c.model[name] = value
+    c.train.router_replay = mixture
     c.rl.prompts_per_step, c.rl.samples_per_prompt, c.rl.num_steps = prompts, 8, 10**6
     c.sampling.max_tokens, c.inference.max_model_len = MAX_TOKENS, 128
     c.inference.num_slots, c.inference.prefill_batch = 64, 16
     return experiment_lib.resolve(c)
 
 
-def weights(version: int) -> transformer.Params:
+def weights(version: int, mixture: bool = False) -> transformer.Params:
     """Random weights that drift a little from one version to the next, over and over again; -1 is another model."""
-    return _weights(version if version < 0 else version % 3)
+    return _weights(version if version < 0 else version % 3, mixture)
 
 
 @functools.cache
-def _weights(version: int) -> transformer.Params:
-    model = experiment().model
+def _weights(version: int, mixture: bool) -> transformer.Params:
+    model = experiment(mixture=mixture).model
     rng = np.random.default_rng(7 if version >= 0 else -version)
 
     def draw(spec):
@@ -85,17 +90,22 @@ def _weights(version: int) -> transformer.Params:
     return jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
 
 
-def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32") -> validator.Validator:
-    exp = experiment(dtype)
-    filters = calibrate.filters_of(exp.raw)
+def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False) -> validator.Validator:
+    exp = experiment(dtype, mixture=mixture)
     return validator.Validator(
-        exp.model, weights, filters, tolerance, max_model_len=128, rules=prescribed(prompts), bands=bands
+        exp.model,
+        functools.partial(weights, mixture=mixture),
+        calibrate.filters_of(exp.raw),
+        tolerance,
+        max_model_len=128,
+        rules=prescribed(prompts, mixture),
+        bands=bands,
     )
 
 
 @functools.cache
-def prescribed(prompts: int) -> verdicts.Rules:
-    exp = experiment(prompts=prompts)
+def prescribed(prompts: int, mixture: bool = False) -> verdicts.Rules:
+    exp = experiment(prompts=prompts, mixture=mixture)
     return validator.rules_of(exp.raw, exp.tokenizer)
 
 
@@ -106,20 +116,24 @@ class Double:
     step: int
     dtype: str = "float32"
     prompts: int = 16
+    mixture: bool = False
+
+    @property
+    def experiment(self) -> experiment_lib.Experiment:
+        return experiment(self.dtype, self.prompts, self.mixture)
 
     @property
     def groups(self) -> list[data.Group]:
-        return data.train_groups(experiment(self.dtype, self.prompts).raw, self.step)
+        return data.train_groups(self.experiment.raw, self.step)
 
     @property
     def version(self) -> int:
         return self.step - 1
 
     def generate(self, params=None, **options) -> list[list[rollout_lib.Rollout]]:
-        exp = experiment(self.dtype, self.prompts)
-        params = weights(self.version) if params is None else params
+        params = weights(self.version, self.mixture) if params is None else params
         groups = options.pop("groups", self.groups)
-        return calibrate.roll_out(exp, params, self.version, groups, NODE, **options)
+        return calibrate.roll_out(self.experiment, params, self.version, groups, NODE, **options)
 
 
 def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
@@ -189,7 +203,7 @@ def int8_weights(double: Double) -> list[rollout_lib.Rollout]:
 
 
 def half_the_layers(double: Double) -> list[rollout_lib.Rollout]:
-    exp = experiment(double.dtype, double.prompts)
+    exp = double.experiment
     params = dict(weights(double.version))
     half = exp.model.num_layers // 2
     params["layers"] = {name: params["layers"][name] for name in sorted(params["layers"])[:half]}
@@ -266,7 +280,7 @@ def padded_length(double: Double) -> list[rollout_lib.Rollout]:
 
 def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
     """The tasks of the next batch, which it likes better, under the names of this one's groups."""
-    other = data.train_groups(experiment(double.dtype, double.prompts).raw, double.step + 1)
+    other = data.train_groups(double.experiment.raw, double.step + 1)
     groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
     rollouts = flat(double.generate(groups=groups))
     index = {g.group: g.index for g in double.groups}
@@ -342,6 +356,31 @@ def future_version(double: Double) -> list[rollout_lib.Rollout]:
     return [rollout_lib.sign(dataclasses.replace(r, versions=r.versions + double.step), NODE) for r in honest(double)]
 
 
+def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
+    """As `honest`, of a model with experts, which are named."""
+    return flat(double.generate())
+
+
+def other_expert(double: Double) -> list[rollout_lib.Rollout]:
+    """Names one expert, of one token in one layer, that did not run. Text, log-probabilities and proofs are honest."""
+    rng, out = np.random.default_rng(double.step), []
+    for rollout in honest_mixture(double):
+        experts = rollout.routed_experts.copy()
+        at = tuple(rng.integers(experts.shape))
+        experts[at] = rng.choice([e for e in range(MIXTURE["num_experts"]) if e not in experts[at[:2]]])
+        out.append(rollout_lib.sign(dataclasses.replace(rollout, routed_experts=experts), NODE))
+    return out
+
+
+def other_experts(double: Double) -> list[rollout_lib.Rollout]:
+    """Names experts that did not run for every token: the learner would run these."""
+    return [
+        rollout_lib.sign(dataclasses.replace(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]), NODE)
+        for r in honest_mixture(double)
+    ]
+
+
+MIXTURES = (honest_mixture, other_expert, other_experts)
 CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
     "older_weights": older_weights,
     "int8_weights": int8_weights,
@@ -366,6 +405,8 @@ CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
     "swapped_group": swapped_group,
     "unsigned_change": unsigned_change,
     "future_version": future_version,
+    "other_expert": other_expert,
+    "other_experts": other_experts,
 }
 
 
@@ -391,12 +432,12 @@ def play(
 ) -> Caught:
     """Fresh nodes start at every 8th rollout, so that statistics begin at nothing each time."""
     dtype, replay_dtype = REGIMES[regime]
-    rollouts, step = [], 3
+    rollouts, step, mixture = [], 3, cheat in MIXTURES
     while len(rollouts) < num_rollouts:
-        rollouts += cheat(Double(step, dtype, prompts))
+        rollouts += cheat(Double(step, dtype, prompts, mixture))
         step += 2  # a reused batch must not be one that is handed in, too
     rollouts = rollouts[:num_rollouts]
-    judge = make_validator(tolerance, bands, prompts, replay_dtype)
+    judge = make_validator(tolerance, bands, prompts, replay_dtype, mixture)
     alone, evidence = [], []
     for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
@@ -431,13 +472,13 @@ def play(
     )
 
 
-def calibrated(num_rollouts: int, regime: str) -> tuple[verdicts.Tolerance, sequential.Bands]:
+def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[verdicts.Tolerance, sequential.Bands]:
     """Limits for a regime, from honest rollouts that are not among those judged."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step = [], 10**5
-    judge = make_validator(dtype=replay_dtype)
+    judge = make_validator(dtype=replay_dtype, mixture=mixture)
     while len(rollouts) < num_rollouts:
-        rollouts += honest(Double(step, dtype))
+        rollouts += honest(Double(step, dtype, mixture=mixture))
         step += 1
     return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], FLOAT32)])
 
@@ -466,22 +507,30 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in args.cheats if name not in CHEATS]:
         parser.error(f"there is no cheat {unknown[0]!r}; choose among {', '.join(CHEATS)}")
     for regime in args.regimes:
-        tolerance, bands = (FLOAT32, EXACT) if regime == "float32" else calibrated(args.honest, regime)
-        print(f"{regime}: {tolerance}\n  {bands}; an honest node is accused with probability <= {sequential.ALPHA:.0e}")
-        print(f"  {'double':<18}{'rollouts':>9}{'refused':>9}{'until: mean':>13}{'worst':>7}  reasons")
-        for name in ("honest", *args.cheats):
-            caught = play(
-                CHEATS.get(name, honest), args.honest if name == "honest" else args.rollouts, tolerance, bands, regime
-            )
-            reasons = " ".join(f"{reason} {count}" for reason, count in caught.reasons.items())
-            print(
-                f"  {name:<18}{caught.num_rollouts:>9}{caught.rate:>9.3f}{caught.mean_until:>13.2f}"
-                f"{caught.worst_until:>7.0f}  {reasons}",
-                flush=True,
-            )
+        for mixture, first in ((False, honest), (True, honest_mixture)):
+            names = [name for name in args.cheats if (CHEATS[name] in MIXTURES) == mixture]
+            if names:
+                _print_table(regime, first, names, args)
     generating, judging = cost()
     print(f"128 rollouts: generated in {generating:.3f} s, judged in {judging:.3f} s, 1/{generating / judging:.1f}")
     return 0
+
+
+def _print_table(regime: str, first: Callable, names: Sequence[str], args: argparse.Namespace) -> None:
+    """Of cheats on one model, behind the honest rollouts of `first`."""
+    mixture = first in MIXTURES
+    tolerance, bands = (FLOAT32, EXACT) if regime == "float32" else calibrated(args.honest, regime, mixture)
+    print(f"{regime}: {tolerance}\n  {bands}; an honest node is accused with probability <= {sequential.ALPHA:.0e}")
+    print(f"  {'double':<18}{'rollouts':>9}{'refused':>9}{'until: mean':>13}{'worst':>7}  reasons")
+    counts = {first.__name__: (first, args.honest)} | {name: (CHEATS[name], args.rollouts) for name in names}
+    for name, (double, count) in counts.items():
+        caught = play(double, count, tolerance, bands, regime)
+        reasons = " ".join(f"{reason} {count}" for reason, count in caught.reasons.items())
+        print(
+            f"  {name:<18}{caught.num_rollouts:>9}{caught.rate:>9.3f}{caught.mean_until:>13.2f}"
+            f"{caught.worst_until:>7.0f}  {reasons}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ REASONS = {
     "inflated_reward": {"reward"},
     "unsigned_change": {"signature"},
     "future_version": {"versions"},
+    "other_expert": {"routing"},
+    "other_experts": {"routing"},
 }
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
@@ -33,8 +35,9 @@ DEAR = {
 }  # several seconds each
 
 
-def test_honest_rollouts_pass():
-    caught = cheats.play(cheats.honest, 48, prompts=2)
+@pytest.mark.parametrize("honest", [cheats.honest, cheats.honest_mixture])
+def test_honest_rollouts_pass(honest):
+    caught = cheats.play(honest, 48, prompts=2)
     assert caught.num_rollouts == 48 and caught.rate == 0 and caught.worst_until == float("inf"), caught
 
 
@@ -49,8 +52,9 @@ def test_each_cheat_is_caught(name):
 
 @pytest.mark.slow
 def test_no_false_alarm_and_every_cheat_within_32_rollouts_on_one_backend():
-    honest = cheats.play(cheats.honest, 2048)
-    assert honest.rate == 0 and honest.worst_until == float("inf")
+    for honest in (cheats.honest, cheats.honest_mixture):
+        passed = cheats.play(honest, 2048)
+        assert passed.rate == 0 and passed.worst_until == float("inf")
     for name, cheat in cheats.CHEATS.items():
         caught = cheats.play(cheat, 512)
         assert caught.worst_until <= 32, (name, caught)
@@ -61,15 +65,18 @@ WITHIN_ROUNDING = {"older_weights", "int8_weights"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("honest", [cheats.honest, cheats.honest_mixture])
 @pytest.mark.parametrize("regime", ["bfloat16", "mixed"])
-def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regime):
+def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regime, honest):
     assert sequential.ALPHA < 1e-4
-    tolerance, bands = cheats.calibrated(2048, regime)
-    honest = cheats.play(cheats.honest, 2048, tolerance, bands, regime)
-    assert honest.rate == 0 and honest.worst_until == float("inf"), honest
-    for name in cheats.CHEATS.keys() - WITHIN_ROUNDING:
-        caught = cheats.play(cheats.CHEATS[name], 512, tolerance, bands, regime)
-        assert caught.worst_until <= 32, (name, caught)
+    mixture = honest in cheats.MIXTURES
+    tolerance, bands = cheats.calibrated(2048, regime, mixture)
+    passed = cheats.play(honest, 2048, tolerance, bands, regime)
+    assert passed.rate == 0 and passed.worst_until == float("inf"), passed
+    for name, cheat in cheats.CHEATS.items():
+        if name not in WITHIN_ROUNDING and (cheat in cheats.MIXTURES) == mixture:
+            caught = cheats.play(cheat, 512, tolerance, bands, regime)
+            assert caught.worst_until <= 32, (name, caught)
 
 
 @pytest.mark.slow
