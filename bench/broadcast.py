@@ -7,7 +7,7 @@
    "busy" is the CPU seconds of all processes over wall time x cores: near 100 %, depth costs what its relays compute, and
    whether they pipeline cannot be seen. Hence `links`: the same with every relay limited to `--link_mb_per_s` per client.
 2. `tree`: publish to a directory and pull from it, beside a plain copy of a file of the same size; best of three each, and
-   what SHA-256 alone takes of it on all cores.
+   what the digests alone take of it on all cores.
 3. `delta`: an Adam step in bfloat16, every weight moved by the learning rate: size, and speed of one core.
 
 CPU seconds are of user and system. Ours are counted from the start of the clock; the peer's script counts from the start of
@@ -19,7 +19,6 @@ whoever comes first: so before each clock starts, as much as the largest needs i
 import argparse
 import concurrent.futures
 import contextlib
-import hashlib
 import json
 import mmap
 import os
@@ -37,14 +36,14 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import broadcast, delta
+from sharding import broadcast, delta, digests
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
 TENSOR_BYTES = 32 << 20
 PARTS = ("fanout", "links", "tree", "delta")
-HASHED_MB = 128  # to find out how fast SHA-256 is
+HASHED_MB = 128  # to find out how fast the digests are
 MEMORY = 8  # times the weights: what all processes of one row write to files and arrays
 TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # of SHARDCAST's
 
@@ -94,7 +93,7 @@ def fanout(args, work: pathlib.Path) -> None:
         cpu_s = hash_s * args.size_mb / HASHED_MB * (1 + depth + args.clients)
         least_s = cpu_s / os.cpu_count()
         print(
-            f"SHA-256 alone, depth {depth}: {cpu_s:.2f} CPU s in publisher, relays, clients; {least_s:.2f} s on all cores"
+            f"digests alone, depth {depth}: {cpu_s:.2f} CPU s in publisher, relays, clients; {least_s:.2f} s on all cores"
         )
     first = f"ours, depth {args.depth[0]}"
     for name, target in TARGETS.items() if args.peer else ():
@@ -226,18 +225,18 @@ def tree(size_mb: int, work: pathlib.Path) -> None:
     shutil.rmtree(tree)
     print(f"\n{size_mb} MiB on this disk: copy of a file {copy_s:.2f} s, {copy_cpu_s:.2f} CPU s")
     least_s = (hash_cpu_s + copy_cpu_s) / os.cpu_count()
-    print(f"SHA-256 alone: {hash_s:.2f} s on all cores, {hash_cpu_s:.2f} CPU s, {hash_s / copy_s:.2f} x the copy")
-    print(f"SHA-256 and the copy spread over all cores: {least_s:.2f} s, {least_s / copy_s:.2f} x the copy")
+    print(f"digests alone: {hash_s:.2f} s on all cores, {hash_cpu_s:.2f} CPU s, {hash_s / copy_s:.2f} x the copy")
+    print(f"digests and the copy spread over all cores: {least_s:.2f} s, {least_s / copy_s:.2f} x the copy")
     for what, seconds, cpu_s in (("publish", publish_s, publish_cpu_s), ("pull", pull_s, pull_cpu_s)):
         print(f"{what}: {seconds:.2f} s, {cpu_s:.2f} CPU s, {seconds / copy_s:.2f} x the copy (target 1.5)")
 
 
 def _hash(params: dict[str, np.ndarray]) -> None:
-    """SHA-256 of pieces of 4 MiB on as many threads as there are cores."""
+    """Digests of pieces of 4 MiB on as many threads as there are cores."""
     flat = [leaf.view(np.uint8) for leaf in params.values()]
     pieces = [leaf[i : i + (4 << 20)] for leaf in flat for i in range(0, len(leaf), 4 << 20)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
+        list(pool.map(digests.of, pieces))
 
 
 def step(size_mb: int, work: pathlib.Path) -> None:

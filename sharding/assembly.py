@@ -237,11 +237,11 @@ class _Job:
                     f"object {path} of version {self._way.chain[link].version}, tensor {tensor.name!r}: {error}"
                 ) from error
         if self._way.snapshot is None or patches:
-            _, actual = chunks.encoded_sha256(values)
+            _, actual = chunks.encoded_digest(values)
             if actual != tensor.chunks[i]:
                 origin = "the tree at hand" if self._way.snapshot is None else f"version {self._way.snapshot.version}"
                 raise journal.CorruptSource(
-                    f"tensor {tensor.name!r}, chunk {i}: {origin} and {len(patches)} deltas come to sha256 {actual}, "
+                    f"tensor {tensor.name!r}, chunk {i}: {origin} and {len(patches)} deltas come to digest {actual}, "
                     f"not {tensor.chunks[i]}"
                 )
         for array, origin, region, slot in zip(arrays, origins, need.regions, slots, strict=True):

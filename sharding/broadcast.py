@@ -21,7 +21,6 @@ hash, and needs Range); chunk dedupe (an optimizer step leaves no 512-byte block
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import os
 import pathlib
 import sys
@@ -34,7 +33,7 @@ import jax
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import assembly, atomic_file, chunks, journal, manifest, publication, transfer, writer
+from sharding import assembly, atomic_file, chunks, digests, journal, manifest, publication, transfer, writer
 from sharding import source as source_lib
 
 DTYPES = publication.DTYPES
@@ -247,7 +246,7 @@ def tree_digest(params: Any) -> str:
             return tensor
         array = chunks.host(leaves[name])
         cells = (chunks.raw(array, region, tensor.chunk) for _, region in tensor.cells())
-        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_sha256(cell)[1] for cell in cells))
+        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_digest(cell)[1] for cell in cells))
 
     with futures.ThreadPoolExecutor(assembly.NUM_THREADS) as pool:
         return manifest.digest(tuple(pool.map(describe, leaves)))
@@ -380,10 +379,10 @@ class _Cached:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        kept = self._directory / f"{entry.sha256}.object"
+        kept = self._directory / f"{entry.digest}.object"
         if kept.exists():
             data = kept.read_bytes()
-            if hashlib.sha256(data).hexdigest() == entry.sha256:
+            if digests.of(data) == entry.digest:
                 transfer.Target.of(entry, into).put(0, memoryview(data))
                 return
         self._source.read(version, entry, into)

@@ -7,7 +7,6 @@ chunks grow with the array instead, up to 32 MB, which costs no second pass of h
 """
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,13 +16,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from sharding import manifest
+from sharding import digests, manifest
 
 CHUNK_BYTES = (
     4 << 20
 )  # whole-chunk reads: large enough for 1 GB/s, small enough to fetch again or to read for one shard
 LARGEST_CHUNK_BYTES = 32 << 20
-HASH_BYTES = 256 << 10  # stays in the cache of a core between the checksum and the hash
 CHUNKS_PER_ARRAY = 256  # beyond this many, chunks grow: 62 GB of weights stay below 10 000 objects
 
 Region = tuple[slice, ...]
@@ -154,11 +152,11 @@ def host_region(leaf: Any, region: Region) -> np.ndarray | None:
     return np.asarray(leaf)[(*region, ...)] if leaf.is_fully_addressable else None
 
 
-def encoded_sha256(values: np.ndarray) -> tuple[bytes, str]:
-    """(CRC, SHA-256 of bytes and CRC): what zarr3 stores for a chunk, and what its digest is, without a copy."""
-    value, hasher = 0, hashlib.sha256()
-    for start in range(0, len(values), HASH_BYTES):
-        part = values[start : start + HASH_BYTES]
+def encoded_digest(values: np.ndarray) -> tuple[bytes, str]:
+    """(CRC, digest of bytes and CRC): what zarr3 stores for a chunk, and what proves it, without a copy."""
+    value, hasher = 0, digests.Hasher()
+    for start in range(0, len(values), digests.SLICE_BYTES):
+        part = values[start : start + digests.SLICE_BYTES]
         value = google_crc32c.extend(value, part)
         hasher.update(part)
     checksum = value.to_bytes(manifest.CRC_BYTES, "little")

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from sharding import digests
+
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_JOURNAL_BYTES = 64 << 20
 MAX_OBJECT_BYTES = 512 << 20  # ours are a few MB; a stranger must not make a reader allocate
@@ -17,11 +19,11 @@ MAX_OBJECT_BYTES = 512 << 20  # ours are a few MB; a stranger must not make a re
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """One file of a version: `path` relative to the version's directory, `size` in bytes, `sha256` in hex."""
+    """One file of a version: `path` relative to the version's directory, `size` in bytes, `digest` in hex (`sharding/digests.py`)."""
 
     path: str
     size: int
-    sha256: str
+    digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +59,19 @@ def is_object_path(path: Any) -> bool:
 
 def parse_object(value: Any) -> Object:
     """An entry of a journal or a manifest; ValueError names what is wrong with it."""
-    if not isinstance(value, dict) or set(value) != {"path", "size", "sha256"}:
-        raise CorruptSource(f"object entry {str(value)[:200]} has not exactly the fields path, size, sha256")
+    if not isinstance(value, dict) or set(value) != {"path", "size", "digest"}:
+        raise CorruptSource(
+            f"object entry {str(value)[:200]} has not exactly the fields path, size, digest: was another release its publisher?"
+        )
     entry = Object(**value)
     if not is_object_path(entry.path):
         raise CorruptSource(f"object path {str(entry.path)[:200]!r} is no path of plain segments")
     if type(entry.size) is not int or not 0 <= entry.size <= MAX_OBJECT_BYTES:
         raise CorruptSource(f"object {entry.path!r} has size {entry.size!r}, not 0..{MAX_OBJECT_BYTES}")
-    if not isinstance(entry.sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
-        raise CorruptSource(f"object {entry.path!r} has sha256 {str(entry.sha256)[:80]!r}, not 64 hex digits")
+    if not digests.is_digest(entry.digest):
+        raise CorruptSource(
+            f"object {entry.path!r} has digest {str(entry.digest)[:80]!r}, not {digests.HEX_DIGITS} hex digits"
+        )
     return entry
 
 

@@ -4,13 +4,13 @@ A manifest is canonical JSON (sorted keys, no spaces, ASCII), flat:
 
 * `version`; `base`, the version whose tensors this one needs (null for a snapshot, which is complete in itself); `delta_of`, the
   version that the deltas here apply to, which a snapshot may hold, too; `encodings`: "zarr3" (snapshots), "xor" (deltas).
-* `tensors`: name, shape, dtype, chunk grid, and the digest of each chunk: the SHA-256 of the file that zarr3 with the
-  codecs bytes and crc32c stores for it. In a snapshot that file is an object, so one hash proves both; in a version of deltas it is
+* `tensors`: name, shape, dtype, chunk grid, and the digest (`sharding/digests.py`) of each chunk: that of the file that zarr3 with
+  the codecs bytes and crc32c stores for it. In a snapshot that file is an object, so one hash proves both; in a version of deltas it is
   what the patched chunk must come to. `deltas` says where a chunk's patch lies: object, offset, size; null: unchanged.
-* `objects`: every file but the manifest, in the order of publishing, with size and SHA-256.
+* `objects`: every file but the manifest, in the order of publishing, with size and digest.
 * `digest_after`, the digest of the tree (see `digest`), and `digest_before`, that of `delta_of`.
 * `containers`, `metadata`, `run`: how the tree is built, whatever the publisher wants to say, and which run it is of.
-* `sha256` of all fields but itself and `signature`; `signature` (ed25519, by `public_key`) of all fields but itself.
+* `own_digest`, of all fields but itself and `signature`; `signature` (ed25519, by `public_key`) of all fields but itself.
 
 `parse` takes bytes from anyone: it allocates in proportion to them, and each rule names the value that breaks it. All rules that
 need no object byte are checked here, so that a bad manifest costs nobody a download. Imports no jax: relays run without.
@@ -18,8 +18,6 @@ need no object byte are checked here, so that a bad manifest costs nobody a down
 
 import collections
 import dataclasses
-import functools
-import hashlib
 import itertools
 import json
 import math
@@ -30,9 +28,9 @@ from typing import Any
 from cryptography import exceptions
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import journal
+from sharding import digests, journal
 
-FORMAT = 2
+FORMAT = 3
 ENCODINGS = (["zarr3"], ["xor"], ["xor", "zarr3"])
 CRC_BYTES = 4  # what the crc32c codec appends to each chunk
 MAX_CHUNK_BYTES = 256 << 20  # a manifest from a stranger must not make a reader allocate
@@ -127,11 +125,11 @@ class Manifest:
 
 def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> bytes:
     """The bytes of manifest.json, signed by `key` if there is one; the manifest's own key and signature are ignored."""
-    body = {name: getattr(manifest, name) for name in _FIELDS - {"sha256", "signature"}}
+    body = {name: getattr(manifest, name) for name in _FIELDS - {"own_digest", "signature"}}
     body["tensors"] = [vars(t) for t in manifest.tensors]
     body["objects"] = [vars(o) for o in manifest.objects]
     body["public_key"] = None if key is None else key.public_key().public_bytes_raw().hex()
-    body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
+    body["own_digest"] = digests.of(canonical(body))
     body["signature"] = None if key is None else key.sign(canonical(body)).hex()
     return canonical(body)
 
@@ -154,7 +152,7 @@ def canonical(value: Any) -> bytes:
 
 
 def digest(tensors: tuple[Tensor, ...]) -> str:
-    """SHA-256 over canonical JSON of [name, dtype, shape, chunk, SHA-256 of the chunks' digests] per tensor, by name.
+    """That of canonical JSON of [name, dtype, shape, chunk, digest of the chunks' digests] per tensor, by name.
 
     Levels rather than one stream, so that each host hashes what it holds, all cores hash, and a wrong chunk has a name.
     Equal trees in the same chunks have equal digests; the chunks depend on shapes and, over several hosts, on shardings.
@@ -162,10 +160,10 @@ def digest(tensors: tuple[Tensor, ...]) -> str:
     by_name = {t.name: t for t in tensors}
 
     def combined(t: Tensor) -> str:
-        return hashlib.sha256(bytes.fromhex("".join(by_name[t.tied_to or t.name].chunks))).hexdigest()
+        return digests.of(bytes.fromhex("".join(by_name[t.tied_to or t.name].chunks)))
 
     rows = [[t.name, t.dtype, t.shape, t.chunk, combined(t)] for t in sorted(tensors, key=lambda t: t.name)]
-    return hashlib.sha256(canonical(rows)).hexdigest()
+    return digests.of(canonical(rows))
 
 
 def zarr_json(tensor: Tensor) -> bytes:
@@ -253,7 +251,7 @@ def unflatten(leaves: dict[str, Any], containers: dict[str, str]) -> Any:
     return build(root, "")
 
 
-_FIELDS = {field.name for field in dataclasses.fields(Manifest)} | {"sha256"}
+_FIELDS = {field.name for field in dataclasses.fields(Manifest)} | {"own_digest"}
 _LISTS_AND_DICTS = {"tensors": list, "objects": list, "encodings": list, "metadata": dict, "containers": dict}
 
 
@@ -262,7 +260,9 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
     body = json.loads(data)
     _require(isinstance(body, dict), f"manifest is a {type(body).__name__}, not an object")
     _require(
-        body.get("format") == FORMAT, f"format {body.get('format')!r} is not {FORMAT}: use the release that wrote it"
+        body.get("format") == FORMAT,
+        f"format {str(body.get('format'))[:80]} is not {FORMAT}, which this release reads: publish again, or use the "
+        "release that wrote it",
     )
     unmatched = sorted(set(body) ^ _FIELDS)
     _require(not unmatched, f"manifest has not exactly the fields of format {FORMAT}: {unmatched[:8]}")
@@ -278,7 +278,7 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
     run = body["run"]
     _require(isinstance(run, str) and len(run) <= MAX_RUN_LENGTH, f"run is {str(run)[:80]!r}, not a short string")
     manifest = Manifest(
-        **{name: body[name] for name in _FIELDS - {"sha256", "tensors", "objects", "encodings"}},
+        **{name: body[name] for name in _FIELDS - {"own_digest", "tensors", "objects", "encodings"}},
         encodings=tuple(body["encodings"]),
         tensors=tuple(map(_tensor, body["tensors"])),
         objects=tuple(map(journal.parse_object, body["objects"])),
@@ -290,9 +290,9 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
 
 def _check_origin(data: bytes, body: dict, trusted_key: str | None) -> None:
     signed = {name: value for name, value in body.items() if name != "signature"}
-    hashed = {name: value for name, value in signed.items() if name != "sha256"}
-    actual = hashlib.sha256(canonical(hashed)).hexdigest()
-    _require(actual == body["sha256"], f"its sha256 is {actual}, but it says {str(body['sha256'])[:80]!r}")
+    hashed = {name: value for name, value in signed.items() if name != "own_digest"}
+    actual = digests.of(canonical(hashed))
+    _require(actual == body["own_digest"], f"its digest is {actual}, but it says {str(body['own_digest'])[:80]!r}")
     _require(canonical(body) == data, "manifest is not canonical JSON: a field twice, or spaces")
     public_key, signature = body["public_key"], body["signature"]
     if trusted_key is not None and public_key != trusted_key:
@@ -332,7 +332,7 @@ def _tensor(entry: Any) -> Tensor:
         return tensor
     expected, listed = math.prod(tensor.grid), len(tensor.chunks)
     _require(listed == expected, f"tensor {name!r} of shape {shape} has {listed} chunks, not {expected}")
-    _require(all(map(_is_digest, tensor.chunks)), f"a chunk of tensor {name!r} has no SHA-256 of 64 hex digits")
+    _require(all(map(digests.is_digest, tensor.chunks)), f"a chunk of tensor {name!r} has no digest of 64 hex digits")
     if entry["deltas"] is None:
         return tensor
     deltas = tuple(d if d is None else tuple(d) for d in entry["deltas"])
@@ -356,9 +356,9 @@ def _check_lineage(m: Manifest) -> None:
             m.base is not None and m.base == m.delta_of, f"base {m.base} is not the version {m.delta_of} of the deltas"
         )
     _require(has_deltas == (m.delta_of is not None), f"delta_of is {m.delta_of}, encodings are {m.encodings}")
-    good = _is_digest(m.digest_before) if has_deltas else m.digest_before is None
+    good = digests.is_digest(m.digest_before) if has_deltas else m.digest_before is None
     _require(good, f"digest_before is {str(m.digest_before)[:80]!r}, encodings are {m.encodings}")
-    _require(_is_digest(m.digest_after), f"digest_after is {str(m.digest_after)[:80]!r}, not a SHA-256")
+    _require(digests.is_digest(m.digest_after), f"digest_after is {str(m.digest_after)[:80]!r}, not 64 hex digits")
     for t in m.tensors:
         good = (t.deltas is not None) == (has_deltas and t.tied_to is None)
         _require(good, f"deltas of tensor {t.name!r} do not agree with encodings {m.encodings}")
@@ -381,20 +381,20 @@ def _check_contents(m: Manifest) -> None:
             continue
         if "zarr3" in m.encodings:
             data = zarr_json(t)
-            expected[f"tensors/{t.name}/zarr.json"] = len(data), hashlib.sha256(data).hexdigest()
-            for (path, _), sha256 in zip(t.cells(), t.chunks, strict=True):
-                expected[path] = t.chunk_bytes + CRC_BYTES, sha256
+            expected[f"tensors/{t.name}/zarr.json"] = len(data), digests.of(data)
+            for (path, _), chunk_digest in zip(t.cells(), t.chunks, strict=True):
+                expected[path] = t.chunk_bytes + CRC_BYTES, chunk_digest
         for delta in filter(None, t.deltas or ()):
             index, offset, size = delta
             inside = index < len(m.objects) and offset + size <= m.objects[index].size
             inside = inside and m.objects[index].path.startswith("deltas/")
             _require(inside, f"a delta of tensor {t.name!r} lies at {list(delta)}, outside every object of deltas")
             used[m.objects[index].path] += size
-    for path, (size, sha256) in expected.items():
+    for path, (size, stated) in expected.items():
         o = objects.get(path)
         _require(o is not None, f"object {path!r} is missing")
         _require(o.size == size, f"object {path!r} has {o.size} bytes, but its tensor needs {size}")
-        _require(o.sha256 == sha256, f"object {path!r} has sha256 {o.sha256}, but its tensor says {sha256}")
+        _require(o.digest == stated, f"object {path!r} has digest {o.digest}, but its tensor says {stated}")
     for path, num_bytes in used.items():
         size = objects[path].size
         _require(num_bytes == size, f"object {path!r} has {size} bytes, of which deltas use {num_bytes}")
@@ -420,12 +420,3 @@ def _is_name(name: Any) -> bool:
 
 def _is_int(value: Any, largest: int = 1 << 48) -> bool:
     return type(value) is int and 0 <= value <= largest
-
-
-@functools.cache
-def _digest_pattern() -> re.Pattern:
-    return re.compile(r"[0-9a-f]{64}")
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _digest_pattern().fullmatch(value) is not None

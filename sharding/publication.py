@@ -8,7 +8,6 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
-from sharding import assembly, chunks, delta, journal, manifest, writer
+from sharding import assembly, chunks, delta, digests, journal, manifest, writer
 from sharding import source as source_lib
 
 PACK_BYTES = 4 << 20  # patches are collected into objects of about this size: one per chunk would be 60 kB
@@ -48,11 +47,11 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class _Encoded:
-    """One chunk after its thread: `sha256` of what a snapshot stores, the object if it was stored, the patch if any."""
+    """One chunk after its thread: `digest` of what a snapshot stores, the object if it was stored, the patch if any."""
 
     name: str
     number: int
-    sha256: str
+    digest: str
     stored: journal.Object | None
     patch: bytes | None
 
@@ -267,8 +266,8 @@ def _write(
             path = f"deltas/{jax.process_index():05d}-{len(objects):06d}.bin"
             out.put(path, [data])
             for done, offset in pack:
-                written[done.name][done.number] = done.sha256, (len(objects), offset, len(done.patch))
-            add(journal.Object(path, len(data), hashlib.sha256(data).hexdigest()))
+                written[done.name][done.number] = done.digest, (len(objects), offset, len(done.patch))
+            add(journal.Object(path, len(data), digests.of(data)))
             pack.clear()
 
     def calls() -> Iterator[tuple[int, Callable[[], _Encoded]]]:
@@ -281,13 +280,13 @@ def _write(
         for t in untied:
             data, path = manifest.zarr_json(t), f"tensors/{t.name}/zarr.json"
             out.put(path, [data])
-            add(journal.Object(path, len(data), hashlib.sha256(data).hexdigest()))
+            add(journal.Object(path, len(data), digests.of(data)))
     with futures.ThreadPoolExecutor(assembly.NUM_THREADS, "weights") as pool:
         for done in assembly.in_order(pool, calls(), assembly.IN_FLIGHT_BYTES):
             if done.stored is not None:
                 add(done.stored)
             if done.patch is None:
-                written[done.name][done.number] = done.sha256, None
+                written[done.name][done.number] = done.digest, None
                 continue
             pack.append((done, sum(len(other.patch) for other, _ in pack)))
             if pack[-1][1] + len(done.patch) >= PACK_BYTES:
@@ -313,11 +312,11 @@ class _Encoding:
     def __call__(self) -> _Encoded:
         t = self.tensor
         values = chunks.raw(self.array, self.region, t.chunk)
-        checksum, sha256 = chunks.encoded_sha256(values)
+        checksum, digest = chunks.encoded_digest(values)
         stored = patch = None
         if self.writes_arrays:
             self.out.put(self.path, [values, checksum])
-            stored = journal.Object(self.path, len(values) + len(checksum), sha256)
+            stored = journal.Object(self.path, len(values) + len(checksum), digest)
         if self.old_chunk is not None:
             patch = delta.encode(self.old_chunk(t, self.number), values, manifest.ITEM_BYTES[t.dtype])
         if self.kept is not None:
@@ -325,7 +324,7 @@ class _Encoding:
                 np.copyto(self.kept.chunks[t.name, self.number], values)
             else:
                 self.kept.chunks[t.name, self.number] = values.copy()
-        return _Encoded(t.name, self.number, sha256, stored, patch)
+        return _Encoded(t.name, self.number, digest, stored, patch)
 
 
 def _owned(
@@ -399,7 +398,7 @@ def _part_json(written: _Written) -> bytes:
 def _read_part(out: writer.Writer, process: int) -> _Written:
     part = json.loads(out.get(_part_name(process)))
     found = {
-        name: {int(number): (sha256, patch) for number, (sha256, patch) in cells.items()}
+        name: {int(number): (digest, patch) for number, (digest, patch) in cells.items()}
         for name, cells in part["chunks"].items()
     }
     return _Written(found, [journal.Object(**o) for o in part["objects"]])
@@ -415,12 +414,12 @@ def _merge(
         if t.tied_to is None:
             cells = {}
             for part, before in zip(parts, offsets, strict=False):
-                for number, (sha256, patch) in part.chunks[t.name].items():
-                    cells[number] = sha256, None if patch is None else (patch[0] + before, *patch[1:])
+                for number, (digest, patch) in part.chunks[t.name].items():
+                    cells[number] = digest, None if patch is None else (patch[0] + before, *patch[1:])
             assert sorted(cells) == list(range(len(cells))), f"chunks of {t.name}"
             ordered = [cells[i] for i in range(len(cells))]
             deltas = tuple(patch for _, patch in ordered) if has_deltas else None
-            t = dataclasses.replace(t, chunks=tuple(sha256 for sha256, _ in ordered), deltas=deltas)
+            t = dataclasses.replace(t, chunks=tuple(digest for digest, _ in ordered), deltas=deltas)
         merged.append(t)
     return tuple(merged)
 

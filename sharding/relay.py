@@ -192,7 +192,7 @@ class Server:
         self, connection, address: str, file, entry: journal.Object, range_: str, is_head: bool, close: bool
     ) -> int:
         start, stop, status = 0, entry.size, 200
-        headers = {"Accept-Ranges": "bytes", "ETag": f'"{entry.sha256}"'}
+        headers = {"Accept-Ranges": "bytes", "ETag": f'"{entry.digest}"'}
         match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", range_)
         if match is not None and match[0] != "bytes=-":
             status = 206

@@ -6,7 +6,6 @@ checked) and an object is hashed before the read returns.
 
 import builtins
 import collections
-import hashlib
 import os
 import pathlib
 import re
@@ -15,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sharding import journal, swarm, transfer
+from sharding import digests, journal, swarm, transfer
 from sharding import manifest as manifest_lib
 
 POLL_S = 0.01  # how often a directory is looked at by whoever waits for it
@@ -32,7 +31,7 @@ class Source(Protocol):
     def manifest(self, version: int) -> manifest_lib.Manifest: ...
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into`, writable views of `entry.size` bytes together, with an object that has the SHA-256 of the entry.
+        """Fills `into`, writable views of `entry.size` bytes together, with an object that has the digest of the entry.
 
         `CorruptSource` where whoever has it delivers something else, `FileNotFoundError` where nobody has it, `Unavailable`
         where nobody delivers in time. After an error the views hold anything.
@@ -154,10 +153,10 @@ class Directory:
                 ) from error
             raise journal.CorruptSource(f"object {full} is missing") from error
         self._counters["num_bytes"] += entry.size
-        actual = target.sha256()
-        if actual != entry.sha256:
+        actual = target.digest()
+        if actual != entry.digest:
             self._counters["num_bad_objects"] += 1
-            raise journal.CorruptSource(f"object {full} has sha256 {actual}, not {entry.sha256}")
+            raise journal.CorruptSource(f"object {full} has digest {actual}, not {entry.digest}")
 
     def stats(self) -> dict[str, Any]:
         return {"source": str(self.root), **self._counters}
@@ -277,14 +276,14 @@ class Bucket:
             data = self._get(f"{journal.dirname(version)}/{entry.path}")
             if data is None:
                 raise FileNotFoundError(f"{where} is not there: pull the newest version")
-            actual = hashlib.sha256(data).hexdigest()
-            if actual == entry.sha256 and len(data) == entry.size:
+            actual = digests.of(data)
+            if actual == entry.digest and len(data) == entry.size:
                 self._counters["num_bytes"] += entry.size
                 target.put(0, memoryview(data))
                 return
             self._counters["num_bad_objects"] += 1
         raise journal.CorruptSource(
-            f"object {where} has {len(data)} bytes with sha256 {actual}, not {entry.size} with {entry.sha256}"
+            f"object {where} has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
         )
 
     def stats(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import secrets
 import shutil
 import threading
 
-from sharding import atomic_file, journal
+from sharding import atomic_file, digests, journal
 from sharding import manifest as manifest_lib
 
 
@@ -104,7 +103,7 @@ class Store:
         version = self._version(number)
         newest = {entry.path: entry for entry in entries}  # a later line of a path replaces an earlier one
         for entry in newest.values():
-            if _sha256_of(directory / entry.path) == entry.sha256:
+            if _digest_of(directory / entry.path) == entry.digest:
                 self._expose(version, entry)
             else:
                 num_bad += 1
@@ -296,9 +295,8 @@ def _line(entry: journal.Object) -> bytes:
     return json.dumps(dataclasses.asdict(entry), separators=(",", ":")).encode() + b"\n"
 
 
-def _sha256_of(path: pathlib.Path) -> str | None:
+def _digest_of(path: pathlib.Path) -> str | None:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digests.of_file(path)
     except OSError:  # missing, or a directory where a file should be
         return None

@@ -3,7 +3,7 @@
 An object takes this way:
 
 1. `sharding/gathering.py` fetches it in ranges, each from a relay drawn by `sharding/choice.py`.
-2. The SHA-256 of the whole is compared. If it is wrong and came from one relay, that relay lied; if it came from several,
+2. The digest of the whole is compared. If it is wrong and came from one relay, that relay lied; if it came from several,
    one relay at a time is asked for the whole, and those whose ranges differ from the right bytes lied. A liar is counted
    and suspended. It cannot make an object wrong, nor a read fail while an honest relay lives.
 
@@ -13,7 +13,6 @@ Left out: discovering relays (a list is configuration), and peers serving peers,
 
 import collections
 import concurrent.futures
-import hashlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharding import choice as choice_lib
-from sharding import gathering, journal, ramp, transfer
+from sharding import digests, gathering, journal, ramp, transfer
 from sharding import manifest as manifest_lib
 
 MIN_BYTES_PER_S = 32_000  # below this an object is given up: a 4 MB chunk may take two minutes
@@ -297,17 +296,17 @@ class Relays:
         name = f"/{journal.dirname(version)}/{entry.path}"
         mixed: list[tuple[bytes, list[gathering.Part]]] = []  # what several relays together delivered, and was wrong
         lies, only = collections.Counter(), None
-        if entry.size == 0 and entry.sha256 != hashlib.sha256().hexdigest():
+        if entry.size == 0 and entry.digest != digests.of():
             raise journal.CorruptSource(
-                f"object {entry.path} of version {version} has no bytes, and sha256 {entry.sha256}"
+                f"object {entry.path} of version {version} has no bytes, and digest {entry.digest}"
             )
         while True:
             try:
                 parts = gathering.Gathering(self, version, name, target, deadline_s, only).run()
             except transfer.Failed:
                 parts = None  # the one relay that was to deliver all of it does not
-            actual = None if parts is None else target.sha256()
-            if actual == entry.sha256:
+            actual = None if parts is None else target.digest()
+            if actual == entry.digest:
                 right = target.copy() if mixed else b""
                 for relay in {p.relay for other, ps in mixed for p in ps if not p.agrees(other, right)}:
                     self.choice.convict(relay, f"{name} differs from what was published")
@@ -322,7 +321,7 @@ class Relays:
                 else:
                     (relay,) = relays
                     lies[relay] += 1
-                    self.choice.convict(relay, f"{name} has sha256 {actual}, not {entry.sha256}")
+                    self.choice.convict(relay, f"{name} has digest {actual}, not {entry.digest}")
             honest = [r for r in self.relays if not lies[r]]
             if not honest and max(lies.values()) >= MAX_LIES_PER_OBJECT:
                 raise journal.CorruptSource(

@@ -3,7 +3,6 @@
 import bisect
 import collections
 import dataclasses
-import hashlib
 import http.client
 import itertools
 import socket
@@ -13,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharding import journal
+from sharding import digests, journal
 
 SLICE_BYTES = 256 << 10  # what one call may write into the buffer before it looks whether it was cut off
 HEDGE_FLOOR_S = 0.3  # no range is doubled earlier: a second request costs the relays as much as the first
@@ -67,11 +66,8 @@ class Target:
     def copy(self) -> bytes:
         return b"".join(self._views)
 
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for view in self._views:
-            digest.update(view)
-        return digest.hexdigest()
+    def digest(self) -> str:
+        return digests.of(*self._views)
 
 
 class Failed(Exception):

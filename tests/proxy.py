@@ -4,7 +4,6 @@ The versions are written from the contract (a directory, a journal, a manifest l
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import struct
 import threading
 import time
 
+import blake3
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import journal, listening
@@ -46,13 +46,13 @@ def deltas(seed, sizes=(0, 1, 300, 70_000)) -> dict[str, bytes]:
 
 
 def entry(path, data) -> dict:
-    return {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"path": path, "size": len(data), "digest": blake3.blake3(data).hexdigest()}
 
 
 def manifest(version, objects, /, *, base=None, key=KEY) -> bytes:
     if base is None:
         paths = [path for path in objects if path.endswith("/c.0")]
-        tensors = tuple(_tensor(p.split("/")[1], len(objects[p]), entry(p, objects[p])["sha256"]) for p in paths)
+        tensors = tuple(_tensor(p.split("/")[1], len(objects[p]), entry(p, objects[p])["digest"]) for p in paths)
     else:  # one tensor of a chunk per object, each patched by all of it
         n = len(objects)
         patches = tuple((i, 0, len(data)) for i, data in enumerate(objects.values()))
@@ -72,8 +72,8 @@ def manifest(version, objects, /, *, base=None, key=KEY) -> bytes:
     return manifest_lib.encode(body, key)
 
 
-def _tensor(name, size, sha256):
-    return manifest_lib.Tensor(name, (size - 4,), "uint8", (size - 4,), (sha256,))
+def _tensor(name, size, digest):
+    return manifest_lib.Tensor(name, (size - 4,), "uint8", (size - 4,), (digest,))
 
 
 def begin(root, version, objects) -> None:

@@ -2,7 +2,6 @@
 
 import collections
 import errno
-import hashlib
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import textwrap
 import threading
 import weakref
 
+import blake3
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -22,7 +22,7 @@ import tensorstore as ts
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from models import transformer
-from sharding import assembly, broadcast, chunks, console, manifest, publication, source
+from sharding import assembly, broadcast, chunks, console, digests, manifest, publication, source
 from sharding import mesh as mesh_lib
 from tests import proxy, test_families
 
@@ -118,9 +118,9 @@ def test_digest_against_its_definition():
         ts.open(spec, context=context, create=True, shape=a.shape, dtype=a.dtype).result().write(a).result()
         store = ts.KvStore.open("memory://", context=context).result()
         (key,) = (k for k in store.list().result() if k != b"zarr.json")
-        chunk = hashlib.sha256(store.read(key).result().value).digest()
-        rows.append([name, a.dtype.name, list(a.shape), list(a.shape), hashlib.sha256(chunk).hexdigest()])
-    expected = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+        chunk = blake3.blake3(store.read(key).result().value).digest()
+        rows.append([name, a.dtype.name, list(a.shape), list(a.shape), blake3.blake3(chunk).hexdigest()])
+    expected = blake3.blake3(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
     big_endian = np.array(1.5, ">f8")  # the digest is over little-endian bytes
     assert broadcast.tree_digest({"b": big_endian, "a": [np.arange(3, dtype=np.int16)]}) == expected
     assert broadcast.tree_digest({"b": np.float64(1.5), "a": [np.arange(3, dtype=np.uint16)]}) != expected
@@ -136,7 +136,7 @@ def test_chunks_are_bounded_and_waste_little(shape):
 
 def test_many_chunks_round_trip_and_stock_tensorstore_reads_them(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(chunks, "HASH_BYTES", 10)  # less than a chunk: its checksum goes over several parts
+    monkeypatch.setattr(digests, "SLICE_BYTES", 10)  # less than a chunk: its checksum goes over several parts
     tree = {"w": np.arange(7 * 11 * 3, dtype=np.int32).reshape(7, 11, 3)}
     broadcast.publish(tree, 0, tmp_path)
     _assert_same(broadcast.pull(tmp_path).params, tree)
@@ -183,7 +183,7 @@ def test_tampering_is_caught(tmp_path, target, how):
     if target == "manifest.json" and how == "delete":
         expected, message = FileNotFoundError, "no version 0"
     elif target != "manifest.json":  # the size or the hash must catch it, before tensorstore sees a byte of it
-        message += {"flip": " has sha256", "delete": " is missing"}.get(how, " has [0-9]+ bytes, not")
+        message += {"flip": " has digest", "delete": " is missing"}.get(how, " has [0-9]+ bytes, not")
     # `zarr.json` is for other readers: only `verify` looks at it, since the manifest has said it all.
     for read in (broadcast.verify,) if target.endswith("zarr.json") else (broadcast.pull, broadcast.verify):
         with pytest.raises(expected, match=message):
@@ -194,7 +194,7 @@ def test_swapped_objects_of_one_size_are_caught(tmp_path):
     broadcast.publish({"a": np.zeros(4), "b": np.ones(4)}, 0, tmp_path)
     a, b = (tmp_path / f"v00000000/tensors/{name}/c.0" for name in "ab")
     a.write_bytes(b.read_bytes())
-    with pytest.raises(broadcast.CorruptBroadcast, match="tensors/a/c.0 has sha256"):
+    with pytest.raises(broadcast.CorruptBroadcast, match="tensors/a/c.0 has digest"):
         broadcast.pull(tmp_path)
 
 
@@ -202,16 +202,16 @@ def test_edited_metadata_is_caught(tmp_path):
     broadcast.publish(_tree(), 0, tmp_path, metadata={"tokenizer": "bytes"})
     path = tmp_path / "v00000000/manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"tokenizer":"bytes"', b'"tokenizer":"other"'))
-    with pytest.raises(broadcast.CorruptBroadcast, match="its sha256 is"):
+    with pytest.raises(broadcast.CorruptBroadcast, match="its digest is"):
         broadcast.read_manifest(tmp_path, 0)
 
 
 def _lie(root: pathlib.Path, change) -> None:
     """A liar's manifest: changed, then hashed again, so that only the rules can refuse it."""
     path = root / "v00000000/manifest.json"
-    body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("sha256", "signature")}
+    body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("own_digest", "signature")}
     change(body)
-    body["sha256"] = hashlib.sha256(manifest.canonical(body)).hexdigest()
+    body["own_digest"] = blake3.blake3(manifest.canonical(body)).hexdigest()
     path.write_bytes(manifest.canonical(body | {"signature": None}))
 
 
@@ -266,7 +266,7 @@ def test_shapes_that_differ_from_the_model_are_refused_before_any_byte_is_fetche
     assert opened.paths == []
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"manifest":1,"sha256":2}', b"NaN"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"manifest":1,"own_digest":2}', b"NaN"])
 def test_malformed_manifest_is_refused(tmp_path, data):
     broadcast.publish(_tree(), 0, tmp_path)
     (tmp_path / "v00000000/manifest.json").write_bytes(data)
@@ -492,7 +492,7 @@ def test_relays_may_read_while_it_is_published(tmp_path, monkeypatch):
 
     def check(self, entry):
         data = (tmp_path / "v00000000" / entry.path).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry.size, entry.sha256)
+        assert (len(data), blake3.blake3(data).hexdigest()) == (entry.size, entry.digest)
         assert not (tmp_path / "v00000000" / "manifest.json").exists()
         assert source.open(tmp_path).listing().partial == (0,)
         note(self, entry)
@@ -699,7 +699,7 @@ def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch):
     broadcast.publish(params, 0, tmp_path)
     wrong = broadcast.Pulled(0, {"w": params["w"] + 1e-9}, {}, broadcast.read_manifest(tmp_path, 0).digest)
     broadcast.publish(_nudge(params, rng), 1, tmp_path, base=wrong)
-    with pytest.raises(broadcast.CorruptBroadcast, match="tensor 'w', chunk 0: version 0 and 1 deltas come to sha256"):
+    with pytest.raises(broadcast.CorruptBroadcast, match="tensor 'w', chunk 0: version 0 and 1 deltas come to digest"):
         broadcast.pull(tmp_path)
 
 
@@ -1091,26 +1091,26 @@ def test_published_manifest_is_stable(tmp_path):
     """The wire format: whoever changes this dict changes FORMAT too, or old readers refuse new weights unexplained."""
     broadcast.publish({"w": [np.arange(3, dtype=np.int16)]}, 1, tmp_path, metadata={"model": "tiny"}, run="r")
     body = json.loads((tmp_path / "v00000001/manifest.json").read_bytes())
-    sha256 = hashlib.sha256((tmp_path / "v00000001/tensors/w/0/c.0").read_bytes()).hexdigest()
+    digest = blake3.blake3((tmp_path / "v00000001/tensors/w/0/c.0").read_bytes()).hexdigest()
     header, chunk = body.pop("objects")
     assert header["path"] == "tensors/w/0/zarr.json"
-    assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "sha256": sha256}
-    del body["sha256"]  # of what is here
+    assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "digest": digest}
+    del body["own_digest"]  # of what is here
     assert body == {
-        "format": 2,
+        "format": 3,
         "version": 1,
         "base": None,
         "delta_of": None,
         "encodings": ["zarr3"],
         "digest_before": None,
-        "digest_after": "c1c7f850ae301f88a5e5fc44e4c41a97694b400a0dc572989dea838f85a61a3a",
+        "digest_after": "f0af3f91c7b504328debd26570b96f947036c7e009a75b981f6ecb9e603d181c",
         "tensors": [
             {
                 "name": "w/0",
                 "shape": [3],
                 "dtype": "int16",
                 "chunk": [3],
-                "chunks": [sha256],
+                "chunks": [digest],
                 "deltas": None,
                 "tied_to": None,
             }

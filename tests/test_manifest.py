@@ -1,11 +1,11 @@
 """A manifest says one thing to everyone: what its bytes, its hash and its signature do not carry is refused with the reason."""
 
 import dataclasses
-import hashlib
 import json
 import subprocess
 import sys
 
+import blake3
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -19,7 +19,7 @@ PUBLIC = KEY.public_key().public_bytes_raw().hex()
 
 
 def digest_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return blake3.blake3(text.encode()).hexdigest()
 
 
 def snapshot(**changes) -> manifest.Manifest:
@@ -30,10 +30,10 @@ def snapshot(**changes) -> manifest.Manifest:
     objects = []
     for t in (a, b):
         data = manifest.zarr_json(t)
-        objects.append(journal.Object(f"tensors/{t.name}/zarr.json", len(data), hashlib.sha256(data).hexdigest()))
+        objects.append(journal.Object(f"tensors/{t.name}/zarr.json", len(data), blake3.blake3(data).hexdigest()))
         objects += [
-            journal.Object(path, t.chunk_bytes + 4, sha256)
-            for (path, _), sha256 in zip(t.cells(), t.chunks, strict=True)
+            journal.Object(path, t.chunk_bytes + 4, digest)
+            for (path, _), digest in zip(t.cells(), t.chunks, strict=True)
         ]
     fields = {
         "version": 3,
@@ -82,9 +82,9 @@ def test_digest_against_its_definition():
     rows = []
     for t in sorted(snapshot().tensors, key=lambda t: t.name):
         chunks = [digest_of("b")] if t.name == "b/0" else [digest_of("a0"), digest_of("a1")]
-        combined = hashlib.sha256(b"".join(map(bytes.fromhex, chunks))).hexdigest()
+        combined = blake3.blake3(b"".join(map(bytes.fromhex, chunks))).hexdigest()
         rows.append([t.name, t.dtype, list(t.shape), list(t.chunk), combined])
-    assert snapshot().digest == hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    assert snapshot().digest == blake3.blake3(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
 def test_grid_and_cells():
@@ -119,8 +119,8 @@ def test_stock_tensorstore_opens_our_array_metadata(dtype):
 
 def sealed(body: dict) -> bytes:
     """A liar's manifest: changed, then hashed and signed again, so that only the rules can refuse it."""
-    body = {name: value for name, value in body.items() if name not in ("sha256", "signature")}
-    body["sha256"] = hashlib.sha256(manifest.canonical(body)).hexdigest()
+    body = {name: value for name, value in body.items() if name not in ("own_digest", "signature")}
+    body["own_digest"] = blake3.blake3(manifest.canonical(body)).hexdigest()
     body["signature"] = KEY.sign(manifest.canonical(body)).hex()
     return manifest.canonical(body)
 
@@ -142,8 +142,8 @@ def first_object(**fields):
 
 
 LIES = {
-    "format": (lambda m: m.update(format=3), "format 3 is not 2: use the release"),
-    "missing field": (lambda m: m.pop("run"), r"not exactly the fields of format 2: \['run'\]"),
+    "format": (lambda m: m.update(format=4), "format 4 is not 3, which this release reads"),
+    "missing field": (lambda m: m.pop("run"), r"not exactly the fields of format 3: \['run'\]"),
     "unknown field": (lambda m: m.update(colour="red"), "colour"),
     "version": (lambda m: m.update(version=9), "version 9 lies where version 3 was asked for"),
     "version type": (lambda m: m.update(version=True), "version is True"),
@@ -163,14 +163,14 @@ LIES = {
     "negative size": (first_object(size=-1), "size -1"),
     "float size": (first_object(size=1.0), "size 1.0"),
     "other size": (lambda m: m["objects"][1].update(size=17), "has 17 bytes, but its tensor needs 16"),
-    "other hash": (lambda m: m["objects"][1].update(sha256="0" * 64), "but its tensor says"),
-    "other zarr.json": (first_object(sha256="0" * 64), "zarr.json' has sha256"),
-    "no hash": (first_object(sha256="x" * 64), "not 64 hex digits"),
-    "extra field of object": (first_object(mode=7), "not exactly the fields path, size, sha256"),
+    "other hash": (lambda m: m["objects"][1].update(digest="0" * 64), "but its tensor says"),
+    "other zarr.json": (first_object(digest="0" * 64), "zarr.json' has digest"),
+    "no hash": (first_object(digest="x" * 64), "not 64 hex digits"),
+    "extra field of object": (first_object(mode=7), "not exactly the fields path, size, digest"),
     "duplicate object": (lambda m: m["objects"].append(m["objects"][0]), "an object path occurs twice"),
     "no object": (lambda m: m["objects"].pop(), "'tensors/b/0/c' is missing"),
     "surplus object": (
-        lambda m: m["objects"].append({"path": "x", "size": 1, "sha256": "0" * 64}),
+        lambda m: m["objects"].append({"path": "x", "size": 1, "digest": "0" * 64}),
         "'x' belongs to no tensor",
     ),
     "name": (first_tensor(name="../w"), r"\.\./w.*plain segments"),
@@ -188,7 +188,7 @@ LIES = {
     "zero chunk": (first_tensor(chunk=[0, 3]), r"has chunk \(0, 3\)"),
     "chunk rank": (first_tensor(chunk=[2]), r"has chunk \(2,\)"),
     "chunk digests": (first_tensor(chunks=["0"]), "has 1 chunks, not 2"),
-    "chunk digest": (first_tensor(chunks=["0", "1"]), "no SHA-256"),
+    "chunk digest": (first_tensor(chunks=["0", "1"]), "no digest of 64"),
     "chunks type": (first_tensor(chunks="ab"), "chunks of tensor 'a' is a str"),
     "deltas in a snapshot": (first_tensor(deltas=[None, None]), "deltas of tensor 'a' do not agree"),
     "tensor type": (lambda m: m.update(tensors=["x"]), "has other fields"),
@@ -246,7 +246,7 @@ def test_a_lie_is_refused_with_its_reason(make, lie):
 
 def test_a_chunk_digest_that_the_tree_digest_does_not_have():
     body = json.loads(manifest.encode(snapshot(), KEY))
-    body["tensors"][0]["chunks"][0] = body["objects"][1]["sha256"] = digest_of("other")
+    body["tensors"][0]["chunks"][0] = body["objects"][1]["digest"] = digest_of("other")
     with pytest.raises(manifest.CorruptManifest, match="digest_after"):
         manifest.parse(sealed(body))
     rehash(body)
@@ -261,13 +261,13 @@ DATA = manifest.encode(snapshot(), KEY)
     [
         (DATA, OTHER.public_key().public_bytes_raw().hex(), "not by the trusted"),
         (manifest.encode(snapshot()), PUBLIC, "signed by None, not by the trusted"),
-        (DATA.replace(b'"run":"a run"', b'"run":"b run"'), None, "its sha256 is"),
+        (DATA.replace(b'"run":"a run"', b'"run":"b run"'), None, "its digest is"),
         (
             manifest.encode(snapshot(), OTHER).replace(
                 OTHER.public_key().public_bytes_raw().hex().encode(), PUBLIC.encode()
             ),
             None,
-            "sha256",
+            "its digest is",
         ),
         (DATA.replace(b',"tensors"', b', "tensors"'), None, "not canonical"),
         (DATA.replace(b'"run":"a run"', b'"run":"x","run":"a run"'), None, "not canonical"),
@@ -286,6 +286,13 @@ def test_a_signature_that_does_not_fit(signature):
         manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
 
 
+def test_another_format_is_refused_with_what_to_do():
+    body = json.loads(DATA) | {"format": 2}
+    remedy = "^format 2 is not 3, which this release reads: publish again, or use the release that wrote it$"
+    with pytest.raises(manifest.CorruptManifest, match=remedy):
+        manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
+
+
 def test_a_signature_without_a_key():
     body = json.loads(manifest.encode(snapshot())) | {"signature": "0" * 128}
     with pytest.raises(manifest.CorruptManifest, match="no public_key"):
@@ -294,7 +301,7 @@ def test_a_signature_without_a_key():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":2}', b"NaN", b"1e999", b'{"format":' + b"9" * 5000 + b"}"],
+    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":3}', b"NaN", b"1e999", b'{"format":' + b"9" * 5000 + b"}"],
 )
 def test_malformed_bytes(data):
     with pytest.raises(manifest.CorruptManifest):

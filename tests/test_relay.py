@@ -1,6 +1,5 @@
 """A relay exposes what it verified, as soon as it did, to those it may, and outlives what happens to it."""
 
-import hashlib
 import http.client
 import json
 import os
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 
+import blake3
 import pytest
 
 from sharding import journal, listening, source, store, throttle, transfer
@@ -336,7 +336,7 @@ def test_ranges(relay, range_, status, body):
     if status == 206:
         first = BODY.index(body) if len(body) > 1 else 0
         assert got[2]["Content-Range"] == f"bytes {first}-{first + len(body) - 1}/300"
-    assert got[2].get("ETag", hashlib.sha256(BODY).hexdigest()).strip('"') == hashlib.sha256(BODY).hexdigest()
+    assert got[2].get("ETag", proxy.entry("", BODY)["digest"]).strip('"') == proxy.entry("", BODY)["digest"]
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_waiting_requests_are_answered_at_the_change(relay, pub):
     proxy.begin(pub, 1, {"late": b"y"})  # replaced: who comes now hears of it once
     proxy.wait_until(lambda: get(relay, "/v00000001/objects.jsonl")[2]["X-Next"] == "12")
     lines = [json.loads(line) for line in get(relay, "/v00000001/objects.jsonl")[1].splitlines()]
-    assert [o["sha256"] for o in lines if o["path"] == "late"] == [hashlib.sha256(b"y").hexdigest()]
+    assert [o["digest"] for o in lines if o["path"] == "late"] == [blake3.blake3(b"y").hexdigest()]
     timer.join()
 
 

@@ -72,7 +72,7 @@ def test_a_worker_reads_from_relays_without_jax_or_tensorstore():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-ENTRY = {"path": "a/b.0", "size": 3, "sha256": "0" * 64}
+ENTRY = {"path": "a/b.0", "size": 3, "digest": "0" * 64}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ ENTRY = {"path": "a/b.0", "size": 3, "sha256": "0" * 64}
         {"size": 1 << 60},
         {"size": 1.0},
         {"size": True},
-        {"sha256": "0" * 63},
-        {"sha256": "A" * 64},
-        {"sha256": None},
+        {"digest": "0" * 63},
+        {"digest": "A" * 64},
+        {"digest": None},
         {"more": 1},
     ],
 )
@@ -118,7 +118,7 @@ def test_a_line_without_its_end_is_not_an_entry_yet():
         (lambda o: proxy.manifest(1, o), "where version 0 was asked for"),
         (lambda o: proxy.manifest(0, o, key=proxy.OTHER_KEY), "is signed by"),
         (lambda o: proxy.manifest(0, o, key=None), "is signed by None"),
-        (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "sha256"),
+        (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "digest"),
         (lambda o: b"[]", "not an object"),
         (lambda o: b"{", "JSON"),
         (lambda o: b"\xff", "Unicode"),
@@ -143,7 +143,7 @@ def test_a_directory_gives_what_was_published(root):
 def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
     objects = proxy.contents(0)
     opened = source.open(tamper(root, tmp_path / "bad"))
-    with pytest.raises(journal.CorruptSource, match="sha256"):
+    with pytest.raises(journal.CorruptSource, match="digest"):
         read(opened, objects, "tensors/t3/c.0")
     path = tmp_path / "bad" / "v00000000" / "tensors/t4/c.0"
     os.truncate(path, 7)
@@ -185,7 +185,7 @@ def test_a_bucket_gives_what_was_published(root, tmp_path):
     assert opened.listing() == journal.Listing((0,), (7,))
     assert [e.path for e in opened.entries(7)[0]] == list(objects) and opened.entries(7) == ([], False)
     bad = source.open(f"file://{tamper(root, tmp_path / 'bad')}")
-    with pytest.raises(journal.CorruptSource, match="sha256"):
+    with pytest.raises(journal.CorruptSource, match="digest"):
         read(bad, objects, "tensors/t3/c.0")
     with pytest.raises(FileNotFoundError, match="no version 5"):
         opened.manifest_bytes(5)
