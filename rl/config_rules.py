@@ -1,7 +1,8 @@
 """What a config must satisfy beyond the types of its fields.
 
 1. `check_ranges`: each number within its bounds (`RANGES`), each address one that can be; `nan` is within none.
-2. `check_overrides`: what was set on the command line is read by somebody (`UNREAD`). A config file may hold leftovers, such as the
+2. `check_trainable`: what only a run refuses, since an evaluation may ask for it.
+3. `check_overrides`: what was set on the command line is read by somebody (`UNREAD`). A config file may hold leftovers, such as the
    options of losses that it does not use; who types a field means it.
 
 What two fields say against each other is in rl/experiment.py: CONTRADICTIONS.
@@ -14,6 +15,10 @@ from collections.abc import Callable, Iterable
 
 from ml_collections import config_dict
 
+SAMPLER_CORRECTIONS = (
+    "decoupled_ppo",
+    "truncated_importance_sampling",
+)  # losses from the sampler's policy to an old one
 RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     (
         "at least 0",
@@ -97,6 +102,24 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for key in config.topology.workers:
         if not re.fullmatch("[0-9a-f]{64}", str(key)):
             raise ValueError(f"topology.workers has {key!r}, which is no public key; give its 64 hexadecimal digits")
+
+
+def check_trainable(config: config_dict.ConfigDict) -> None:
+    """ValueError for samples that an evaluation may ask for, and a run cannot learn from as its objective has it."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    filters = [f"sampling.{name} = {config.sampling[name]}" for name in off if config.sampling[name] != off[name]]
+    objective = config.objective
+    if not filters or (
+        objective.old_logprobs == "learner"
+        and config.rl.loss not in SAMPLER_CORRECTIONS
+        and not (objective.kl_coef and objective.kl_reference == "sampler")
+    ):
+        return
+    raise ValueError(
+        f"{', '.join(filters)}: what is left out makes the rest likelier for the sampler, not for the learner, and ratios between "
+        "them would be off from the start; leave it alone, or look at no ratio to the sampler (objective.old_logprobs = 'learner', "
+        f"no KL to it, and a loss other than {' and '.join(SAMPLER_CORRECTIONS)})"
+    )
 
 
 def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:

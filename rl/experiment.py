@@ -211,9 +211,7 @@ CONTRADICTIONS = (
         "objective.kl_reference = 'reference'",
     ),
     (
-        lambda c: (
-            c.rl.loss in ("decoupled_ppo", "truncated_importance_sampling") and c.objective.old_logprobs != "learner"
-        ),
+        lambda c: c.rl.loss in config_rules.SAMPLER_CORRECTIONS and c.objective.old_logprobs != "learner",
         "this loss corrects the sampler's policy to the learner's old one, so that it needs both; set "
         "objective.old_logprobs = 'learner'",
     ),

@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from inference import service
 from rl import (
+    config_rules,
     diagnostics,
     envs,
     evaluate,
@@ -255,6 +256,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     """Raises every mistake that can be known before the working directory is claimed, and before minutes of warm-up."""
     config = exp.raw
     exp.rows(mesh)
+    config_rules.check_trainable(config)
     launch.check(exp, hosts.count)
     if config.init_from:
         sft.check_initial(exp)

@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from configs import quickstart
-from rl import command_line, experiment
+from rl import command_line, config_rules, experiment
 
 # ml_collections loads a config file the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -191,6 +191,27 @@ def resolved(**changes):
 def test_what_no_single_field_can_check(changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(**changes)
+
+
+@pytest.mark.parametrize("filtered", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 9}])
+def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(filtered):
+    """The learner's probabilities are of all tokens: a first ratio was 0.28. An evaluation may ask for them."""
+
+    def check(**changes):
+        config_rules.check_trainable(resolved(**changes, **{f"sampling__{k}": v for k, v in filtered.items()}).raw)
+
+    learner = {"objective__old_logprobs": "learner"}
+    check(**learner)
+    check(**learner, objective__kl_coef=0.1, objective__kl_reference="reference")
+    for changes in (
+        {},
+        learner | {"rl__loss": "decoupled_ppo"},
+        learner | {"rl__loss": "truncated_importance_sampling"},
+        learner | {"objective__kl_coef": 0.1},
+    ):
+        with pytest.raises(ValueError, match=f"sampling.{next(reversed(filtered))} = .*off from the start"):
+            check(**changes)
+    config_rules.check_trainable(resolved(sampling__temperature=0.7).raw)
 
 
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
