@@ -18,7 +18,7 @@ REASONS = {
     "inflated_reward": {"reward"},
     "unsigned_change": {"signature"},
     "future_version": {"versions"},
-    "other_expert": {"routing"},
+    "other_expert": {"routing", "logprob"},  # near a tie, what follows from it shows first
     "other_experts": {"routing"},
 }
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
