@@ -6,7 +6,8 @@
    (arXiv 2310.01889).
 3. `attend` is the plain function of a mask. The cached step (inference/kv_cache.py) calls it too.
 
-Queries are worked on in blocks of `BLOCK` and recomputed in the backward pass, so that no [B, H, T, T] ever exists.
+XLA works on queries in blocks of `BLOCK` and recomputes them in the backward pass, so that no [B, H, T, T] ever exists. On a CPU
+plain attention has files of its own: rows of one block (models/cpu_attention.py) and longer ones (models/cpu_tiles.py).
 
 Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """
@@ -20,7 +21,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
-from models import cpu_attention
+from models import cpu_attention, cpu_tiles
 from sharding import rules
 
 MASKED = -1e30  # finite, so that a row with no key gives a uniform softmax instead of NaN; its output is unused
@@ -150,24 +151,31 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
 
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
     """A block of queries against all keys at a time; the scores of a block live while it is worked on."""
-    T = q_BTHC.shape[1]
+    T, K = q_BTHC.shape[1], k_BTKC.shape[2]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
+    mask = functools.partial(readable, window=window)
 
-    is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
+    def xla(q_BKGTC, packing_q, columns):
+        return _attend(q_BKGTC, k_BKTC, v_BKTV, mask(packing_q, columns, packing, columns_T), **how)
 
-    def run(q_BTHC, packing_q, columns):
-        q_BKGTC = _stored(_by_key_head(q_BTHC, k_BKTC.shape[1]))
-        mask_BTS = readable(packing_q, columns, packing, columns_T, window)
-        if platform() == "cpu" and is_plain and T <= BLOCK:
-            out_BKGTV = cpu_attention.attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTS, how["scale"])
-        else:
-            out_BKGTV = _attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTS, **how)
-        out_BKGTV = _stored(out_BKGTV)
+    def causal_blocks(q_BKGTC, packing_q, columns):
+        mask_BTT = mask(packing_q, columns, packing, columns_T)
+        return cpu_attention.attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, how["scale"])
+
+    def tiles(q_BKGTC, packing_q, columns):
+        return cpu_tiles.attend(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
+
+    def run(kernel, q_BTHC, packing_q, columns):
+        out_BKGTV = _stored(kernel(_stored(_by_key_head(q_BTHC, K)), packing_q, columns))
         return jnp.moveaxis(out_BKGTV, 3, 1).reshape(*q_BTHC.shape[:3], -1)
 
+    is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
+    on_cpu = platform() == "cpu" and is_plain
     if T <= BLOCK:
-        return run(q_BTHC, packing, columns_T)
-    return _by_blocks(run, q_BTHC, packing, columns_T)
+        return run(causal_blocks if on_cpu else xla, q_BTHC, packing, columns_T)
+    if on_cpu and rules.several_devices() is None:  # several would have to skip a tile together or not at all
+        return run(tiles, q_BTHC, packing, columns_T)
+    return _by_blocks(functools.partial(run, xla), q_BTHC, packing, columns_T)
 
 
 def _stored(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from inference import kv_cache
-from models import attention, layers, transformer
+from models import attention, cpu_tiles, layers, transformer
 from models import config as config_lib
 from rl import optimizers
 from sharding import mesh as mesh_lib
@@ -416,13 +416,15 @@ def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch)
     np.testing.assert_allclose(np.asarray(got)[real], want[real], rtol=0, atol=2e-5)  # float32 sums of 128 terms
 
 
-def test_blocks_of_queries_hold_no_full_score_matrix(monkeypatch):
-    """Forward and backward of 1024 columns in blocks of 64: no array of 1024 x 1024 per head in the program."""
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["tiles", "blocks"])
+def test_long_rows_hold_no_full_score_matrix(softcap, monkeypatch):
+    """Forward and backward of 1024 columns in tiles or blocks of 64: no array of 1024 x 1024 per head in the program."""
+    monkeypatch.setattr(cpu_tiles, "TILE", 64)
     monkeypatch.setattr(attention, "BLOCK", 64)
     q, k, v, packing, _ = draw_attention(1024, dim=4, value_dim=4)
 
     def total(q, k, v):
-        return attention.attend_packed(q, k, v, packing, implementation="xla").sum()
+        return attention.attend_packed(q, k, v, packing, implementation="xla", softcap=softcap).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, v).compile()
     full = 2 * 4 * 1024 * 1024 * 4  # bytes of one float32 [B, H, T, T]
