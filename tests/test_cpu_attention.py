@@ -121,4 +121,6 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
         value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*spoiled)
         assert np.isfinite(value)
         for gradient in gradients:
-            assert np.isfinite(np.asarray(gradient)[0, 32:]).all()  # the first tile may be a prompt that the spoiled one reads
+            assert np.isfinite(
+                np.asarray(gradient)[0, 32:]
+            ).all()  # the first tile may be a prompt that the spoiled one reads

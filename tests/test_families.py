@@ -79,12 +79,7 @@ def slow_but(cases, *quick):
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Every program here runs a few times on tiny arrays: LLVM at its lowest level halves the time of this file."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache

@@ -34,13 +34,7 @@ if more := os.environ.get("INTELLAX_HF_PARITY"):
 # Two right implementations differ by 2e-5 (padding, order of sums); a wrong epsilon by 7e-4 (meta.json of the variants).
 LOGIT_ATOL = 1e-4
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Every program here runs a few times on tiny arrays: LLVM at its lowest level halves the time of this file."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache

@@ -27,13 +27,7 @@ MODEL = tiny.model(
 CONFIG = lora.LoraConfig(rank=2, alpha=6.0)
 SPECS = transformer.specs(MODEL)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Every program here runs once on tiny arrays: LLVM at its lowest level halves the time of this file."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def draw(specs, seed):

@@ -51,12 +51,7 @@ def fan_in(path):
     return FAN_IN.get(".".join(names[-2:])) or FAN_IN[names[-1]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Every program here runs a few times on tiny arrays: LLVM at its lowest level halves the time of this file."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.partial(jax.jit, static_argnums=1)

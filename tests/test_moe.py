@@ -31,13 +31,7 @@ ROUTERS = {
 GPT_OSS = dataclasses.replace(ROUTERS["topk_softmax"], expert_bias=True, activation="clamped", clamp_limit=1.5)
 SHARED = dataclasses.replace(ROUTERS["sigmoid"], num_shared_experts=2)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Every program here runs a few times on tiny arrays: LLVM at its lowest level halves the time of this file."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache
