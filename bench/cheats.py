@@ -36,7 +36,7 @@ from inference import toploc
 from models import transformer
 from rl import calibrate, data, sequential, validator, verdicts
 from rl import experiment as experiment_lib
-from sharding import rules
+from sharding import arguments, rules
 from tests import tiny
 
 NODE = rollout_lib.WorkerKey.generate()
@@ -498,7 +498,7 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=512, help="per cheat")
     parser.add_argument("--honest", type=int, default=2048, help="honest rollouts per regime, and for calibration")
     parser.add_argument("--cheats", nargs="+", default=list(CHEATS), help=", ".join(CHEATS))

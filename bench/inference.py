@@ -19,7 +19,6 @@ Every way is warmed up first, the rounds alternate, and the median is printed wi
 the steps used / useful and the parts of the machine's matmul and memory limits (measured in the same run).
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -43,7 +42,7 @@ from inference import scheduler as scheduler_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import broadcast
+from sharding import arguments, broadcast
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = pathlib.Path(__file__).with_name("inference_peer.py")
@@ -63,7 +62,7 @@ class Work:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
     parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")

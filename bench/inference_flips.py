@@ -8,7 +8,6 @@
    differ), the largest difference of log-probabilities before it, and the part of them that is equal to the bit.
 """
 
-import argparse
 import dataclasses
 import sys
 
@@ -20,6 +19,7 @@ from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
 from models import tokenizer as tokenizer_lib
 from models import transformer
+from sharding import arguments
 
 BASE = engine_lib.EngineConfig(num_slots=32, max_model_len=192, prefill_batch=8, steps_per_call=8, prefill_chunk=128)
 NUM_NEW = 64
@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))

@@ -10,7 +10,6 @@ group), decode's reading of all weights at each step, and its small matmuls. On 
 bandwidth and prefill by arithmetic; on a CPU both are bound by arithmetic, and the ratio stays near 1 for large models.
 """
 
-import argparse
 import sys
 import time
 
@@ -25,6 +24,7 @@ from inference import toploc
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from rl import validator, verdicts
+from sharding import arguments
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -32,7 +32,7 @@ NODE = rollout_lib.WorkerKey.generate()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=["tiny", "4m"])
     parser.add_argument("--groups", type=int, default=16, help="of 8 samples")
     parser.add_argument("--rounds", type=int, default=3)

@@ -11,7 +11,6 @@
    the checkpoint. Acceptance: at most 1.5 times the peer's seconds, at most 1.3 times the bytes.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import hf, presets, transformer
-from sharding import rules
+from sharding import arguments, rules
 
 OURS = """
 import sys, jax
@@ -60,7 +59,7 @@ print(json.dumps({"seconds": seconds, "bytes": max(peak[0], resident()) - before
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = arguments.Parser(prog="python -m bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peer-python", help="interpreter with torch and safetensors; only ours is timed without")

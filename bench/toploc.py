@@ -12,7 +12,6 @@
 Nothing is asserted here; tests/test_toploc.py does that.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -24,6 +23,7 @@ import time
 import numpy as np
 
 from inference import toploc
+from sharding import arguments
 
 # Runs under the reference's interpreter: activations and our proofs in, times, its proofs and its view of ours out.
 REFERENCE = r"""
@@ -83,7 +83,7 @@ def line(name: str, times: list[float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dims", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--repeat", type=int, default=9)

@@ -8,7 +8,6 @@
 2. Each line is sent with the conversation so far; the answer streams back. An empty line starts over, Ctrl-D ends.
 """
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -19,6 +18,8 @@ import time
 from collections.abc import Iterator
 
 import httpx
+
+from sharding import arguments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_S = 600.0
@@ -104,7 +105,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="root of a weight broadcast")
     source.add_argument("--model", help="a Hugging Face folder or hub id")

@@ -31,7 +31,7 @@ from starlette import requests
 from inference import control_routes, generate_routes, openai_routes, schemas, service, web
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
-from sharding import broadcast, listening
+from sharding import arguments, broadcast, listening
 from sharding import mesh as mesh_lib
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token ids; parsed, a body takes about twenty times its size
@@ -86,7 +86,7 @@ def make_app(server: service.Server, *, api_key: str | None = None) -> fastapi.F
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m inference.serve", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m inference.serve", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays"

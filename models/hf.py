@@ -12,7 +12,6 @@
     python -m models.hf compare DIR [OTHER]      tensor by tensor with OTHER, or logits with transformers' (needs torch)
 """
 
-import argparse
 import collections
 import concurrent.futures
 import dataclasses
@@ -31,7 +30,7 @@ import numpy as np
 
 from models import config as config_lib
 from models import hf_config, hf_names, hub, tensor_file, transformer
-from sharding import rules
+from sharding import arguments, rules
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
 BLOCK = 256  # rows and columns that are transposed at a time
@@ -352,7 +351,7 @@ def _write_json(path: pathlib.Path, value: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m models.hf", description="Look at, convert, compare checkpoints.")
+    parser = arguments.Parser(prog="python -m models.hf", description="Look at, convert, compare checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="the model, its parameters, what would be refused")
     convert = commands.add_parser("convert", help="write the checkpoint anew, optionally in another dtype")

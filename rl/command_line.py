@@ -4,6 +4,7 @@ A config file is a program of the user's, which may fail in any way; the line sa
 """
 
 import re
+import sys
 import traceback
 
 from absl import flags
@@ -11,15 +12,20 @@ from ml_collections import config_flags
 
 from rl import config_rules
 
+CONFIG_HELP = (
+    "the experiment, a file of configs/; --config.FIELD=VALUE sets a field of it (configs/base.py has all of them)"
+)
+
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
-    config_flags.DEFINE_config_file(
-        "config", None, "the experiment, a file of configs/", lock_config=True, flag_values=values
-    )
+    config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
     if needs_workdir:
         words = "where the run lives: checkpoints, weights, rollouts, metrics, report"
         flags.DEFINE_string("workdir", None, words, flag_values=values)
-    flags.mark_flags_as_required(["config", "workdir"] if needs_workdir else ["config"], flag_values=values)
+    names = ["config", "workdir"] if needs_workdir else ["config"]
+    flags.mark_flags_as_required(names, flag_values=values)
+    for name in names:  # --help lists those of the main module
+        values.register_key_flag_for_module(sys.argv[0], values[name])
 
 
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
@@ -27,6 +33,8 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
     try:
         rest = values(argv)
         _ = values.config.seed  # ml_collections reports a file that it could not load only when asked for a field
+    except SystemExit:  # absl's after --help, as if that had been a mistake
+        raise SystemExit(0) from None
     except Exception as error:
         raise ValueError(_explained(error)) from error
     config_rules.check_overrides(values.config, config_flags.get_override_values(values["config"]))

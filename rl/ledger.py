@@ -24,7 +24,6 @@ give `verify` a head that you noted elsewhere. Left out: withdrawal of stake, tr
 One file, SQLite's rollback journal: a copy of the file is a copy of the ledger. Times are milliseconds since 1970.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import re
@@ -35,6 +34,7 @@ import time
 
 from inference import rollout as rollout_lib
 from rl import ledger_events, ledger_file, ledger_state
+from sharding import arguments
 
 WINDOW_MS = 24 * 3600 * 1000
 
@@ -190,7 +190,7 @@ def _now_ms() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl.ledger", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m rl.ledger", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("verify", "check every entry"), ("show", "print nodes, balances and the last entries")):
         command = commands.add_parser(name, help=what)

@@ -22,7 +22,7 @@ import statistics
 import sys
 
 from rl import metrics
-from sharding import atomic_file
+from sharding import arguments, atomic_file
 
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
 
@@ -333,15 +333,18 @@ def _finite(value):
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def main(argv):
-    if len(argv) != 2:
-        return "usage: python -m rl.report WORKDIR"
-    if not (path := pathlib.Path(argv[1]) / "metrics.jsonl").exists():
-        return f"{path}: not found; WORKDIR is the --workdir of a run"
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments.Parser(prog="python -m rl.report", description=__doc__.splitlines()[0])
+    parser.add_argument("workdir", metavar="WORKDIR", help="the --workdir of a run")
+    workdir = parser.parse_args(argv).workdir
     try:
-        print(write(argv[1]))
+        if not (path := pathlib.Path(workdir) / "metrics.jsonl").exists():
+            raise ValueError(f"{path}: not found; WORKDIR is the --workdir of a run")
+        print(write(workdir))
     except ValueError as error:
-        return str(error)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 # Controls but tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.
@@ -384,4 +387,4 @@ background:none}}
 """
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main())

@@ -17,7 +17,6 @@ verdict per rollout. Malformed content is a verdict, never an exception.
 Letters: G rollouts, N sampled tokens of one.
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -39,7 +38,7 @@ from models import transformer
 from rl import data, envs, router_replay, sequential, verdicts
 from rl import replay as replay_lib
 from rl.envs import environment, scorer
-from sharding import broadcast
+from sharding import arguments, broadcast
 
 Tolerance = verdicts.Tolerance
 MAX_SCORERS = 4  # processes that score at once, should some be slow
@@ -338,7 +337,7 @@ def save_bands(path: str | pathlib.Path, tolerance: Tolerance, bands: sequential
 def main(argv: list[str] | None = None) -> int:
     from rl import calibrate, validator_routes  # they import this module
 
-    parser = argparse.ArgumentParser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     validator_routes.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))

@@ -21,7 +21,7 @@ import numpy as np
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import broadcast, chunks, manifest
+from sharding import arguments, broadcast, chunks, manifest
 
 SAFETENSORS = {
     **{"BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32"},
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sharding.broadcast", description="Look at published weights.")
+    parser = arguments.Parser(prog="python -m sharding.broadcast", description="Look at published weights.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:

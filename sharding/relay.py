@@ -18,7 +18,6 @@ to the socket by sendfile, and a cold read from disk holds up no other client. A
 objects cannot be named.
 """
 
-import argparse
 import collections
 import contextlib
 import errno
@@ -32,7 +31,7 @@ import threading
 import time
 import urllib.parse
 
-from sharding import journal, listening, source, throttle, transfer
+from sharding import arguments, journal, listening, source, throttle, transfer
 from sharding import mirror as mirror_lib
 from sharding import store as store_lib
 
@@ -329,7 +328,7 @@ class Relay:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sharding.relay", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m sharding.relay", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="relays, or one directory or bucket"
     )

@@ -113,7 +113,7 @@ def test_ticks_enclose(lo, hi, ticks):
     assert ticks is None or got == pytest.approx(ticks)
 
 
-def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path):
+def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path, capsys):
     run = _run(tmp_path / "run")
     page = _draw(run)
     (run / "report.html").unlink()
@@ -124,9 +124,10 @@ def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path):
     for name, text in (("metrics.jsonl", "x\n"), ("config.json", "{"), ("evaluations.json", '[{"step": 1}]')):
         run = _run(tmp_path / name)
         (run / name).write_text(text)
-        message = report.main(["rl.report", str(run)])
-        assert name in message and "\n" not in message and not (run / "report.html").exists()
-    assert "metrics.jsonl: not found" in report.main(["rl.report", str(tmp_path / "absent")])
+        assert report.main([str(run)]) == 1 and not (run / "report.html").exists()
+        (message,) = capsys.readouterr().err.splitlines()
+        assert message.startswith("error: ") and name in message
+    assert report.main([str(tmp_path / "absent")]) == 1 and "metrics.jsonl: not found" in capsys.readouterr().err
 
 
 def _run(workdir, text="2 + 2 = 4"):

@@ -19,7 +19,6 @@ Who rolls out and who checks do not have the same machine: workers give up after
 (rl/verdicts.py says what they make of it). Imports no jax, as nothing here does.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -40,6 +39,7 @@ from typing import BinaryIO
 
 from rl import envs
 from rl.envs import environment
+from sharding import arguments
 
 LIMIT_S = 1  # CPU seconds of one completion, for who rolls out
 CHECK_LIMIT_S = 5  # for who checks
@@ -246,7 +246,7 @@ def _end(process: subprocess.Popen, waiting: selectors.BaseSelector) -> int | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl.envs.scorer", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m rl.envs.scorer", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="JSON: name, options, seed, limit_s")
     config = json.loads(parser.parse_args(argv).config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and it ends us
