@@ -32,7 +32,7 @@ import numpy as np
 
 from inference import client as client_lib
 from inference import rollout as rollout_lib
-from inference import web
+from inference import rollout_parquet, web
 from rl import admission, data, orchestrator_routes, packing, standing, turns
 from rl import credit as credit_lib
 from sharding import listening
@@ -152,7 +152,7 @@ class Orchestrator:
         keys = [group.key for group in data.train_groups(self._config, step)]
         taken = self._collect(keys, step)
         path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
-        rollout_lib.write(path, [rollout for group, _ in taken for rollout in group])  # as they were signed
+        rollout_parquet.write(path, [rollout for group, _ in taken for rollout in group])  # as they were signed
         groups = [_worth(*group) for group in taken]
         rollouts = [rollout for group in groups for rollout in group]
         trees, flat = self._credit.assign(groups)

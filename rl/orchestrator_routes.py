@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import fastapi
 from starlette import requests
 
-from inference import rollout as rollout_lib
-from inference import web
+from inference import rollout_parquet, web
 from rl import lease as lease_lib
 from rl import turns
 
@@ -36,7 +35,7 @@ def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
     desk = lease_lib.Desk(invited)
 
     def take(body: bytes) -> dict:
-        return orchestrator.submit(rollout_lib.from_parquet(body))
+        return orchestrator.submit(rollout_parquet.from_bytes(body))
 
     async def taken(request: fastapi.Request) -> dict[str, asyncio.Future]:
         body = await web.read_body(request, hold=True)

@@ -41,7 +41,7 @@ import threading
 from collections.abc import Sequence
 
 from inference import rollout as rollout_lib
-from inference import rollout_file
+from inference import rollout_file, rollout_parquet
 from models import config as config_lib
 from rl import (
     ledger,
@@ -232,7 +232,7 @@ class Service:
         with self._decoding:  # 0.8 GiB at worst
             data = validator_files.read(path, sha)
             try:
-                return rollout_lib.from_parquet(data) or f"file: {path.name} holds no rollout"
+                return rollout_parquet.from_bytes(data) or f"file: {path.name} holds no rollout"
             except ValueError as error:
                 return str(error)
 

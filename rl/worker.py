@@ -10,7 +10,6 @@
 The worker survives a restart of the orchestrator or a server: it keeps asking until `--give_up_s` have passed.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import os
@@ -24,11 +23,12 @@ import numpy as np
 
 from inference import client as client_lib
 from inference import rollout as rollout_lib
-from inference import web
+from inference import rollout_parquet, web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
+from sharding import arguments
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
 NOTICE_S = 5.0  # how long an orchestrator may be away before the worker says so
@@ -126,7 +126,7 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
                 rollouts = rollouts + group
             else:
                 held = group
-        body = rollout_lib.to_parquet(rollouts)
+        body = rollout_parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
             raise ValueError(
                 f"group {rollouts[0].task.group} of step {rollouts[0].step} takes {len(body)} bytes, the orchestrator "
@@ -190,7 +190,7 @@ def _words(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
     parser.add_argument("--orchestrator", required=True, help="its URL")
     parser.add_argument(
         "--key", help="file of this worker's signing key; made if absent (default: a key for this process)"

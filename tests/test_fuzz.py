@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from inference import rollout as rollout_lib
-from inference import toploc
+from inference import rollout_parquet, toploc
 from rl import ledger_events, ledger_state
 from tests import tiny
 
@@ -89,7 +89,7 @@ def rollouts():
 
 def seeds():
     """Whole files: ours, and what other writers' options make of them."""
-    files = [rollout_lib.to_parquet(list(rollouts())), rollout_lib.to_parquet([])]
+    files = [rollout_parquet.to_bytes(list(rollouts())), rollout_parquet.to_bytes([])]
     table = pq.read_table(io.BytesIO(files[0]))
     for options in (
         {"compression": "none", "use_dictionary": False},
@@ -106,7 +106,7 @@ def seeds():
 
 def one_file(data, rng):
     try:
-        found = rollout_lib.from_parquet(data)
+        found = rollout_parquet.from_bytes(data)
     except ValueError as error:
         assert str(error).startswith("rollout file"), error
         return re.sub(r"[0-9]+|b?'[^']*'|\"[^\"]*\"", "", str(error))[:80]

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
 from inference import rollout as rollout_lib
+from inference import rollout_parquet
 from rl import data, experiment
 from rl import lease as lease_lib
 from rl import orchestrator as orchestrator_lib
@@ -129,7 +130,7 @@ def submit(orchestrator, rollouts, key=KEY):
 
 def hand_in(orchestrator, rollouts):
     """The verdicts on a file of these."""
-    found = orchestrator.submit(rollout_lib.from_parquet(rollout_lib.to_parquet(rollouts)))
+    found = orchestrator.submit(rollout_parquet.from_bytes(rollout_parquet.to_bytes(rollouts)))
     return {name: future.result(WAIT_S) for name, future in found.items()}
 
 
@@ -513,7 +514,7 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     url = orchestrator.serve()
 
     def post(rollouts, key):
-        body = rollout_lib.to_parquet([rollout_lib.sign(r, key) for r in rollouts])
+        body = rollout_parquet.to_bytes([rollout_lib.sign(r, key) for r in rollouts])
         return httpx.post(f"{url}/submit", content=body, timeout=WAIT_S)
 
     publish(orchestrator, 0)
@@ -533,9 +534,9 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
 
 
 def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
-    orchestrator, go_on, decode = make(), threading.Event(), rollout_lib.from_parquet
+    orchestrator, go_on, decode = make(), threading.Event(), rollout_parquet.from_bytes
     monkeypatch.setattr(
-        rollout_lib, "from_parquet", lambda body: decode(body) if body != b"slow" or go_on.wait(WAIT_S) else []
+        rollout_parquet, "from_bytes", lambda body: decode(body) if body != b"slow" or go_on.wait(WAIT_S) else []
     )
     url = orchestrator.serve()
     publish(orchestrator, 0)
@@ -547,7 +548,7 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
     slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
     (budget,) = {orchestrator._web.config.app._budget}
     proxy.wait_until(lambda: budget.held["127.0.0.2"] == 5 * len(b"slow"))
-    good = rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
+    good = rollout_parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
     assert list(post(good, "127.0.0.1").json()["verdicts"].values()) == ["taken"]
     assert not any(future.done() for future in slow)
     go_on.set()
@@ -579,7 +580,7 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 5]]
     assert batch.groups[0][1].rewards == {"reward": 0.0, "style": 0.0} and batch.metrics["trust/num_given_up"] == 3
     assert batch.metrics["rollout/reward"] == pytest.approx(20 / 6) and orchestrator._failure is None
-    kept = rollout_lib.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    kept = rollout_parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
     assert not orchestrator._given_up
 
@@ -712,7 +713,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
     }.items():
         assert batch.metrics[name] == pytest.approx(value), name
     assert len(orchestrator._done) == 1
-    kept = rollout_lib.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    kept = rollout_parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     flat = [r for group in batch.groups for r in group]
     assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
     assert all(rollout_lib.signature_ok(r) for r in kept)
@@ -828,7 +829,7 @@ def test_the_routes(make):
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
         assert "it is a copy" in http.post("/lease", json=good).json()["error"]["message"]
 
-        good = rollout_lib.to_parquet([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
+        good = rollout_parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
         for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
             reply = http.post("/submit", content=garbage)
             assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]

@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from inference import rollout
+from inference import rollout_parquet
 from rl import launch, metrics
 from sharding import broadcast
 from tests import proxy, test_train
@@ -66,7 +66,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     assert int(counted['mirrored_total{what="bytes"}']) == sum(m.size_bytes for m in manifests)
     assert int(counted['served_total{what="sent_bytes"}']) > 0
     assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS
-    sampled = [rollout.read(file) for file in sorted((workdir / "rollouts").rglob("*.parquet"))]
+    sampled = [rollout_parquet.read(file) for file in sorted((workdir / "rollouts").rglob("*.parquet"))]
     versions = {
         v
         for rollouts in sampled

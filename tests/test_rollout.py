@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
 from hypothesis import strategies as st
 
 from inference import rollout as rollout_lib
-from inference import rollout_file
+from inference import rollout_file, rollout_parquet
 
 KEY = rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
@@ -60,7 +60,7 @@ def assert_equal(a, b):
 
 def parquet_with(**columns):
     """A file of one good row with some columns replaced: {name: (values, type)}."""
-    table = pq.read_table(io.BytesIO(rollout_lib.to_parquet([make()])))
+    table = pq.read_table(io.BytesIO(rollout_parquet.to_bytes([make()])))
     for name, (values, dtype) in columns.items():
         position = table.schema.get_field_index(name)
         table = table.set_column(position, name, pa.array(values, dtype))
@@ -79,12 +79,12 @@ def table_bytes(table, **options):
 def test_round_trip_of_several_rows():
     one_turn = make(1, sampled_mask=np.arange(10) >= 4, logprobs=np.where(np.arange(10) >= 4, -0.5, 0).astype("f4"))
     rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
-    back = rollout_lib.from_parquet(rollout_lib.to_parquet(rollouts))
+    back = rollout_parquet.from_bytes(rollout_parquet.to_bytes(rollouts))
     assert len(back) == 3
     for before, after in zip(rollouts, back, strict=True):
         assert_equal(before, after)
     assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
-    assert rollout_lib.from_parquet(rollout_lib.to_parquet([])) == []
+    assert rollout_parquet.from_bytes(rollout_parquet.to_bytes([])) == []
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
@@ -108,19 +108,19 @@ def test_any_valid_stream_survives(mask, data):
         proofs=data.draw(st.binary(max_size=20)),
     )
     assert rollout_lib.validate(before) is None
-    (after,) = rollout_lib.from_parquet(rollout_lib.to_parquet([before]))
+    (after,) = rollout_parquet.from_bytes(rollout_parquet.to_bytes([before]))
     assert_equal(before, after)
 
 
 def test_numpy_scalars_are_numbers():
     rollout = make(reward=np.float32(0.1), step=np.int64(4), seed=np.uint32(7), rewards={"a": np.float64(1)})
-    (after,) = rollout_lib.from_parquet(rollout_lib.to_parquet([rollout]))
+    (after,) = rollout_parquet.from_bytes(rollout_parquet.to_bytes([rollout]))
     assert rollout_lib.digest(after) == rollout_lib.digest(rollout) and after.reward == float(np.float32(0.1))
 
 
 def test_columns_that_intellect_2_readers_know():
     rollout = make()
-    table = pq.read_table(io.BytesIO(rollout_lib.to_parquet([rollout])))
+    table = pq.read_table(io.BytesIO(rollout_parquet.to_bytes([rollout])))
     row = table.to_pylist()[0]
     assert row["input_tokens"] == rollout.tokens[:3].tolist()
     assert row["output_tokens"] == rollout.tokens[3:].tolist()  # the tool result in the gap included
@@ -135,14 +135,14 @@ def test_columns_that_intellect_2_readers_know():
 
 def test_a_worker_cannot_hand_in_an_advantage():
     data = parquet_with(advantages=([99.0], pa.float32()), task_rewards=([5.0], pa.float32()))
-    (after,) = rollout_lib.from_parquet(data)
+    (after,) = rollout_parquet.from_bytes(data)
     assert_equal(after, make())
 
 
 def test_write_is_atomic_and_creates_the_parent(tmp_path, monkeypatch):
     path = tmp_path / "rollouts" / "step_3" / "a.parquet"
-    rollout_lib.write(path, [make()])
-    assert_equal(rollout_lib.read(path)[0], make())
+    rollout_parquet.write(path, [make()])
+    assert_equal(rollout_parquet.read(path)[0], make())
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
 
     def no_rename(*_):
@@ -151,7 +151,7 @@ def test_write_is_atomic_and_creates_the_parent(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", no_rename)
     with pytest.raises(OSError, match="disk is gone"):
-        rollout_lib.write(path.with_name("b.parquet"), [make()])
+        rollout_parquet.write(path.with_name("b.parquet"), [make()])
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
 
 
@@ -212,7 +212,7 @@ def test_each_rule_names_its_field(changes, reason):
     assert rollout_lib.validate(bad).startswith(reason)
     assert rollout_lib.signature_ok(bad) is False
     with pytest.raises(ValueError, match="rollout 1 cannot be written"):
-        rollout_lib.to_parquet([make(), bad])
+        rollout_parquet.to_bytes([make(), bad])
 
 
 def test_validate_is_total():
@@ -277,18 +277,18 @@ def test_validate_is_total():
 )
 def test_each_refusal_names_its_column(columns, message):
     with pytest.raises(ValueError, match="rollout file") as error:
-        rollout_lib.from_parquet(parquet_with(**columns))
+        rollout_parquet.from_bytes(parquet_with(**columns))
     assert message in str(error.value)
 
 
 def test_other_layouts_are_refused():
-    table = pq.read_table(io.BytesIO(rollout_lib.to_parquet([make()])))
+    table = pq.read_table(io.BytesIO(rollout_parquet.to_bytes([make()])))
     for options in (
         {},
         dict(compression="snappy", data_page_version="2.0"),
         dict(compression="none", data_page_size=1),
     ):
-        (after,) = rollout_lib.from_parquet(table_bytes(table, **options))  # another writer's options are fine
+        (after,) = rollout_parquet.from_bytes(table_bytes(table, **options))  # another writer's options are fine
         assert_equal(after, make())
     for data, message in [
         (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got nothing"),
@@ -302,12 +302,12 @@ def test_other_layouts_are_refused():
         ("text", "expected bytes, got str"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rollout_lib.from_parquet(data)
+            rollout_parquet.from_bytes(data)
 
 
 def test_sizes_are_bounded(monkeypatch, tmp_path):
     bomb = make(proofs=bytes(2**22))  # compresses to nothing
-    data = rollout_lib.to_parquet([bomb])
+    data = rollout_parquet.to_bytes([bomb])
     assert len(data) < 2**14
     (tmp_path / "a.parquet").write_bytes(data)
     for limit, value, message in [
@@ -320,8 +320,8 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(rollout_file if hasattr(rollout_file, limit) else rollout_lib, limit, value)
             with pytest.raises(ValueError, match=message):
-                rollout_lib.read(tmp_path / "a.parquet")
-    assert_equal(rollout_lib.read(tmp_path / "a.parquet")[0], bomb)
+                rollout_parquet.read(tmp_path / "a.parquet")
+    assert_equal(rollout_parquet.read(tmp_path / "a.parquet")[0], bomb)
 
 
 def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
@@ -338,16 +338,16 @@ def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     assert len(data) < 10_000
     tracemalloc.start()
     with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
-        rollout_lib.from_parquet(data)
+        rollout_parquet.from_bytes(data)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 * N  # of Python and numpy; a tuple of each would be 56
     parts = {str(i): 1.0 for i in range(rollout_lib.MAX_REWARD_PARTS)}
-    data = rollout_lib.to_parquet([make(rewards=parts)] * 3)
-    assert len(rollout_lib.from_parquet(data)) == 3
-    monkeypatch.setattr(rollout_lib, "MAX_FILE_PARTS", 3 * len(parts) - 1)
+    data = rollout_parquet.to_bytes([make(rewards=parts)] * 3)
+    assert len(rollout_parquet.from_bytes(data)) == 3
+    monkeypatch.setattr(rollout_parquet, "MAX_FILE_PARTS", 3 * len(parts) - 1)
     with pytest.raises(ValueError, match="entries in a row and 192 in all"):
-        rollout_lib.from_parquet(data)
+        rollout_parquet.from_bytes(data)
 
 
 def test_texts_are_measured_before_they_are_objects():
@@ -359,18 +359,18 @@ def test_texts_are_measured_before_they_are_objects():
         ("task_type", pa.string(), 1024),
     ]:
         with pytest.raises(ValueError, match=f"column {name}: must be at most {limit} bytes, got {2**20 + 4}"):
-            rollout_lib.from_parquet(parquet_with(**{name: ([wide], kind)}))
+            rollout_parquet.from_bytes(parquet_with(**{name: ([wide], kind)}))
     with pytest.raises(ValueError, match="column signature: must be at most 64 bytes, got 65"):
-        rollout_lib.from_parquet(parquet_with(signature=([bytes(65)], pa.binary())))
+        rollout_parquet.from_bytes(parquet_with(signature=([bytes(65)], pa.binary())))
     with pytest.raises(ValueError, match="column reward_parts: must be at most 1024 bytes"):
-        rollout_lib.from_parquet(parquet_with(reward_parts=([[(wide, 1.0)]], pa.map_(pa.string(), pa.float64()))))
+        rollout_parquet.from_bytes(parquet_with(reward_parts=([[(wide, 1.0)]], pa.map_(pa.string(), pa.float64()))))
     longest = make(task=rollout_lib.TaskRef("\U0001f600" * rollout_lib.MAX_NAME, 2**63 - 1, 0, 0))
-    assert_equal(rollout_lib.from_parquet(rollout_lib.to_parquet([longest]))[0], longest)
+    assert_equal(rollout_parquet.from_bytes(rollout_parquet.to_bytes([longest]))[0], longest)
 
 
 def test_headers_that_end_the_process_elsewhere():
     # pyarrow 26: reading `.compression` of the first, or `.column(...)` of the second, is a C++ terminate.
-    table = pq.read_table(io.BytesIO(rollout_lib.to_parquet([make()])))
+    table = pq.read_table(io.BytesIO(rollout_parquet.to_bytes([make()])))
     data = table_bytes(table, compression="none")
     bad_codec = data.replace(b"\x04step\x15\x00", b"\x04step\x15\x7f")
     bad_size = data.replace(b"\x04step\x15\x00\x16\x02", b"\x04step\x15\x00\x16\x01")
@@ -378,7 +378,7 @@ def test_headers_that_end_the_process_elsewhere():
     for bad in (bad_codec, bad_size, shared_pages):
         assert bad != data
         with pytest.raises(ValueError, match="rollout file: "):
-            rollout_lib.from_parquet(bad)
+            rollout_parquet.from_bytes(bad)
     chunk = {3: {4: 0, 5: 0, 7: 0, 9: 4}}
     assert list(rollout_file.pages(b"", chunk)) == [0]
     for extra in ({1: b"another.file"}, {3: chunk[3] | {11: 4}}):  # a dictionary page moves where pyarrow starts
@@ -395,14 +395,14 @@ def test_headers_that_end_the_process_elsewhere():
         (b"\x15\x00\x05\x02\x00", "a field is there twice"),
     ]:
         with pytest.raises(ValueError, match=f"not readable as Parquet: {message}"):
-            rollout_lib.from_parquet(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+            rollout_parquet.from_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
 
 
 def test_mutated_files_are_refused_or_read_and_nothing_else_happens():
     # Mutation seen to fail here: not catching OSError, or UnicodeDecodeError.
     signed = [rollout_lib.sign(make(number), KEY) for number in range(2)]
-    plain = pq.read_table(io.BytesIO(rollout_lib.to_parquet(signed)))
-    with_checksums = rollout_lib.to_parquet(signed)
+    plain = pq.read_table(io.BytesIO(rollout_parquet.to_bytes(signed)))
+    with_checksums = rollout_parquet.to_bytes(signed)
     without = table_bytes(plain, compression="none")  # so that changes reach values, levels and offsets, too
     rng = np.random.default_rng(0)
     refused = accepted = 0
@@ -419,7 +419,7 @@ def test_mutated_files_are_refused_or_read_and_nothing_else_happens():
             start, length = rng.integers(len(data)), rng.integers(1, 200)
             data[start : start + length] = rng.bytes(int(rng.integers(200)))
         try:
-            rollouts = rollout_lib.from_parquet(bytes(data))
+            rollouts = rollout_parquet.from_bytes(bytes(data))
         except ValueError as error:
             assert str(error).startswith("rollout file")
             refused += 1
@@ -438,7 +438,7 @@ def test_garbage_is_a_value_error(data, framed):
     if framed:
         data = b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1"
     with pytest.raises(ValueError, match="rollout file"):
-        rollout_lib.from_parquet(data)
+        rollout_parquet.from_bytes(data)
 
 
 # ---- identity -------------------------------------------------------------------------------------------------------

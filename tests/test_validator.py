@@ -22,8 +22,8 @@ import pytest
 from bench import cheats
 from inference import engine as engine_lib
 from inference import rollout as rollout_lib
+from inference import rollout_parquet, toploc, web
 from inference import scheduler as scheduler_lib
-from inference import toploc, web
 from models import tokenizer as tokenizer_lib
 from models import transformer
 from rl import calibrate, ledger_events, ledger_state, sequential, validator_routes, validator_state, work_units
@@ -449,7 +449,7 @@ def batch(step=3):
 
 def put(service, name, rollouts, *, units=None, node=cheats.NODE):
     """Writes a file and submits its work for the node; returns its hash."""
-    data = rollouts if isinstance(rollouts, bytes) else rollout_lib.to_parquet(list(rollouts))
+    data = rollouts if isinstance(rollouts, bytes) else rollout_parquet.to_bytes(list(rollouts))
     (service._root / name).write_bytes(data)
     if digest_of(data) not in service._book.state.works:
         units = units or (1 if isinstance(rollouts, bytes) else flops(rollouts))
@@ -500,8 +500,8 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda b: rollout_lib.to_parquet(list(b))[:-9], "rollout file: not readable"),
-        (lambda b: rollout_lib.to_parquet([]), "file: a.parquet holds no rollout"),
+        (lambda b: rollout_parquet.to_bytes(list(b))[:-9], "rollout file: not readable"),
+        (lambda b: rollout_parquet.to_bytes([]), "file: a.parquet holds no rollout"),
         (lambda b: b[:15], "samples: expected 0..7 once each"),
         (lambda b: [dataclasses.replace(r, reward=0.5) for r in b], "signature: the key"),
         (lambda b: cheats.inflated_reward(cheats.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),

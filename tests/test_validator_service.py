@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from inference import rollout as rollout_lib
+from inference import rollout_parquet
 from rl import data, ledger_events, sequential, validator, validator_state, verdicts, work_units
 from rl import ledger as ledger_lib
 from rl import validator_service as service_lib
@@ -125,7 +126,7 @@ def flops(rollouts):
 
 def put(service, name, rollouts, node=KEY, units=None):
     """Writes a file and submits its work for `node`, unless that is None; returns its hash."""
-    contents = rollouts if isinstance(rollouts, bytes) else rollout_lib.to_parquet(rollouts)
+    contents = rollouts if isinstance(rollouts, bytes) else rollout_parquet.to_bytes(rollouts)
     sha = hashlib.sha256(contents).hexdigest()
     (service._root / name).write_bytes(contents)
     if node is not None:
@@ -386,7 +387,7 @@ def test_a_request_is_bounded_before_it_is_read(service, monkeypatch):
     for limit, claims in ((200, {}), (400, {"routed_experts": experts})):
         with monkeypatch.context() as patch:
             one = dataclasses.replace(group(0)[0], proofs=b"x", **claims)
-            patch.setattr(service_lib.rollout_lib, "from_parquet", lambda data, one=one: [one])
+            patch.setattr(service_lib.rollout_parquet, "from_bytes", lambda data, one=one: [one])
             patch.setattr(service_lib.rollout_file, "MAX_DECODED_BYTES", limit)
             assert ask(service, "a-0.parquet", *shas).status == "crashed"
     assert ask(service, "a-0.parquet", *shas).status == "accept"

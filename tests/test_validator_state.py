@@ -15,6 +15,7 @@ import time
 import pytest
 
 from inference import rollout as rollout_lib
+from inference import rollout_parquet
 from rl import data, ledger_events, ledger_tasks, sequential, validator_state, verdicts
 from rl import ledger as ledger_lib
 from rl import validator_service as service_lib
@@ -279,7 +280,7 @@ def judge_until_killed(folder):
     for path in sorted((folder / "files").iterdir()):
         sha = stand.hashlib.sha256(path.read_bytes()).hexdigest()
         if sha not in service._book.state.works:
-            units = stand.flops(rollout_lib.from_parquet(path.read_bytes()))
+            units = stand.flops(rollout_parquet.from_bytes(path.read_bytes()))
             service._book.append(ledger_events.sign("submit", keys[1].worker, keys[1], work=sha, units=units))
         while (status := service.submit(path.name, [sha])).status == "pending":
             time.sleep(0.0005)
@@ -305,7 +306,7 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     for name, key in (("keeper", stand.KEEPER), ("node", stand.KEY)):
         key.save(tmp_path / f"{name}.key")
     for number in range(12 * num_kills):
-        (tmp_path / "files" / f"{number:03}.parquet").write_bytes(rollout_lib.to_parquet(stand.group(number)))
+        (tmp_path / "files" / f"{number:03}.parquet").write_bytes(rollout_parquet.to_bytes(stand.group(number)))
     rng, told = random.Random(0), {}
     for _ in range(num_kills):
         for name, sha, status in run_and_kill(tmp_path, len(told) + 5, rng):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from inference import rollout as rollout_lib
-from inference import web
+from inference import rollout_parquet, web
 from models import tokenizer as tokenizer_lib
 from rl import envs, lease, worker
 from sharding import listening
@@ -75,7 +75,7 @@ class Played:
 
         @app.post("/submit")
         async def submit(request: fastapi.Request):
-            self.submitted += rollout_lib.from_parquet(await request.body())
+            self.submitted += rollout_parquet.from_bytes(await request.body())
             self.submission.set()
             return {"verdicts": {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}}
 
@@ -276,7 +276,7 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
 
     async def main(groups):
         async def take(request):
-            bodies.append([r.task.group for r in rollout_lib.from_parquet(await request.aread())])
+            bodies.append([r.task.group for r in rollout_parquet.from_bytes(await request.aread())])
             return httpx.Response(200, json={"verdicts": {}})
 
         finished = asyncio.Queue()
@@ -294,7 +294,7 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
 
     groups = [[made_up(number)] * 2 for number in range(7)]
     size = worker._estimated_bytes(groups[0])
-    assert len(rollout_lib.to_parquet(groups[0] * 50)) < 50 * size  # proofs are as good as random
+    assert len(rollout_parquet.to_bytes(groups[0] * 50)) < 50 * size  # proofs are as good as random
     monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 3 * size)
     asyncio.run(main(groups))
     assert bodies == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6]]
