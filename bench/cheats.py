@@ -4,7 +4,7 @@
     python -m bench.cheats --cheats int8_weights temperature_1.1 --rollouts 512 --regimes bfloat16
 
 1. A model of 2 layers and 32 dims with random weights generates the prescribed groups of a run through the real
-   scheduler; each double changes what it asks for, or what it writes down, and signs it.
+   scheduler; each double (bench/doubles.py) changes what it asks for, or what it writes down, and signs it.
 2. The validator judges the rollouts as one node's. Printed per cheat: the part of the rollouts refused by themselves,
    the reasons, and how many rollouts it took until the node was caught: mean and worst over starting points.
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
@@ -13,404 +13,26 @@
 4. Honest rollouts run first, and must all pass: what is refused there is a false alarm. Cheats with experts play a mixture, in a
    run that replays its routers, with honest rollouts and limits of its own.
 5. The cost of verifying beside that of generating the same rollouts, both warm.
-
-Doubles that can, do the rest right: after changing tokens they recompute log-probabilities and proofs by a prefill of
-their own, as a cheat with the weights would.
 """
 
 import argparse
 import collections
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from configs import base
-from inference import rollout as rollout_lib
-from inference import toploc
-from models import transformer
-from rl import calibrate, data, sequential, validator, verdicts
-from rl import experiment as experiment_lib
-from sharding import arguments, rules
-from tests import tiny
+from bench import doubles
+from rl import calibrate, sequential, validator, verdicts
+from sharding import arguments
 
-NODE = rollout_lib.WorkerKey.generate()
-DRIFT = 3e-3  # relative change of every weight from one version to the next; RL moves bfloat16 weights by about a step
-MAX_TOKENS = 48
-FLOAT32 = verdicts.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
-EXACT = calibrate.FLOORS
 REGIMES = {  # dtype of generation, of replay
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "mixed": ("bfloat16", "float32"),
 }
-
-
-MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
-
-
-@functools.cache
-def experiment(dtype: str = "float32", prompts: int = 16, mixture: bool = False) -> experiment_lib.Experiment:
-    """A run on the tests' model, or a mixture in its place: 16 groups of 8 a step."""
-    c = base.get_config()
-    for name, value in dataclasses.asdict(tiny.model(dtype=dtype, **(MIXTURE if mixture else {}))).items():
-        if name in c.model:
-            c.model[name] = value
-    c.train.router_replay = mixture
-    c.rl.prompts_per_step, c.rl.samples_per_prompt, c.rl.num_steps = prompts, 8, 10**6
-    c.sampling.max_tokens, c.inference.max_model_len = MAX_TOKENS, 128
-    c.inference.num_slots, c.inference.prefill_batch = 64, 16
-    return experiment_lib.resolve(c)
-
-
-def weights(version: int, mixture: bool = False) -> transformer.Params:
-    """Random weights that drift a little from one version to the next, over and over again; -1 is another model."""
-    return _weights(version if version < 0 else version % 3, mixture)
-
-
-@functools.cache
-def _weights(version: int, mixture: bool) -> transformer.Params:
-    model = experiment(mixture=mixture).model
-    rng = np.random.default_rng(7 if version >= 0 else -version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return rng.uniform(0.5, 1.5, spec.shape)
-        return rng.standard_normal(spec.shape) * model.model_dim**-0.5
-
-    params = jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
-    for step in range(max(version, 0)):
-        rng = np.random.default_rng(1000 + step)
-        params = jax.tree.map(lambda w, rng=rng: w * (1 + DRIFT * rng.standard_normal(w.shape)), params)
-    return jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
-
-
-def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False) -> validator.Validator:
-    exp = experiment(dtype, mixture=mixture)
-    return validator.Validator(
-        exp.model,
-        functools.partial(weights, mixture=mixture),
-        calibrate.filters_of(exp.raw),
-        tolerance,
-        max_model_len=128,
-        rules=prescribed(prompts, mixture),
-        bands=bands,
-    )
-
-
-@functools.cache
-def prescribed(prompts: int, mixture: bool = False) -> verdicts.Rules:
-    exp = experiment(prompts=prompts, mixture=mixture)
-    return validator.rules_of(exp.raw, exp.tokenizer)
-
-
-@dataclasses.dataclass
-class Double:
-    """A worker that may cheat at batch `step`, whose honest policy version is step - 1."""
-
-    step: int
-    dtype: str = "float32"
-    prompts: int = 16
-    mixture: bool = False
-
-    @property
-    def experiment(self) -> experiment_lib.Experiment:
-        return experiment(self.dtype, self.prompts, self.mixture)
-
-    @property
-    def groups(self) -> list[data.Group]:
-        return data.train_groups(self.experiment.raw, self.step)
-
-    @property
-    def version(self) -> int:
-        return self.step - 1
-
-    def generate(self, params=None, **options) -> list[list[rollout_lib.Rollout]]:
-        params = weights(self.version, self.mixture) if params is None else params
-        groups = options.pop("groups", self.groups)
-        return calibrate.roll_out(self.experiment, params, self.version, groups, NODE, **options)
-
-
-def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
-    """Log-probabilities and proofs of the texts as they now stand, from an honest prefill, and new signatures."""
-    out = []
-    for start in range(0, len(rollouts), 64):
-        batch = rollouts[start : start + 64]
-        replay = _prefiller(double.dtype).replay(batch)
-        hiddens = [replay.hidden[i, np.flatnonzero(r.sampled_mask)] for i, r in enumerate(batch)]
-        for i, (rollout, proofs) in enumerate(zip(batch, toploc.build_proofs_batch(hiddens), strict=True)):
-            logp = np.minimum(replay.logp[i, : len(rollout.tokens)], 0)
-            logprobs = np.where(rollout.sampled_mask, logp, 0).astype(np.float32)
-            changed = dataclasses.replace(rollout, logprobs=logprobs, proofs=toploc.join(proofs))
-            out.append(rollout_lib.sign(changed, NODE))
-    return out
-
-
-def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, **changes) -> rollout_lib.Rollout:
-    """Other tokens behind the same prompt, all of one version; the reward as the environment gives it."""
-    mask = np.arange(len(tokens)) >= verdicts.prompt_length(rollout)
-    group = next(group for group in double.groups if group.group == rollout.task.group)
-    rewards = prescribed(double.prompts).score(group, [tokens[mask].tolist()])[0].scores
-    return dataclasses.replace(
-        rollout,
-        tokens=tokens,
-        sampled_mask=mask,
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.full(len(tokens), rollout.versions[0], np.int32),
-        reward=rewards["reward"],
-        rewards=rewards,
-        **changes,
-    )
-
-
-@functools.cache
-def _prefiller(dtype: str) -> validator.Validator:
-    exp = experiment(dtype)
-    return validator.Validator(exp.model, weights, calibrate.filters_of(exp.raw), FLOAT32, max_model_len=128)
-
-
-def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:
-    return [rollout for group in groups for rollout in group]
-
-
-# ---- the doubles: each gives the rollouts of one batch --------------------------------------------------------------
-
-
-def honest(double: Double) -> list[rollout_lib.Rollout]:
-    return flat(double.generate())
-
-
-def older_weights(double: Double) -> list[rollout_lib.Rollout]:
-    """One version behind what it claims."""
-    return flat(double.generate(weights(double.version - 1)))
-
-
-def int8_weights(double: Double) -> list[rollout_lib.Rollout]:
-    """Every matrix rounded to 255 levels per row."""
-
-    def quantise(w):
-        if w.ndim == 1:
-            return w
-        scale = jnp.abs(w).max(axis=-1, keepdims=True) / 127
-        return jnp.round(w / scale) * scale
-
-    return flat(double.generate(jax.tree.map(quantise, weights(double.version))))
-
-
-def half_the_layers(double: Double) -> list[rollout_lib.Rollout]:
-    exp = double.experiment
-    params = dict(weights(double.version))
-    half = exp.model.num_layers // 2
-    params["layers"] = {name: params["layers"][name] for name in sorted(params["layers"])[:half]}
-    return flat(double.generate(params, model=dataclasses.replace(exp.model, num_layers=half)))
-
-
-def another_model(double: Double) -> list[rollout_lib.Rollout]:
-    return flat(double.generate(weights(-1)))
-
-
-def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
-    """Generated from a prompt with one letter changed, handed in under the prescribed one."""
-
-    def change(request):
-        tokens = list(request.tokens)
-        tokens[len(tokens) // 2] = (tokens[len(tokens) // 2] + 1) % 256
-        return dataclasses.replace(request, tokens=tuple(tokens))
-
-    return flat(double.generate(change=change))
-
-
-def edited(count: int, prove: bool) -> Callable:
-    def cheat(double: Double) -> list[rollout_lib.Rollout]:
-        rng = np.random.default_rng(double.step)
-        out = []
-        for rollout in flat(double.generate()):
-            tokens = rollout.tokens.copy()
-            for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[
-                :count
-            ]:  # the last may be a stop token
-                tokens[at] = (tokens[at] + rng.integers(1, 256)) % 256
-            changed = rewritten(double, rollout, tokens)
-            out.append(dataclasses.replace(changed, logprobs=rollout.logprobs, versions=rollout.versions))
-        return prove_again(double, out) if prove else [rollout_lib.sign(rollout, NODE) for rollout in out]
-
-    return cheat
-
-
-def temperature(value: float) -> Callable:
-    """Sampled at another temperature than prescribed; log-probabilities and proofs made to fit the claim."""
-
-    def cheat(double: Double) -> list[rollout_lib.Rollout]:
-        return prove_again(double, flat(double.generate(change=lambda r: dataclasses.replace(r, temperature=value))))
-
-    return cheat
-
-
-def best_of_2(double: Double) -> list[rollout_lib.Rollout]:
-    """Drawn twice, with the prescribed seed and another; the better one is handed in under the prescribed seed."""
-    first = flat(double.generate())
-    second = flat(double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32)))
-    return [max(pair, key=lambda r: r.reward) for pair in zip(first, second, strict=True)]
-
-
-def early_stop(double: Double) -> list[rollout_lib.Rollout]:
-    """Eight tokens and a stop token, proved again."""
-    stop, out = experiment().tokenizer.stop_ids[0], []
-    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=8))):
-        tokens = rollout.tokens if rollout.finish_reason == "stop" else np.append(rollout.tokens, np.int32(stop))
-        out.append(rewritten(double, rollout, tokens.astype(np.int32), finish_reason="stop"))
-    return prove_again(double, out)
-
-
-def padded_length(double: Double) -> list[rollout_lib.Rollout]:
-    """Cheap filler after 16 real tokens, up to the full length, to be paid for all of it."""
-    out = []
-    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=16))):
-        text = rollout.tokens if rollout.finish_reason == "length" else rollout.tokens[:-1]
-        missing = verdicts.prompt_length(rollout) + MAX_TOKENS - len(text)
-        tokens = np.concatenate([text, np.full(missing, ord(" "), np.int32)])
-        out.append(rewritten(double, rollout, tokens, finish_reason="length"))
-    return prove_again(double, out)
-
-
-def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
-    """The tasks of the next batch, which it likes better, under the names of this one's groups."""
-    other = data.train_groups(double.experiment.raw, double.step + 1)
-    groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
-    rollouts = flat(double.generate(groups=groups))
-    index = {g.group: g.index for g in double.groups}
-    return [
-        rollout_lib.sign(dataclasses.replace(r, task=dataclasses.replace(r.task, index=index[r.task.group])), NODE)
-        for r in rollouts
-    ]
-
-
-def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
-    """The rollouts of the next batch handed in as this one's, relabelled and signed anew."""
-    later = Double(double.step + 1, double.dtype, double.prompts)
-    old = flat(later.generate())
-    places = [(group, sample) for group in double.groups for sample in range(group.num_samples)]
-    out = []
-    for rollout, (group, sample) in zip(old, places, strict=True):
-        task = dataclasses.replace(rollout.task, index=group.index, group=group.group)
-        seed = (group.seed + sample) % 2**32
-        versions = np.minimum(rollout.versions, double.version)
-        changed = dataclasses.replace(rollout, task=task, sample=sample, seed=seed, step=double.step, versions=versions)
-        out.append(rollout_lib.sign(changed, NODE))
-    return out
-
-
-def copied_proof(double: Double) -> list[rollout_lib.Rollout]:
-    """The proofs of its neighbour, cut or repeated to the right length."""
-    rollouts = flat(double.generate())
-    out = []
-    for i, rollout in enumerate(rollouts):
-        size = len(rollout.proofs)
-        other = max((rollouts[i - j].proofs for j in (1, 2, 3, 4)), key=len)
-        proofs = (other * (1 + size // max(len(other), 1)))[:size]
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
-    return out
-
-
-def constant_proof(double: Double) -> list[rollout_lib.Rollout]:
-    """The forgery that needs no forward pass and passes the published rule: one typical magnitude as a polynomial."""
-    wire = np.zeros(129, ">u2")
-    wire[0], wire[1] = toploc.PRIME, 0x4010  # 2.25
-    out = []
-    for rollout in flat(double.generate()):
-        sizes = [len(p) for p in toploc.split(rollout.proofs, int(rollout.sampled_mask.sum()), tiny.model().model_dim)]
-        proofs = b"".join(wire.tobytes()[:size] for size in sizes)
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
-    return out
-
-
-def inflated_reward(double: Double) -> list[rollout_lib.Rollout]:
-    return [
-        rollout_lib.sign(dataclasses.replace(r, reward=1.0, rewards=dict(r.rewards) | {"reward": 1.0}), NODE)
-        for r in flat(double.generate())
-    ]
-
-
-def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
-    """Each group's samples handed in under the next sample's number."""
-    out = []
-    for rollouts, group in zip(double.generate(), double.groups, strict=True):
-        for rollout in rollouts:
-            sample = (rollout.sample + 1) % group.num_samples
-            changed = dataclasses.replace(rollout, sample=sample, seed=(group.seed + sample) % 2**32)
-            out.append(rollout_lib.sign(changed, NODE))
-    return out
-
-
-def unsigned_change(double: Double) -> list[rollout_lib.Rollout]:
-    """Changed on the way: the signature is another text's."""
-    return [dataclasses.replace(r, tokens=np.where(r.tokens == ord("e"), ord("f"), r.tokens)) for r in honest(double)]
-
-
-def future_version(double: Double) -> list[rollout_lib.Rollout]:
-    return [rollout_lib.sign(dataclasses.replace(r, versions=r.versions + double.step), NODE) for r in honest(double)]
-
-
-def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
-    """As `honest`, of a model with experts, which are named."""
-    return flat(double.generate())
-
-
-def other_expert(double: Double) -> list[rollout_lib.Rollout]:
-    """Names one expert, of one token in one layer, that did not run. Text, log-probabilities and proofs are honest."""
-    rng, out = np.random.default_rng(double.step), []
-    for rollout in honest_mixture(double):
-        experts = rollout.routed_experts.copy()
-        at = tuple(rng.integers(experts.shape))
-        experts[at] = rng.choice([e for e in range(MIXTURE["num_experts"]) if e not in experts[at[:2]]])
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, routed_experts=experts), NODE))
-    return out
-
-
-def other_experts(double: Double) -> list[rollout_lib.Rollout]:
-    """Names experts that did not run for every token: the learner would run these."""
-    return [
-        rollout_lib.sign(dataclasses.replace(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]), NODE)
-        for r in honest_mixture(double)
-    ]
-
-
-MIXTURES = (honest_mixture, other_expert, other_experts)
-CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
-    "older_weights": older_weights,
-    "int8_weights": int8_weights,
-    "half_the_layers": half_the_layers,
-    "another_model": another_model,
-    "another_prompt": another_prompt,
-    "edited_1": edited(1, prove=False),
-    "edited_4": edited(4, prove=False),
-    "edited_16": edited(16, prove=False),
-    "proved_edit_1": edited(1, prove=True),
-    "temperature_0.9": temperature(0.9),
-    "temperature_1.1": temperature(1.1),
-    "greedy": temperature(0.0),
-    "best_of_2": best_of_2,
-    "early_stop": early_stop,
-    "padded_length": padded_length,
-    "wrong_task": wrong_task,
-    "reused_rollout": reused_rollout,
-    "copied_proof": copied_proof,
-    "constant_proof": constant_proof,
-    "inflated_reward": inflated_reward,
-    "swapped_group": swapped_group,
-    "unsigned_change": unsigned_change,
-    "future_version": future_version,
-    "other_expert": other_expert,
-    "other_experts": other_experts,
-}
-
-
-# ---- the count ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,19 +47,19 @@ class Caught:
 def play(
     cheat: Callable,
     num_rollouts: int,
-    tolerance: verdicts.Tolerance = FLOAT32,
-    bands: sequential.Bands = EXACT,
+    tolerance: verdicts.Tolerance = doubles.FLOAT32,
+    bands: sequential.Bands = doubles.EXACT,
     regime: str = "float32",
     prompts: int = 16,
 ) -> Caught:
     """Fresh nodes start at every 8th rollout, so that statistics begin at nothing each time."""
     dtype, replay_dtype = REGIMES[regime]
-    rollouts, step, mixture = [], 3, cheat in MIXTURES
+    rollouts, step, mixture = [], 3, cheat in doubles.MIXTURES
     while len(rollouts) < num_rollouts:
-        rollouts += cheat(Double(step, dtype, prompts, mixture))
+        rollouts += cheat(doubles.Double(step, dtype, prompts, mixture))
         step += 2  # a reused batch must not be one that is handed in, too
     rollouts = rollouts[:num_rollouts]
-    judge = make_validator(tolerance, bands, prompts, replay_dtype, mixture)
+    judge = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
     alone, evidence = [], []
     for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
@@ -473,24 +95,24 @@ def play(
 
 
 def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[verdicts.Tolerance, sequential.Bands]:
-    """Limits for a regime, from honest rollouts that are not among those judged."""
+    """Limits for a regime, from doubles.honest rollouts that are not among those judged."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step = [], 10**5
-    judge = make_validator(dtype=replay_dtype, mixture=mixture)
+    judge = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
     while len(rollouts) < num_rollouts:
-        rollouts += honest(Double(step, dtype, mixture=mixture))
+        rollouts += doubles.honest(doubles.Double(step, dtype, mixture=mixture))
         step += 1
-    return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], FLOAT32)])
+    return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], doubles.FLOAT32)])
 
 
 def cost(repeat: int = 3) -> tuple[float, float]:
-    """Seconds to generate 128 honest rollouts and to judge them, both compiled before; the best of a few."""
+    """Seconds to generate 128 doubles.honest rollouts and to judge them, both compiled before; the best of a few."""
     generating, judging = [], []
     for _ in range(repeat + 1):
         begun = time.perf_counter()
-        rollouts = honest(Double(3))
+        rollouts = doubles.honest(doubles.Double(3))
         generating.append(time.perf_counter() - begun)
-        judge = make_validator()
+        judge = doubles.make_validator()
         begun = time.perf_counter()
         judge.judge(rollouts)
         judging.append(time.perf_counter() - begun)
@@ -500,15 +122,17 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = arguments.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=512, help="per cheat")
-    parser.add_argument("--honest", type=int, default=2048, help="honest rollouts per regime, and for calibration")
-    parser.add_argument("--cheats", nargs="+", default=list(CHEATS), help=", ".join(CHEATS))
+    parser.add_argument(
+        "--doubles.honest", type=int, default=2048, help="honest rollouts per regime, and for calibration"
+    )
+    parser.add_argument("--cheats", nargs="+", default=list(doubles.CHEATS), help=", ".join(doubles.CHEATS))
     parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.cheats if name not in CHEATS]:
-        parser.error(f"there is no cheat {unknown[0]!r}; choose among {', '.join(CHEATS)}")
+    if unknown := [name for name in args.cheats if name not in doubles.CHEATS]:
+        parser.error(f"there is no cheat {unknown[0]!r}; choose among {', '.join(doubles.CHEATS)}")
     for regime in args.regimes:
-        for mixture, first in ((False, honest), (True, honest_mixture)):
-            names = [name for name in args.cheats if (CHEATS[name] in MIXTURES) == mixture]
+        for mixture, first in ((False, doubles.honest), (True, doubles.honest_mixture)):
+            names = [name for name in args.cheats if (doubles.CHEATS[name] in doubles.MIXTURES) == mixture]
             if names:
                 _print_table(regime, first, names, args)
     generating, judging = cost()
@@ -517,12 +141,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_table(regime: str, first: Callable, names: Sequence[str], args: argparse.Namespace) -> None:
-    """Of cheats on one model, behind the honest rollouts of `first`."""
-    mixture = first in MIXTURES
-    tolerance, bands = (FLOAT32, EXACT) if regime == "float32" else calibrated(args.honest, regime, mixture)
-    print(f"{regime}: {tolerance}\n  {bands}; an honest node is accused with probability <= {sequential.ALPHA:.0e}")
+    """Of cheats on one model, behind the doubles.honest rollouts of `first`."""
+    mixture = first in doubles.MIXTURES
+    tolerance, bands = (
+        (doubles.FLOAT32, doubles.EXACT) if regime == "float32" else calibrated(args.honest, regime, mixture)
+    )
+    print(
+        f"{regime}: {tolerance}\n  {bands}; an doubles.honest node is accused with probability <= {sequential.ALPHA:.0e}"
+    )
     print(f"  {'double':<18}{'rollouts':>9}{'refused':>9}{'until: mean':>13}{'worst':>7}  reasons")
-    counts = {first.__name__: (first, args.honest)} | {name: (CHEATS[name], args.rollouts) for name in names}
+    counts = {first.__name__: (first, args.honest)} | {name: (doubles.CHEATS[name], args.rollouts) for name in names}
     for name, (double, count) in counts.items():
         caught = play(double, count, tolerance, bands, regime)
         reasons = " ".join(f"{reason} {count}" for reason, count in caught.reasons.items())

@@ -1,11 +1,11 @@
-"""Every double of bench/cheats.py against the real validator: honest rollouts pass, and each cheat is caught soon.
+"""Every double of bench/doubles.py against the real validator: honest rollouts pass, and each cheat is caught soon.
 
 Fast: two groups each, on the backend that generated. Slow: 512 rollouts each, also across bfloat16 and float32.
 """
 
 import pytest
 
-from bench import cheats
+from bench import cheats, doubles
 from rl import calibrate, sequential, verdicts
 
 # What refuses each first. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
@@ -32,30 +32,31 @@ DEAR = {
     "edited_4",
     "edited_16",
     "temperature_1.1",
+    "other_experts",
 }  # several seconds each
 
 
-@pytest.mark.parametrize("honest", [cheats.honest, cheats.honest_mixture])
+@pytest.mark.parametrize("honest", [doubles.honest, doubles.honest_mixture])
 def test_honest_rollouts_pass(honest):
     caught = cheats.play(honest, 48, prompts=2)
     assert caught.num_rollouts == 48 and caught.rate == 0 and caught.worst_until == float("inf"), caught
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in cheats.CHEATS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in doubles.CHEATS]
 )
 def test_each_cheat_is_caught(name):
-    caught = cheats.play(cheats.CHEATS[name], 16, prompts=2)
+    caught = cheats.play(doubles.CHEATS[name], 16, prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
     assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
 
 
 @pytest.mark.slow
 def test_no_false_alarm_and_every_cheat_within_32_rollouts_on_one_backend():
-    for honest in (cheats.honest, cheats.honest_mixture):
+    for honest in (doubles.honest, doubles.honest_mixture):
         passed = cheats.play(honest, 2048)
         assert passed.rate == 0 and passed.worst_until == float("inf")
-    for name, cheat in cheats.CHEATS.items():
+    for name, cheat in doubles.CHEATS.items():
         caught = cheats.play(cheat, 512)
         assert caught.worst_until <= 32, (name, caught)
 
@@ -65,16 +66,16 @@ WITHIN_ROUNDING = {"older_weights", "int8_weights"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("honest", [cheats.honest, cheats.honest_mixture])
+@pytest.mark.parametrize("honest", [doubles.honest, doubles.honest_mixture])
 @pytest.mark.parametrize("regime", ["bfloat16", "mixed"])
 def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regime, honest):
     assert sequential.ALPHA < 1e-4
-    mixture = honest in cheats.MIXTURES
+    mixture = honest in doubles.MIXTURES
     tolerance, bands = cheats.calibrated(2048, regime, mixture)
     passed = cheats.play(honest, 2048, tolerance, bands, regime)
     assert passed.rate == 0 and passed.worst_until == float("inf"), passed
-    for name, cheat in cheats.CHEATS.items():
-        if name not in WITHIN_ROUNDING and (cheat in cheats.MIXTURES) == mixture:
+    for name, cheat in doubles.CHEATS.items():
+        if name not in WITHIN_ROUNDING and (cheat in doubles.MIXTURES) == mixture:
             caught = cheats.play(cheat, 512, tolerance, bands, regime)
             assert caught.worst_until <= 32, (name, caught)
 
@@ -82,12 +83,12 @@ def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regi
 @pytest.mark.slow
 def test_two_thousand_honest_rollouts_of_all_variants_pass_at_the_default_limits():
     """Other batch sizes, prefill batches, decode chunkings and a mesh: one refusal would be one too many."""
-    trust = cheats.experiment().raw.trust
+    trust = doubles.experiment().raw.trust
     limits = verdicts.Tolerance(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance)
-    judge, count = cheats.make_validator(limits, cheats.EXACT), 0
+    judge, count = doubles.make_validator(limits, doubles.EXACT), 0
     for name in ("same", "small_batch", "single_steps", "long_calls", "float32", "tensor_parallel"):
         variant = calibrate.VARIANTS[name]
-        rollouts = calibrate.variant_rollouts(cheats.experiment(), cheats.weights(0), 0, variant, 352, cheats.NODE)
+        rollouts = calibrate.variant_rollouts(doubles.experiment(), doubles.weights(0), 0, variant, 352, doubles.NODE)
         refused = [verdict for verdict in judge.judge_replayed(rollouts) if not verdict.accepted]
         assert not refused, (name, refused)
         count += len(rollouts)

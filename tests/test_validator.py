@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cheats
+from bench import doubles
 from inference import engine as engine_lib
 from inference import rollout as rollout_lib
 from inference import rollout_parquet, toploc, web
@@ -421,14 +421,14 @@ def service(tmp_path):
     keeper = rollout_lib.WorkerKey.generate()
     book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
     book.append(
-        ledger_events.sign("join", cheats.NODE.worker, cheats.NODE),
-        ledger_events.sign("stake", cheats.NODE.worker, cheats.NODE, amount=100),
+        ledger_events.sign("join", doubles.NODE.worker, doubles.NODE),
+        ledger_events.sign("stake", doubles.NODE.worker, doubles.NODE, amount=100),
     )
     (tmp_path / "files").mkdir()
     made = service_lib.Service(
-        cheats.make_validator(prompts=2),
-        cheats.prescribed(2),
-        cheats.experiment().model,
+        doubles.make_validator(prompts=2),
+        doubles.prescribed(2),
+        doubles.experiment().model,
         tmp_path / "files",
         lambda: 9,
         secret=b"s",
@@ -444,10 +444,10 @@ def service(tmp_path):
 
 @functools.cache
 def batch(step=3):
-    return tuple(cheats.honest(cheats.Double(step, prompts=2)))
+    return tuple(doubles.honest(doubles.Double(step, prompts=2)))
 
 
-def put(service, name, rollouts, *, units=None, node=cheats.NODE):
+def put(service, name, rollouts, *, units=None, node=doubles.NODE):
     """Writes a file and submits its work for the node; returns its hash."""
     data = rollouts if isinstance(rollouts, bytes) else rollout_parquet.to_bytes(list(rollouts))
     (service._root / name).write_bytes(data)
@@ -458,7 +458,7 @@ def put(service, name, rollouts, *, units=None, node=cheats.NODE):
 
 
 def flops(rollouts):
-    return sum(work_units.flops_of(cheats.experiment().model, r)[1] for r in rollouts)
+    return sum(work_units.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
 
 
 def ask(service, name, shas, *, group=False, address=None):
@@ -469,12 +469,12 @@ def ask(service, name, shas, *, group=False, address=None):
 
 def test_an_honest_file_is_accepted_once(service):
     sha = put(service, "a.parquet", batch(), units=flops(batch()))
-    status = ask(service, "a.parquet", [sha], address=cheats.NODE.worker)
+    status = ask(service, "a.parquet", [sha], address=doubles.NODE.worker)
     assert (status.status, status.failing_indices, status.checked) == ("accept", (), True)
     assert status.output_flops == flops(batch()) > 0 < status.input_flops
     work = service._book.state.works[sha]
-    assert work.status == "accepted" and service._book.state.nodes[cheats.NODE.worker].num_checked == 1
-    assert ask(service, "a.parquet", [sha], address=cheats.NODE.worker) == status  # asked again: nothing happens
+    assert work.status == "accepted" and service._book.state.nodes[doubles.NODE.worker].num_checked == 1
+    assert ask(service, "a.parquet", [sha], address=doubles.NODE.worker) == status  # asked again: nothing happens
     again = put(service, "b.parquet", batch()[::-1])
     status = ask(service, "b.parquet", [again])
     assert status.status == "reject" and status.reason.startswith("duplicate: this rollout was accepted before")
@@ -485,13 +485,13 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
     bad = list(batch())
     tokens = bad[3].tokens.copy()
     tokens[-2] = (tokens[-2] + 1) % 256
-    bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), cheats.NODE)
+    bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), doubles.NODE)
     sha = put(service, "a.parquet", bad, units=flops(bad))
     status = ask(service, "a.parquet", [sha])
     assert status.status == "reject" and list(status.reasons) == [3]
     assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
     state = service._book.state
-    assert state.nodes[cheats.NODE.worker].stake == 70 and state.nodes[cheats.NODE.worker].ejected
+    assert state.nodes[doubles.NODE.worker].stake == 70 and state.nodes[doubles.NODE.worker].ejected
     assert state.works[sha].units == 0 and ledger_lib.verify(service._book._path).error is None
     assert not service._state.seen.refusal(batch()[0])  # may come again from an honest node
     assert service._state.seen.refusal(batch()[8])
@@ -504,8 +504,8 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
         (lambda b: rollout_parquet.to_bytes([]), "file: a.parquet holds no rollout"),
         (lambda b: b[:15], "samples: expected 0..7 once each"),
         (lambda b: [dataclasses.replace(r, reward=0.5) for r in b], "signature: the key"),
-        (lambda b: cheats.inflated_reward(cheats.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),
-        (lambda b: cheats.honest(cheats.Double(1, prompts=2)) + list(b), "ok"),
+        (lambda b: doubles.inflated_reward(doubles.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),
+        (lambda b: doubles.honest(doubles.Double(1, prompts=2)) + list(b), "ok"),
     ],
 )
 def test_files_and_what_is_said_of_them(service, change, reason):
@@ -518,7 +518,7 @@ def test_units_must_be_what_was_measured(service):
     sha = put(service, "a.parquet", batch(), units=flops(batch()) + 2)
     status = ask(service, "a.parquet", [sha])
     assert status.status == "reject" and status.reason.startswith("units: ")
-    assert service._book.state.balance(cheats.NODE.worker, 0).invalidated == flops(batch()) + 2
+    assert service._book.state.balance(doubles.NODE.worker, 0).invalidated == flops(batch()) + 2
 
 
 def test_what_an_asker_says_costs_nobody_anything(service):
@@ -532,8 +532,8 @@ def test_what_an_asker_says_costs_nobody_anything(service):
             service.submit(name, [other])
     assert ask(service, "a.parquet", [sha], address="0" * 64).status == "accept"
     assert service.submit("a.parquet", [sha], "0" * 64).reason.startswith("signature: it is signed by another node")
-    assert service.submit("a.parquet", [sha], cheats.NODE.worker).status == "accept"
-    assert service.counts == {"accept": 1} and service._book.state.nodes[cheats.NODE.worker].stake == 100
+    assert service.submit("a.parquet", [sha], doubles.NODE.worker).status == "accept"
+    assert service.counts == {"accept": 1} and service._book.state.nodes[doubles.NODE.worker].stake == 100
 
 
 def test_the_work_of_another_is_not_paid(service):
@@ -544,7 +544,9 @@ def test_the_work_of_another_is_not_paid(service):
     assert status.status == "reject" and status.reason.startswith(
         "signature: it is signed by another node than the one"
     )
-    assert service._book.state.nodes[thief.worker].ejected and not service._book.state.nodes[cheats.NODE.worker].ejected
+    assert (
+        service._book.state.nodes[thief.worker].ejected and not service._book.state.nodes[doubles.NODE.worker].ejected
+    )
 
 
 def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
@@ -555,7 +557,7 @@ def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
     monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
     shas = [
         put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
-        put(service, "a-1.parquet", cheats.CHEATS["constant_proof"](cheats.Double(3, prompts=2))[8:]),
+        put(service, "a-1.parquet", doubles.CHEATS["constant_proof"](doubles.Double(3, prompts=2))[8:]),
     ]
     status = ask(service, "a-0.parquet", shas, group=True)
     assert status.checked and status.reasons[0].startswith("signature") and status.reasons[1].startswith("toploc")
@@ -582,7 +584,7 @@ def test_names_stay_inside(service):
 
 def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
     """Where all else of the group is sound; and the replay does not ask the scorer again."""
-    asked, made = [], cheats.make_validator(prompts=2)
+    asked, made = [], doubles.make_validator(prompts=2)
     score = made._rules.score
 
     def gives_up(group, completions):
@@ -594,7 +596,7 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
 
     def claims(*samples):
         return [
-            rollout_lib.sign(dataclasses.replace(r, reward=0.5, rewards=dict.fromkeys(r.rewards, 0.5)), cheats.NODE)
+            rollout_lib.sign(dataclasses.replace(r, reward=0.5, rewards=dict.fromkeys(r.rewards, 0.5)), doubles.NODE)
             if r.sample in samples
             else r
             for r in batch()[:8]
@@ -616,14 +618,14 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     def bring(made, group):
         assert made.screen(group) == (None, frozenset()) and made.check(group) is None
 
-    whole, killed, resumed = (cheats.make_validator(prompts=2) for _ in range(3))
+    whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
     for group in (first, second, first):  # the last as after a stale batch
         bring(whole, group)
     bring(killed, first)
     resumed.restore(json.loads(json.dumps(killed.state(after=2))))
     for group in (first, second):
         bring(resumed, group)
-    expected, found = (made.records[cheats.NODE.worker].state() for made in (whole, resumed))
+    expected, found = (made.records[doubles.NODE.worker].state() for made in (whole, resumed))
     assert found["num_claims"] == expected["num_claims"] == found["num_rollouts"] == expected["num_rollouts"] == 16
     for name, values in expected["log_wealth"].items():
         np.testing.assert_allclose(
@@ -648,7 +650,7 @@ def test_files_of_a_group_are_judged_together(service):
 
 
 def test_flops_are_those_of_the_weights_one_token_at_a_time():
-    model, rollout = cheats.experiment().model, batch()[0]
+    model, rollout = doubles.experiment().model, batch()[0]
     layer = transformer.specs(model)["layers"]["000"]
     weights_ = [*(layer["attn"][name] for name in "qkvo"), *layer["mlp"].values()]
     counts = [0, 0]
@@ -661,12 +663,12 @@ def test_flops_are_those_of_the_weights_one_token_at_a_time():
 
 
 def test_good_repute_is_replayed_less(service, monkeypatch):
-    assert all(service._is_drawn(cheats.NODE.worker, bytes([i])) for i in range(64))
+    assert all(service._is_drawn(doubles.NODE.worker, bytes([i])) for i in range(64))
     monkeypatch.setattr(ledger_state.State, "reputation", lambda self, node: 0.9)
-    drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
     assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
     monkeypatch.setattr(ledger_state.State, "reputation", lambda self, node: 0.9999)
-    drawn = sum(service._is_drawn(cheats.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
     assert 60 < drawn < 140  # never below MIN_RATE
 
 
@@ -686,7 +688,7 @@ def test_the_routes(service):
     thread.start()
     with httpx.Client(base_url=listening.address(sock), timeout=WAIT_S) as http:
         sha = put(service, "a-0.parquet", batch())
-        body = {"file_sha": sha, "address": cheats.NODE.worker}
+        body = {"file_sha": sha, "address": doubles.NODE.worker}
         assert http.post("/validate/a-0.parquet", json=body).json()["status"] in ("pending", "accept")
         while (status := http.get("/status/a-0.parquet").json())["status"] == "pending":
             time.sleep(0.01)
@@ -720,7 +722,7 @@ def test_the_routes(service):
 
 
 def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
-    exp = cheats.experiment(prompts=2)
+    exp = doubles.experiment(prompts=2)
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
     closed = []
 
@@ -741,16 +743,16 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_calibrated_limits_hold_what_was_measured(tmp_path):
-    exp = cheats.experiment(prompts=2)
-    judge = cheats.make_validator(prompts=2)
+    exp = doubles.experiment(prompts=2)
+    judge = doubles.make_validator(prompts=2)
     variant = calibrate.VARIANTS["bfloat16"]
-    rollouts = calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 20, cheats.NODE)
+    rollouts = calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 20, doubles.NODE)
     assert len(rollouts) == 20
-    measured = calibrate.measure(judge, rollouts, cheats.FLOAT32)
+    measured = calibrate.measure(judge, rollouts, doubles.FLOAT32)
     assert measured.num_rollouts == 20 and measured.num_refused > 10  # float32 limits are none for bfloat16
     tolerance, bands = calibrate.limits([measured])
-    assert tolerance.margin >= measured.margin > cheats.FLOAT32.margin and bands.logprob > measured.mean["logprob"] > 0
-    loose = cheats.make_validator(tolerance, bands, prompts=2)
+    assert tolerance.margin >= measured.margin > doubles.FLOAT32.margin and bands.logprob > measured.mean["logprob"] > 0
+    loose = doubles.make_validator(tolerance, bands, prompts=2)
     assert all(verdict.accepted for verdict in loose.judge_replayed(rollouts))
     validator_lib.save_bands(tmp_path / "bands.json", tolerance, bands, {})
     assert validator_lib.load_bands(tmp_path / "bands.json") == (tolerance, bands)
@@ -762,18 +764,18 @@ def test_calibrated_limits_hold_what_was_measured(tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_is_a_variant(monkeypatch):
-    exp = cheats.experiment(prompts=2)
+    exp = doubles.experiment(prompts=2)
     variant = calibrate.VARIANTS["tensor_parallel"]
-    rollouts = calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 4, cheats.NODE)
-    assert all(v.accepted for v in cheats.make_validator(prompts=2).judge_replayed(rollouts))
+    rollouts = calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE)
+    assert all(v.accepted for v in doubles.make_validator(prompts=2).judge_replayed(rollouts))
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert calibrate.variant_rollouts(exp, cheats.weights(0), 0, variant, 4, cheats.NODE) is None
+    assert calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE) is None
 
 
 def test_the_calibrate_command(tmp_path, capsys):
-    exp = cheats.experiment(prompts=2)
+    exp = doubles.experiment(prompts=2)
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
-    broadcast.publish(cheats.weights(0), 4, str(tmp_path / "weights"))
+    broadcast.publish(doubles.weights(0), 4, str(tmp_path / "weights"))
     command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
     assert validator_lib.main([*command, "--variants", "same"]) == 0
     assert "same: 8 rollouts" in capsys.readouterr().out
