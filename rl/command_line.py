@@ -52,6 +52,8 @@ def _explained(error: Exception) -> str:
     if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
         cause = cause.args[0]
     text = str(cause).strip()
+    if missing := re.findall(r"Flag --(\w+) must have a value other than None", text):
+        return f"{' and '.join(f'--{name}' for name in missing)} must be given; --help tells the flags"
     if unknown := re.match(r'Key "(\w+)" does not exist and cannot be added', text):  # in a config file
         name, place = unknown[1], _place("".join(traceback.format_exception(error)))
         hint = re.search(r"Did you mean.*", text)

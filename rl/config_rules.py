@@ -1,11 +1,10 @@
 """What a config must satisfy beyond the types of its fields.
 
 1. `check_ranges`: each number within its bounds (`RANGES`), each address one that can be; `nan` is within none.
-2. `check_trainable`: what only a run refuses, since an evaluation may ask for it.
-3. `check_overrides`: what was set on the command line is read by somebody (`UNREAD`). A config file may hold leftovers, such as the
+2. `check_contradictions`: what two fields say against each other (`CONTRADICTIONS`).
+3. `check_trainable`: what only a run refuses, since an evaluation may ask for it.
+4. `check_overrides`: what was set on the command line is read by somebody (`UNREAD`). A config file may hold leftovers, such as the
    options of losses that it does not use; who types a field means it.
-
-What two fields say against each other is in rl/experiment.py: CONTRADICTIONS.
 """
 
 import math
@@ -15,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 from ml_collections import config_dict
 
-SAMPLER_CORRECTIONS = (
-    "decoupled_ppo",
-    "truncated_importance_sampling",
-)  # losses from the sampler's policy to an old one
+from inference import web
+
+# Losses that correct the sampler's policy to the learner's old one.
+SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
 RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     (
         "at least 0",
@@ -104,6 +103,13 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
             raise ValueError(f"topology.workers has {key!r}, which is no public key; give its 64 hexadecimal digits")
 
 
+def check_contradictions(config: config_dict.ConfigDict) -> None:
+    """ValueError says which fields do not go together, and what to do about it."""
+    for holds, words in CONTRADICTIONS:
+        if holds(config):
+            raise ValueError(words)
+
+
 def check_trainable(config: config_dict.ConfigDict) -> None:
     """ValueError for samples that an evaluation may ask for, and a run cannot learn from as its objective has it."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -129,6 +135,104 @@ def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> Non
             if re.fullmatch(fields, name) and is_unread(config, name):
                 raise ValueError(f"config.{name} is set and nothing reads it: {remedy(config, name)}")
 
+
+# Configs that run, and do not do what they say.
+CONTRADICTIONS: tuple[tuple[Callable, str], ...] = (
+    (
+        lambda c: c.objective.policy_coef == 0 and not c.objective.teacher_coef,
+        "objective.policy_coef = 0 leaves nothing to learn from; set it above 0, or objective.teacher_coef",
+    ),
+    (
+        lambda c: c.objective.policy_coef == 0 and c.objective.teacher_coef and not c.objective.reference_model,
+        "objective.policy_coef = 0 with a teacher that is the policy itself learns nothing; name another in "
+        "objective.reference_model",
+    ),
+    (
+        lambda c: (
+            c.objective.reference_model
+            and not c.objective.teacher_coef
+            and not (c.objective.kl_coef and c.objective.kl_reference == "reference")
+        ),
+        "objective.reference_model is set and nothing reads it; set objective.teacher_coef, or objective.kl_coef with "
+        "objective.kl_reference = 'reference'",
+    ),
+    (
+        lambda c: c.rl.loss in SAMPLER_CORRECTIONS and c.objective.old_logprobs != "learner",
+        "this loss corrects the sampler's policy to the learner's old one, so that it needs both; set "
+        "objective.old_logprobs = 'learner'",
+    ),
+    (
+        lambda c: c.rl.average != "tokens" and c.rl.loss in ("grpo", "dr_grpo", "gspo", "gmpo"),
+        "this loss averages over samples itself; set rl.average = 'tokens'",
+    ),
+    (
+        lambda c: c.rl.samples_per_prompt == 1 and c.rl.advantage != "given" and not c.objective.teacher_coef,
+        "rl.samples_per_prompt = 1: a sample alone has nothing to be compared with, and its advantage is always 0; take more, "
+        "or rl.advantage = 'given'",
+    ),
+    (
+        lambda c: c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0,
+        "evaluation.samples_per_task is above 1 at temperature 0, where all samples are the same; raise "
+        "evaluation.temperature",
+    ),
+    (
+        lambda c: c.warmup.patience > 0 and not c.warmup.eval_every,
+        "warmup.patience waits for held-out losses and none is taken; set warmup.eval_every",
+    ),
+    (
+        lambda c: (
+            c.optimizer.schedule != "constant"
+            and c.optimizer.total_steps < c.rl.num_steps * c.objective.optimizer_steps
+        ),
+        "optimizer.total_steps is less than rl.num_steps x objective.optimizer_steps: the rate would lie at its floor for the "
+        "rest of the run; raise it",
+    ),
+    (
+        lambda c: c.topology.mode == "local" and c.topology.servers,
+        "topology.servers is set and topology.mode = 'local' starts a server of its own; set topology.mode = 'remote'",
+    ),
+    (
+        lambda c: c.topology.mode == "local" and c.topology.workers,
+        "topology.workers names who may submit, and topology.mode = 'local' starts workers with keys of their own, which it would "
+        "turn away; leave it out, or set topology.mode = 'remote'",
+    ),
+    (
+        lambda c: c.inference.max_model_len <= c.sampling.max_tokens,
+        "inference.max_model_len must exceed sampling.max_tokens, since a prompt and its completion share it; raise it (and "
+        "train.row_length), or lower sampling.max_tokens",
+    ),
+    (
+        lambda c: 0 < c.model.max_positions < c.inference.max_model_len,
+        "inference.max_model_len exceeds model.max_positions, for which the model was trained; lower it, or stretch the positions "
+        "(model.rope_scaling) and raise model.max_positions",
+    ),
+    (
+        lambda c: not c.model.num_experts and (c.model.experts_per_token or c.model.expert_ffn_dim),
+        "model.experts_per_token and model.expert_ffn_dim mean nothing in a dense model; set model.num_experts",
+    ),
+    (
+        lambda c: not c.model.num_experts and (c.objective.router_balance_coef or c.objective.router_balance_rate),
+        "objective.router_balance_coef and objective.router_balance_rate balance experts, and the model has none; leave them out",
+    ),
+    (
+        lambda c: c.model.window and "S" not in c.model.layer_pattern,
+        "model.window is read by sliding layers alone; say which they are in model.layer_pattern, such as 'SF'",
+    ),
+    (
+        lambda c: c.model.rope_scaling == "none" and c.model.rope_factor != 1,
+        "model.rope_factor stretches nothing with model.rope_scaling = 'none'; set that to 'linear', 'llama3' or 'yarn'",
+    ),
+    (
+        lambda c: c.train.router_replay and not c.model.num_experts,
+        "train.router_replay is set and the model has no router to replay (model.num_experts = 0); leave it out",
+    ),
+    (
+        lambda c: c.train.router_replay and _group_bytes(c) > web.MAX_BODY_BYTES,
+        "train.router_replay needs a whole group with its experts in one submission, of 64 MiB: rl.samples_per_prompt x "
+        "inference.max_model_len x (model.num_layers x model.experts_per_token + 21) bytes, with two bytes per expert above 256 "
+        "experts; lower one of them",
+    ),
+)
 
 # (fields, whether the config leaves them unread, what to do about it)
 UNREAD: tuple[tuple[str, Callable, Callable], ...] = (
@@ -190,6 +294,13 @@ UNREAD: tuple[tuple[str, Callable, Callable], ...] = (
         lambda c, _: "with topology.mode = 'remote' servers and workers are started elsewhere",
     ),
 )
+
+
+def _group_bytes(config: config_dict.ConfigDict) -> int:
+    """Of the longest group that says which experts ran; 21 per token are for the rest of it. They hardly compress."""
+    num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
+    experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
+    return num_tokens * (experts + 21)
 
 
 def _is_url(text: str) -> bool:

@@ -23,7 +23,7 @@ from absl import flags
 
 from inference import rollout as rollout_lib
 from models import transformer
-from rl import experiment, launch, learner, metrics, orchestrator, report
+from rl import experiment, launch, learner, metrics, orchestrator, report, run_directory
 from sharding import atomic_file, broadcast, checkpoint
 from sharding import mesh as mesh_lib
 
@@ -155,10 +155,10 @@ def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.raw.mesh.to_dict())
     check_run(flags.FLAGS.workdir)
-    with experiment.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
+    with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
         changed = _changed(workdir, exp)
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
-        weights, key = pathlib.Path(scratch) / "weights", experiment.signing_key(workdir)
+        weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
         options = {"key": key.private, "dtype": exp.raw.broadcast.dtype or None}
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata, **options)
@@ -174,7 +174,9 @@ def main() -> None:
 def _changed(workdir: pathlib.Path, exp: experiment.Experiment) -> dict:
     """Field -> value of what makes these scores others than the run's own."""
     names = [
-        n for n in experiment.differences(workdir, exp) if n.startswith(("evaluation.", "sampling.", "inference.max"))
+        n
+        for n in run_directory.differences(workdir, exp)
+        if n.startswith(("evaluation.", "sampling.", "inference.max"))
     ]
     values = json.loads(exp.raw.to_json())
     return {name: values[name.partition(".")[0]][name.partition(".")[2]] for name in names}

@@ -12,7 +12,7 @@ import pathlib
 from absl import flags
 
 from models import hf
-from rl import evaluate, experiment, metrics
+from rl import evaluate, experiment, metrics, run_directory
 from sharding import mesh as mesh_lib
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     mesh = mesh_lib.create(exp.raw.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)
     hf.check_new(output)
-    with experiment.read_workdir(flags.FLAGS.workdir, exp) as workdir:
+    with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
         hf.save(output, exp.model, params, extra=ids, beside=exp.tokenizer.save)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from rl import experiment as experiment_lib
-from rl import orchestrator, validator
+from rl import orchestrator, run_directory, validator
 from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
@@ -76,7 +76,7 @@ def rollout_side(
         check=_replaying_on(config.trust.device, judge.check, num_hosts),
         screen=judge.screen,
         evidence=judge.state,
-        secret=experiment_lib.secret(workdir, config.seed),
+        secret=run_directory.secret(workdir, config.seed),
         on_wait=on_wait,
     )
     if known:
@@ -92,7 +92,7 @@ def rollout_side(
             stack.enter_context(_workers(experiment, workdir, url, rollouts.fail))
         else:
             relay = stack.enter_context(_relay(experiment, workdir, weights, rollouts.fail))
-            key = experiment_lib.signing_key(workdir).worker
+            key = run_directory.signing_key(workdir).worker
             options = f"--weights {relay} --weights_key {key}" + " --routed_experts" * experiment.engine.routed_experts
             on_wait(f"servers elsewhere: python -m inference.serve {options} --port PORT")
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
@@ -123,7 +123,7 @@ def _server(
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if (workdir / "weights.key").exists():
-        command += ["--weights_key", experiment_lib.signing_key(workdir).worker]
+        command += ["--weights_key", run_directory.signing_key(workdir).worker]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
     if engine.routed_experts:
@@ -141,7 +141,7 @@ def _relay(
     """A relay that serves `weights` in place, to servers and to relays below it; gives its URL."""
     topology = experiment.raw.topology
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
-    command += ["--port", str(topology.relay_port), "--trusted_key", experiment_lib.signing_key(workdir).worker]
+    command += ["--port", str(topology.relay_port), "--trusted_key", run_directory.signing_key(workdir).worker]
     with _answering("relay", command, workdir, on_death) as url:
         yield url
 

@@ -26,7 +26,7 @@ from absl import flags
 
 from models import hf, transformer
 from models import tokenizer as tokenizer_lib
-from rl import data, diagnostics, envs, experiment, feed, learner, metrics, optimizers, packing
+from rl import data, diagnostics, envs, experiment, feed, learner, metrics, optimizers, packing, run_directory
 from rl.envs import environment
 from sharding import checkpoint, rules
 from sharding import hosts as hosts_lib
@@ -376,7 +376,7 @@ def main() -> None:
         mesh = mesh_lib.create(exp.raw.mesh.to_dict())
         if exp.raw.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0: there is nothing to do; set it to the number of supervised steps")
-        with experiment.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)
             train(exp, workdir, mesh, writer, progress, hosts)
             progress.say(f"checkpoint: {workdir / 'warmup'}")

@@ -39,6 +39,7 @@ from rl import (
     optimizers,
     packing,
     report,
+    run_directory,
     sft,
     validator,
 )
@@ -70,7 +71,7 @@ def train(
     )
     publisher = broadcast.Publisher(
         str(weights),
-        key=experiment.signing_key(workdir, hosts).private,
+        key=run_directory.signing_key(workdir, hosts).private,
         snapshot_every=config.broadcast.snapshot_every,
         keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
         dtype=config.broadcast.dtype or None,
@@ -288,7 +289,7 @@ def main() -> None:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.raw.mesh.to_dict())
         _check(exp, mesh, hosts)
-        with experiment.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
                 print(experiment.describe(exp))
             train(exp, mesh, workdir, hosts)

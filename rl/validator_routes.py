@@ -14,8 +14,7 @@ import fastapi
 
 from inference import rollout as rollout_lib
 from inference import toploc, web
-from rl import calibrate, ledger, validator, validator_service, validator_state, validator_status
-from rl import experiment as experiment_lib
+from rl import calibrate, ledger, run_directory, validator, validator_service, validator_state, validator_status
 from sharding import broadcast, listening
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
@@ -97,7 +96,7 @@ def serve(args: argparse.Namespace) -> int:
         bands=bands,
     )
     workdir = pathlib.Path(args.workdir)
-    secret = experiment_lib.secret(workdir, config.seed)
+    secret = run_directory.secret(workdir, config.seed)
     state = validator_state.State(
         args.state or workdir / "validator.db",
         validator_state.identity(secret, None if book is None else book.state.keeper),

@@ -71,8 +71,14 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     def run(*argv):
         return subprocess.run([sys.executable, "-m", name, *argv], cwd=test_train.ROOT, capture_output=True, text=True)
 
-    helped, mistyped = run("--help"), run("--wrokdir=x")
+    helped, mistyped, missing = run("--help"), run("--wrokdir=x"), run()
     assert helped.returncode == 0 and "--config:" in helped.stdout and "--config.FIELD=VALUE" in helped.stdout
     assert ("--workdir:" in helped.stdout) == (name != "rl.plan")
     (line,) = mistyped.stderr.splitlines()
     assert mistyped.returncode == 2 and line.startswith("error: Unknown command line flag 'wrokdir'")
+    (line,) = missing.stderr.splitlines()
+    assert (
+        missing.returncode == 2
+        and line.startswith("error: --config")
+        and line.endswith(" must be given; --help tells the flags")
+    )

@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from configs import quickstart
-from rl import command_line, config_rules, experiment
+from rl import command_line, config_rules, experiment, run_directory
 
 # ml_collections loads a config file the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -221,39 +221,42 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
         resolved(mesh__fsdp=1, rl__num_steps=7, trust__max_attempts=9),
     )
     for chosen in (other, one, moved, one):  # nothing was done yet: a mistake may be corrected
-        with experiment.open_workdir(tmp_path / "w", chosen) as workdir:
+        with run_directory.open_workdir(tmp_path / "w", chosen) as workdir:
             saved = json.loads((workdir / "config.json").read_text())["config"]
             assert saved == json.loads(chosen.raw.to_json())
     (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
-    with experiment.open_workdir(tmp_path / "w", moved):  # where it runs and how long may change
-        pass
-    with pytest.raises(ValueError, match="rl.prompts_per_step was 32, now 7;"), experiment.open_workdir(workdir, other):
+    with run_directory.open_workdir(tmp_path / "w", moved):  # where it runs and how long may change
         pass
     with (
-        experiment.open_workdir(workdir, one),
+        pytest.raises(ValueError, match="rl.prompts_per_step was 32, now 7;"),
+        run_directory.open_workdir(workdir, other),
+    ):
+        pass
+    with (
+        run_directory.open_workdir(workdir, one),
         pytest.raises(ValueError, match="in use by another run"),
-        experiment.open_workdir(workdir, one),
+        run_directory.open_workdir(workdir, one),
     ):
         pass
 
 
 def test_a_look_at_a_run_may_ask_otherwise_and_changes_nothing(tmp_path):
-    with experiment.open_workdir(tmp_path / "w", resolved()) as workdir:
+    with run_directory.open_workdir(tmp_path / "w", resolved()) as workdir:
         (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
     before = (workdir / "config.json").read_bytes()
     other = resolved(evaluation__num_tasks=9, sampling__max_tokens=9, inference__num_slots=4)
-    with experiment.read_workdir(workdir, other) as path:
-        names = experiment.differences(path, other)
+    with run_directory.read_workdir(workdir, other) as path:
+        names = run_directory.differences(path, other)
     assert names == ["evaluation.num_tasks", "inference.num_slots", "sampling.max_tokens"]
     assert (workdir / "config.json").read_bytes() == before
     model = resolved(model__ffn_dim=128)
-    with pytest.raises(ValueError, match="model.ffn_dim was 384, now 128"), experiment.read_workdir(workdir, model):
+    with pytest.raises(ValueError, match="model.ffn_dim was 384, now 128"), run_directory.read_workdir(workdir, model):
         pass
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="it is not a run"), experiment.open_workdir(tmp_path, resolved()):
+    with pytest.raises(ValueError, match="it is not a run"), run_directory.open_workdir(tmp_path, resolved()):
         pass
-    with pytest.raises(ValueError, match="is a file"), experiment.open_workdir(tmp_path / "thesis.tex", resolved()):
+    with pytest.raises(ValueError, match="is a file"), run_directory.open_workdir(tmp_path / "thesis.tex", resolved()):
         pass
