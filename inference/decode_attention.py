@@ -125,6 +125,9 @@ def step(
             jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, *shape[1:]), shape),
         )
     carry = jnp.zeros((*shape, V)), total_BKG, top_BKG
-    out_BKGV, total_BKG, _ = jax.lax.fori_loop(0, jnp.max(block_B) + 1, block, carry)
+    if len(keys) == 1:
+        out_BKGV, total_BKG, _ = block(0, carry)
+    else:
+        out_BKGV, total_BKG, _ = jax.lax.fori_loop(0, jnp.max(block_B) + 1, block, carry)
     out_B1HV = (out_BKGV / total_BKG[..., None]).reshape(B, 1, H, V)
     return out_B1HV.astype(q_B1HC.dtype), Blocks(keys, values)

@@ -30,7 +30,7 @@ import numpy as np
 from flax import struct
 
 from inference import decode_state as state_lib
-from inference import kv_cache, proof_window, routing, sampler
+from inference import kv_cache, lanes, proof_window, routing, sampler
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
@@ -116,6 +116,7 @@ class Engine(engine_api.Engine):
             raise ValueError("inference.routed_experts is set and the model has no experts; leave it out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
+        self._side_by_side = lanes.SideBySide()
 
     # What our scheduler calls.
 
@@ -152,28 +153,29 @@ class Engine(engine_api.Engine):
             return np.asarray(_score(self.model, params, tokens_BT))
 
     def insert_batch(
-        self, prefix: state_lib.Prefix, rows, state: state_lib.DecodeState, slots, request: state_lib.Request
-    ) -> state_lib.DecodeState:
+        self, prefix: state_lib.Prefix, rows, state: lanes.State, slots, request: state_lib.Request
+    ) -> lanes.State:
         """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
+        prefix = prefix.replace(experts=())
         with self._on_mesh():
-            return _insert(prefix.replace(experts=()), rows, state, slots, request)
+            return lanes.at(lambda lane, slots: _insert(prefix, rows, lane, slots, request), state, slots)
 
-    def deactivate(self, state: state_lib.DecodeState, slots) -> state_lib.DecodeState:
+    def deactivate(self, state: lanes.State, slots) -> lanes.State:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
         with self._on_mesh():
-            return _deactivate(state, slots)
+            return lanes.at(_deactivate, state, slots)
 
-    def with_limit(self, state: state_lib.DecodeState, limit: int) -> state_lib.DecodeState:
+    def with_limit(self, state: lanes.State, limit: int) -> lanes.State:
         """The state with the most steps that the next call may run."""
         limit = np.int32(limit)
         if self.mesh.size > 1:  # laid out as the programs return it: one more layout would be one more compilation
             limit = jax.device_put(limit, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
-        return state.replace(limit=limit)
+        return lanes.each(lambda lane: lane.replace(limit=limit), state)
 
-    def top_values(self, state: state_lib.DecodeState, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
+    def top_values(self, state: lanes.State, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
         """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
         with self._on_mesh():
-            return _top_values(state, slots, windows, rows)
+            return lanes.gather(lambda lane, slots: _top_values(lane, slots, windows, rows), state, slots)
 
     def bucket(self, length: int) -> int:
         """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
@@ -198,26 +200,16 @@ class Engine(engine_api.Engine):
     def load_params(self, *args, **kwargs):
         return self._initial_params
 
-    def init_decode_state(self, *args, **kwargs) -> state_lib.DecodeState:
-        B = self.config.num_slots
-
-        @jax.jit
-        def create():
-            zeros = jnp.zeros((B,), jnp.int32)
-            state = state_lib.DecodeState(
-                cache=kv_cache.create_slots(self.model, B, self.config.capacity),
-                token=zeros,
-                position=zeros,
-                generated=zeros,
-                active=jnp.zeros((B,), bool),
-                request=state_lib.request_arrays((), B),
-                ring=proof_window.create(B, self.model.model_dim),
-                limit=jnp.int32(self.config.steps_per_call),
-            )
-            return state_lib.placed(state)
-
+    def init_decode_state(self, *args, **kwargs) -> lanes.State:
         with self._on_mesh():
-            return create()
+            num_lanes = lanes.count(self.model, self.config.num_slots)
+        made = [self.init_slots(self.config.num_slots // num_lanes) for _ in range(num_lanes)]
+        return lanes.Lanes(tuple(made)) if num_lanes > 1 else made[0]
+
+    def init_slots(self, num_slots: int) -> state_lib.DecodeState:
+        """So many empty slots that are decoded by one call."""
+        with self._on_mesh():
+            return _init(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> state_lib.Prefix:
         if existing_prefix is not None:
@@ -231,16 +223,20 @@ class Engine(engine_api.Engine):
         prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
         return prefix.replace(request=request)
 
-    def insert(self, prefix: state_lib.Prefix, decode_state: state_lib.DecodeState, slot: int) -> state_lib.DecodeState:
+    def insert(self, prefix: state_lib.Prefix, decode_state: lanes.State, slot: int) -> lanes.State:
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
-    def generate(self, params, decode_state: state_lib.DecodeState):
+    def generate(self, params, decode_state: lanes.State):
         K = self.config.steps_per_call
-        with self._on_mesh():
-            state, data, extras, proofs, experts = _generate(
-                self.model, K, self.config.max_model_len, self.config.routed_experts, params, decode_state
-            )
+        options = self.model, K, self.config.max_model_len, self.config.routed_experts
+        if isinstance(decode_state, lanes.Lanes):
+            done = self._side_by_side(functools.partial(_generate, *options, params), decode_state)
+            state = lanes.Lanes(tuple(lane for lane, *_ in done))
+            data, extras, proofs, experts = _join([results for _, *results in done])
+        else:
+            with self._on_mesh():
+                state, data, extras, proofs, experts = _generate(*options, params, decode_state)
         result = Result(
             data=data,
             tokens_idx=(0, K),
@@ -330,6 +326,22 @@ def _prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(model, num_sequences, capacity):
     return state_lib.placed(kv_cache.create(model, num_sequences, capacity))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _init(model, num_slots, capacity, num_steps):
+    zeros_B = jnp.zeros((num_slots,), jnp.int32)
+    state = state_lib.DecodeState(
+        cache=kv_cache.create_slots(model, num_slots, capacity),
+        token=zeros_B,
+        position=zeros_B,
+        generated=zeros_B,
+        active=jnp.zeros((num_slots,), bool),
+        request=state_lib.request_arrays((), num_slots),
+        ring=proof_window.create(num_slots, model.model_dim),
+        limit=jnp.int32(num_steps),
+    )
+    return state_lib.placed(state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -432,6 +444,17 @@ def _generate(model, num_steps, max_len, routed, params, state):
     proofs = proof_window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
     return state, data, extras, proofs, experts
+
+
+@jax.jit
+def _join(results):
+    """The results of several lanes as those of one; windows of proofs come first, then slots."""
+
+    def join(parts, axis):
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
+
+    data, extras, proofs, experts = zip(*results, strict=True)
+    return join(data, 0), join(extras, 0), join(proofs, 1), join(experts, 0)
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

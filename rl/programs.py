@@ -207,7 +207,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progr
     slots = exp.engine.num_slots
     # Not the layout of this machine's own slots (inference/decode_attention.py), should it be a CPU.
     cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
-    state = _placed(jax.eval_shape(server.init_decode_state).replace(cache=cache), mesh)
+    state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
     work = roofline.Work.of(server.model)
     held = {
         "parameters": bytes_per_chip(params),
