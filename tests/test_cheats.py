@@ -36,7 +36,7 @@ DEAR = {
 }  # several seconds each
 
 
-@pytest.mark.parametrize("honest", [doubles.honest, doubles.honest_mixture])
+@pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])
 def test_honest_rollouts_pass(honest):
     caught = cheats.play(honest, 48, prompts=2)
     assert caught.num_rollouts == 48 and caught.rate == 0 and caught.worst_until == float("inf"), caught

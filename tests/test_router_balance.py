@@ -12,7 +12,7 @@ from models import transformer
 from rl import learner, packing
 from tests import test_learner
 
-compile_fast = test_learner.compile_fast
+pytestmark = pytest.mark.usefixtures("compile_fast")
 MODEL = dataclasses.replace(test_learner.MIXED, router="sigmoid", router_correction=True)
 SCANNED = dataclasses.replace(MODEL, num_layers=3, scan_layers=True)  # a dense layer, then two mixtures stacked
 RATE, COEF = 0.01, 0.3

@@ -15,12 +15,7 @@ from inference import client as client_lib
 from inference import rollout as rollout_lib
 from inference import rollout_file, rollout_parquet
 from models import tokenizer as tokenizer_lib
-from rl import (
-    experiment,
-    router_replay,
-    validator,
-    verdicts,
-)
+from rl import experiment, router_replay, validator, verdicts
 from tests import test_rollout, tiny
 
 # ---- the record ------------------------------------------------------------------------------------------------------

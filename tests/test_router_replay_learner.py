@@ -14,23 +14,14 @@ import optax
 import pytest
 
 from models import transformer
-from rl import (
-    learner,
-    packing,
-    router_replay,
-)
+from rl import learner, packing, router_replay
 from tests import test_learner
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 MIXED = test_learner.MIXED  # a dense layer, then a mixture: what its router reads does not depend on its experts
 SCAN = dataclasses.replace(MIXED, num_layers=4, first_dense_layers=0, scan_layers=True)
 ROW = test_learner.ROW
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def experts_of(key, length, config):

@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 from rl import credit as credit_lib
-from rl import (
-    feed,
-    packing,
-)
+from rl import feed, packing
 from sharding import mesh as mesh_lib
 from tests import test_rollout
 from tests import test_router_replay_claims as claims

@@ -14,16 +14,7 @@ import pytest
 from configs import quickstart, quickstart_moe
 from inference import rollout as rollout_lib
 from inference import rollout_parquet
-from rl import (
-    admission,
-    calibrate,
-    data,
-    experiment,
-    launch,
-    router_replay,
-    validator,
-    verdicts,
-)
+from rl import admission, calibrate, data, experiment, launch, router_replay, validator, verdicts
 from rl import orchestrator as orchestrator_lib
 from tests import test_orchestrator, test_train, tiny
 from tests import test_router_replay_claims as claims

@@ -12,12 +12,11 @@ from inference import engine as engine_lib
 from inference import routing
 from inference import scheduler as scheduler_lib
 from models import moe, transformer
-from rl import (
-    validator,
-    verdicts,
-)
+from rl import validator, verdicts
 from tests import test_rollout, tiny
 from tests import test_router_replay_claims as claims
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 CAPACITY = 64
 ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
@@ -26,13 +25,6 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 REQUEST = scheduler_lib.GenerateRequest(
     tuple(b"hello"), num_samples=4, max_tokens=30, seed=5, proofs=True, routed_experts=True
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
