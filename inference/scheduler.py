@@ -1,7 +1,8 @@
 """Continuous batching: one thread that owns the engine's slots. Replaces JetStream's Driver.
 
 Each turn of the loop:
-1. takes what other threads asked for: new requests, aborts, new weights, a pause;
+1. takes what other threads asked for: new requests, aborts, new weights, a pause; an idle engine waits for the requests that come
+   close behind the first, up to a batch, since a call costs the same however many slots it finds in use;
 2. swaps weights if there are new ones (between calls: running sequences go on with their keys, and every token is
    stamped with the version that produced it);
 3. runs one chunk of a long prompt, if one is under way;
@@ -94,6 +95,7 @@ class _Pause:
 
 SHORT = 4  # a short call has steps_per_call / SHORT steps
 RECENT_S = 0.25  # requests keep coming if the last one is no older
+GAP_S, GATHER_S = 0.002, 0.02  # an idle engine starts once no request came for the one, or they came for the other
 
 _STOP, _WAKE = object(), object()
 _STATS = (
@@ -260,7 +262,7 @@ class Scheduler:
         idle = self.is_paused or not (self._prompts or self.num_running)
         if idle:
             self._settle()
-        if not self._take_messages(block=idle):
+        if not self._take_messages(idle=idle):
             self._settle()
             return False
         self._drop_done()
@@ -281,10 +283,11 @@ class Scheduler:
             self._state = self._engine.init_decode_state()
         return True
 
-    def _take_messages(self, *, block: bool) -> bool:
+    def _take_messages(self, *, idle: bool) -> bool:
+        block, wait_s, first_s, num_samples = idle, None, None, 0
         while True:
             try:
-                message = self._inbox.get(block=block)
+                message = self._inbox.get(block=block, timeout=wait_s)
             except queue.Empty:
                 return True
             block = False
@@ -293,6 +296,9 @@ class Scheduler:
             if isinstance(message, job_lib.Job):
                 self._prompts.add(message)
                 self._last_arrival_s = time.monotonic()
+                first_s, num_samples = first_s or self._last_arrival_s, num_samples + message.request.num_samples
+                is_early = self._last_arrival_s - first_s < GATHER_S and num_samples < len(self._slots)
+                block, wait_s = idle and not self.is_paused and is_early, GAP_S
             elif message is not _WAKE and message.done.set_running_or_notify_cancel():  # not given up meanwhile
                 if isinstance(message, _Update):
                     self._swap(message.params, message.version)

@@ -550,6 +550,30 @@ def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypat
     assert seen == [0, K // 4, 2 * (K // 4), 2 * (K // 4) + K] and len(future.result(WAIT_S)[0].tokens) == 24
 
 
+def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
+    """Up to as many as there are slots; not for one who comes late, and not for ever."""
+    monkeypatch.setattr(scheduler_lib, "GAP_S", WAIT_S)
+    scheduler, stepped = start(Stepped)
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=1)) for seed in range(3)]
+    assert not stepped.entered.acquire(timeout=0.2)
+    futures.append(scheduler.submit(Ask(seed=3, max_tokens=1)))
+
+    def late():
+        monkeypatch.setattr(scheduler_lib, "GATHER_S", 0.0)
+        return scheduler.submit(Ask(seed=4, max_tokens=1))
+
+    last = stepped.step(late)
+    concurrent.futures.wait(futures, WAIT_S)
+    assert scheduler.stats["generate_calls"] == 1 and scheduler.stats["samples"] == 4
+    stepped.run()
+    last.result(WAIT_S)
+    scheduler.submit(Ask(seed=5, max_tokens=1)).result(WAIT_S)
+    monkeypatch.setattr(scheduler_lib, "GATHER_S", 2 * WAIT_S)
+    monkeypatch.setattr(scheduler_lib, "GAP_S", 0.1)
+    scheduler.submit(Ask(seed=6, max_tokens=1)).result(WAIT_S)
+    assert scheduler.stats["generate_calls"] == 4
+
+
 @pytest.mark.parametrize("at", [2, K - 1, K, 19])
 def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
     """Before, at and after the border of a call. The slot is free for another."""
@@ -727,5 +751,6 @@ def test_any_order_and_any_number_of_steps_gives_the_same_bits():
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_in_any_order():
-    orders_agree(1000, 4)
+@pytest.mark.parametrize("num_slots", [4, 8])  # one lane, and two (lanes.py)
+def test_a_thousand_requests_in_any_order(num_slots):
+    orders_agree(1000, 4, dataclasses.replace(LONG, num_slots=num_slots))
