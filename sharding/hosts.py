@@ -59,6 +59,10 @@ class Cause:
     code: int
 
 
+class Unsent(OSError):
+    """A message did not reach its host: a consequence of whatever ended that one."""
+
+
 class Hosts:
     """This process, number `index` of `count`, and its connections to the others."""
 
@@ -105,7 +109,9 @@ class Hosts:
         """For `ExitStack.push`: tells of an error that leaves the stack before its slower exits are done."""
         if error is not None and self.count > 1:
             message, code, rank = self._explain(error)
-            if rank >= BUG:
+            if isinstance(error, Unsent):
+                rank = CONSEQUENCE
+            elif rank >= BUG:
                 self._traceback = "".join(traceback.format_exception(error))
             self._account(Cause(rank, self.index, message, code))
 
@@ -395,7 +401,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class _Link:
-    """Messages over a connection: JSON, and bytes behind it. `send` may be called by several threads."""
+    """Messages over a connection: JSON, and bytes behind it. `send` may be called by several threads, and raises `Unsent`."""
 
     def __init__(self, sock: socket.socket):
         self._sock, self._lock = sock, threading.Lock()
@@ -409,10 +415,13 @@ class _Link:
     def send(self, header: dict, buffers: Sequence = ()) -> None:
         text = json.dumps(header).encode()
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        with self._lock:
-            self._sock.sendall(_HEAD.pack(len(text), sum(view.nbytes for view in views)) + text)
-            for view in views:
-                self._sock.sendall(view)
+        try:
+            with self._lock:
+                self._sock.sendall(_HEAD.pack(len(text), sum(view.nbytes for view in views)) + text)
+                for view in views:
+                    self._sock.sendall(view)
+        except OSError as error:
+            raise Unsent(f"another host could not be told: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict, bytearray]:
         """The next message; with a timeout only one without bytes. EOFError at the end of the connection."""

@@ -30,7 +30,8 @@ from sharding import hosts as hosts_lib
 def explain(error):
     if isinstance(error, KeyboardInterrupt):
         return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
-    rank = {ValueError: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}.get(type(error), hosts_lib.BUG)
+    ranks = {ValueError: hosts_lib.MISTAKE, hosts_lib.Unsent: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}
+    rank = ranks.get(type(error), hosts_lib.BUG)
     return str(error), 1, rank
 
 def join(index, count, timeout_s=20.0, workdir="shared", jax_version=None):
@@ -81,6 +82,13 @@ def killed(index):
         time.sleep(0.2)
         raise RuntimeError("Gloo: connection closed by peer")  # what a collective makes of it
 
+def killed_while_told(index):
+    with join(index, 2) as hosts:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            hosts.agree(0)
+
 def first_killed(index):
     with join(index, 2) as hosts:
         os.kill(os.getpid(), signal.SIGKILL) if index == 0 else hosts.receive()
@@ -124,8 +132,8 @@ def nobody(index):
             hang()
 
 os.chdir(sys.argv[1])
-cases = dict(talk=3, mistake=2, cause_beats_consequence=2, bug=2, killed=2, first_killed=2, terminated=2, counts=2, versions=2,
-             disks=2, missing=3, twice=3, nobody=2)
+cases = dict(talk=3, mistake=2, cause_beats_consequence=2, bug=2, killed=2, killed_while_told=2, first_killed=2, terminated=2,
+             counts=2, versions=2, disks=2, missing=3, twice=3, nobody=2)
 running, ports = {}, []
 for name in cases:
     while True:
@@ -185,6 +193,7 @@ def test_the_first_tells_and_deals(cases):
         ("cause_beats_consequence", 1, "the disk is full", 1),
         ("bug", 1, "'the missing key'", 1),
         ("killed", 1, "ended without a word", 1),
+        ("killed_while_told", 1, "ended without a word", 1),
         ("first_killed", 0, "ended without a word", 1),
         ("terminated", 1, "interrupted; the same command resumes from the last checkpoint", 128 + signal.SIGTERM),
         ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same everywhere", 1),
