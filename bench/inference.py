@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     longest = max(len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True))
     # 64 slots of skewed lengths are half empty on average, and each step reads the keys of all of them.
     slots = min(args.num_slots or (64 if args.lengths == "equal" else 16), len(work.prompts))
-    sizes = engine_lib.EngineConfig(slots, longest, min(16, slots), args.steps_per_call)
+    sizes = engine_lib.EngineConfig(slots, longest, min(32, slots), args.steps_per_call)
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
 
     parts, pythons = set(args.parts), {"transformers": args.transformers, "tunix": args.tunix}
