@@ -28,12 +28,14 @@ import sys
 import threading
 import time
 
+from sharding import arguments
+
 P, G, PROMPT, NEW = 8, 8, 32, 64
 TARGETS = {"equal": 0.5, "skewed": 0.35, "first_step_s": 1.0, "peak_rss_MiB": 0.6}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.grpo_step", description=__doc__.splitlines()[0])
+    parser = arguments.Parser(prog="python -m bench.grpo_step", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")

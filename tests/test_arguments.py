@@ -13,6 +13,7 @@ COMMANDS = (
     "bench.broadcast",
     "bench.cheats",
     "bench.forward",
+    "bench.grpo_step",
     "bench.inference",
     "bench.inference_flips",
     "bench.inference_verify",

@@ -194,13 +194,19 @@ def test_the_warm_up_alone_over_two_hosts(tmp_path):
     assert json.loads((tmp_path / "two" / "config.json").read_text())["config"]["topology"]["num_processes"] == 2
 
 
+GIVEN = set()  # ports that a process was told to use, maybe seconds before it does
+
+
 def free_ports() -> int:
     """A port that is free, and the next one too."""
     while True:
         with socket.socket() as one, socket.socket() as following:
             one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
             try:
-                following.bind(("127.0.0.1", one.getsockname()[1] + 1))
+                following.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue
-            return one.getsockname()[1]
+            if not {port, port + 1} & GIVEN:
+                GIVEN.update((port, port + 1))
+                return port
