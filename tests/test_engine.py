@@ -422,13 +422,18 @@ def drive(orchestrator, engine, prompts, max_tokens):
         loop.close()
 
 
-def test_a_stock_jetstream_driver_runs_the_engine(orchestrator):
+@pytest.mark.parametrize(
+    "num_slots", [4, 8]
+)  # one lane, and two (lanes.py), whose slots are run four at a time as well
+def test_a_stock_jetstream_driver_runs_the_engine(orchestrator, num_slots):
     """The same tokens as by hand. The Driver's own defaults: temperature 1, seed 0; the stop id is not handed out.
 
-    Six prompts over four slots, so that slots are used again. Text, because the Driver puts a BOS before a list of ids.
+    Six prompts, over four slots at first, so that slots are used again. Text, because the Driver puts a BOS before a list of ids.
     """
     prompts = ["hello", "a", "the quick brown", "x = 1", "fifth", "sixth"]
-    got = drive(orchestrator, engine(), prompts, max_tokens=10)
+    sizes = dataclasses.replace(CONFIG, num_slots=num_slots)
+    made = engine_lib.Engine(MODEL, sizes, TOKENIZER, params())
+    got = drive(orchestrator, made, prompts, max_tokens=10)
     for prompt, tokens in zip(prompts, got, strict=True):
         ask = Ask(tuple(TOKENIZER.encode(prompt)), seed=0, max_tokens=10)
         expected, _ = alone(ask)
