@@ -35,11 +35,11 @@ def _forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale):
     outs, weights = [], []
     for start, end in _blocks(T):
         q_BKMC = jax.lax.optimization_barrier(_rows(q_BKGTC, start, end))
-        scores_BKGTS = _dot(q_BKMC, k_BKTC[:, :, :end], 3, 3).reshape(B, K, G, end - start, end) * scale
+        scores_BKGTS = dot(q_BKMC, k_BKTC[:, :, :end], 3, 3).reshape(B, K, G, end - start, end) * scale
         scores_BKGTS += bias_BTT[:, None, None, start:end, :end]
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
         weights_BKMS = jax.lax.optimization_barrier(weights_BKGTS.reshape(B, K, G * (end - start), end))
-        out_BKMV = _dot(weights_BKMS, v_BKTV[:, :, :end], 3, 2)
+        out_BKMV = dot(weights_BKMS, v_BKTV[:, :, :end], 3, 2)
         outs.append(out_BKMV.reshape(B, K, G, end - start, -1))
         weights.append(weights_BKMS)
     out_BKGTV = jnp.concatenate(outs, axis=3)
@@ -54,13 +54,13 @@ def _backward(scale, saved, d_out_BKGTV):
     for (start, end), weights_BKMS in zip(_blocks(T), weights, strict=True):
         q_BKMC = _rows(q_BKGTC, start, end)
         d_out_BKMV = jax.lax.optimization_barrier(_rows(d_out_BKGTV, start, end))
-        d_weights_BKMS = _dot(d_out_BKMV, v_BKTV[:, :, :end], 3, 3)
+        d_weights_BKMS = dot(d_out_BKMV, v_BKTV[:, :, :end], 3, 3)
         d_scores_BKMS = weights_BKMS * (d_weights_BKMS - _rows(d_sum_BKGT1, start, end)) * scale
         d_scores_BKMS = jax.lax.optimization_barrier(d_scores_BKMS)
-        d_qs.append(_dot(d_scores_BKMS, k_BKTC[:, :, :end], 3, 2).reshape(B, K, G, end - start, -1))
+        d_qs.append(dot(d_scores_BKMS, k_BKTC[:, :, :end], 3, 2).reshape(B, K, G, end - start, -1))
         rest = ((0, 0), (0, 0), (0, 0), (0, T - end))
-        d_k_BKCT += jnp.pad(_dot(q_BKMC, d_scores_BKMS, 2, 2), rest)
-        d_v_BKVT += jnp.pad(_dot(d_out_BKMV, weights_BKMS, 2, 2), rest)
+        d_k_BKCT += jnp.pad(dot(q_BKMC, d_scores_BKMS, 2, 2), rest)
+        d_v_BKVT += jnp.pad(dot(d_out_BKMV, weights_BKMS, 2, 2), rest)
     return jnp.concatenate(d_qs, axis=3), d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
@@ -80,5 +80,6 @@ def _rows(x_BKGTC, start: int, end: int) -> jax.Array:
     return x_BKGTC[:, :, :, start:end].reshape(B, K, -1, C)
 
 
-def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
+def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
+    """The products over the two dims, one for each sequence and key head, which come first in both."""
     return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0, 1), (0, 1))))

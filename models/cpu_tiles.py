@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import cpu_attention
+
 TILE = 256  # columns, at most
 MASKED = (
     -1e30
@@ -70,7 +72,7 @@ class _Tiles:
     def scores(self, q_BKMC, k_BKSC, mask_BSS) -> jax.Array:
         """[B, K, M, S]."""
         B, K, M, _ = q_BKMC.shape
-        scores_BKGSS = _dot(q_BKMC, k_BKSC, 3, 3).reshape(B, K, -1, self.size, self.size) * self.scale
+        scores_BKGSS = cpu_attention.dot(q_BKMC, k_BKSC, 3, 3).reshape(B, K, -1, self.size, self.size) * self.scale
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
@@ -96,7 +98,7 @@ def _forward(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
                 new_max_BKM1 = jnp.maximum(max_BKM1, scores_BKMS.max(axis=-1, keepdims=True))
                 weights_BKMS = jnp.exp(scores_BKMS - new_max_BKM1)
                 down_BKM1 = jnp.exp(max_BKM1 - new_max_BKM1)
-                read_BKMV = _dot(weights_BKMS, tiles.of(v_BKTV, j, 2), 3, 2)
+                read_BKMV = cpu_attention.dot(weights_BKMS, tiles.of(v_BKTV, j, 2), 3, 2)
                 sum_BKM1 = sum_BKM1 * down_BKM1 + weights_BKMS.sum(axis=-1, keepdims=True)
                 return new_max_BKM1, sum_BKM1, out_BKMV * down_BKM1 + read_BKMV
 
@@ -135,13 +137,13 @@ def _backward(tiles: _Tiles, saved, d_out_BKGTV):
 
             def read(_):
                 weights_BKMS = jnp.exp(tiles.scores(q_BKMC, k_BKSC, mask_BSS) - log_norm_BKM1)
-                d_weights_BKMS = _dot(d_out_BKMV, v_BKSV, 3, 3)
+                d_weights_BKMS = cpu_attention.dot(d_out_BKMV, v_BKSV, 3, 3)
                 d_scores_BKMS = weights_BKMS * (d_weights_BKMS - d_sum_BKM1) * tiles.scale
                 # Keys and values transposed, so that no transposed copy is made of what is large (models/cpu_attention.py).
                 return (
-                    _dot(d_scores_BKMS, k_BKSC, 3, 2),
-                    _dot(q_BKMC, d_scores_BKMS, 2, 2),
-                    _dot(d_out_BKMV, weights_BKMS, 2, 2),
+                    cpu_attention.dot(d_scores_BKMS, k_BKSC, 3, 2),
+                    cpu_attention.dot(q_BKMC, d_scores_BKMS, 2, 2),
+                    cpu_attention.dot(d_out_BKMV, weights_BKMS, 2, 2),
                 )
 
             blank = (jnp.zeros_like(q_BKMC), *(jnp.zeros((B, K, x.shape[3], tiles.size)) for x in (k_BKSC, v_BKSV)))
@@ -166,7 +168,3 @@ def _backward(tiles: _Tiles, saved, d_out_BKGTV):
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0, 1), (0, 1))))

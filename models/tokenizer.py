@@ -88,14 +88,13 @@ class Tokenizer:
 
     def text_stream(self, *, structured: bool = False) -> "TextStream":
         """Text of ids that come a few at a time; `structured`: with what `parsers.parse` needs to see of an answer."""
-        return TextStream(self, self.special_ids - self._structure_ids if structured else self.special_ids)
+        return TextStream(self, self._unstructured_ids if structured else self.special_ids)
 
     def structured_text(self, ids: Sequence[int]) -> str:
         """Text of a whole answer for `parsers.parse`: without specials, but for those that its format is made of."""
-        if not self._structure_ids:
+        if self._unstructured_ids == self.special_ids:
             return self.decode(ids)
-        skipped = self.special_ids - self._structure_ids
-        return self.decode([id for id in ids if id not in skipped], skip_special=False)
+        return self.decode([id for id in ids if id not in self._unstructured_ids], skip_special=False)
 
     def token_bytes(self, id: int) -> bytes:
         """What one id spells, specials included; nothing for an id past the vocabulary."""
@@ -320,10 +319,10 @@ class Tokenizer:
         return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
-    def _structure_ids(self) -> frozenset[int]:
-        """Of the specials that an answer's format is made of."""
+    def _unstructured_ids(self) -> frozenset[int]:
+        """Of the specials that an answer's format is not made of."""
         names = harmony.STRUCTURE if self.call_format == "harmony" else ()
-        return frozenset(self.specials[name] for name in names if name in self.specials)
+        return self.special_ids - {self.specials[name] for name in names if name in self.specials}
 
     @functools.cached_property
     def _breaks(self) -> breaks.Breaks:

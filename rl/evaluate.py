@@ -178,8 +178,8 @@ def _changed(workdir: pathlib.Path, exp: experiment.Experiment) -> dict:
         for n in run_directory.differences(workdir, exp)
         if n.startswith(("evaluation.", "sampling.", "inference.max"))
     ]
-    values = json.loads(exp.raw.to_json())
-    return {name: values[name.partition(".")[0]][name.partition(".")[2]] for name in names}
+    fields = experiment.fields(exp)
+    return {name: fields[name] for name in names}
 
 
 if __name__ == "__main__":

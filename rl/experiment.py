@@ -219,9 +219,14 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
 
 def describe(experiment: Experiment) -> str:
     """The resolved config, one field a line."""
-    fields = flat(json.loads(experiment.raw.to_json()))
-    width = max(map(len, fields))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in fields.items())
+    found = fields(experiment)
+    width = max(map(len, found))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in found.items())
+
+
+def fields(experiment: Experiment) -> dict:
+    """The resolved config's fields by their names with dots."""
+    return flat(json.loads(experiment.raw.to_json()))
 
 
 def flat(tree: dict, prefix: str = "") -> dict:

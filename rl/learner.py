@@ -219,10 +219,8 @@ def make_train_step(
         old_logp = batch.behavior_logp
         if objective.old_logprobs == "learner":
             old_logp = _score(model, whole(state.params, state.frozen), batch, share_prompts=share_prompts)
-        work, opt_state = (
-            objective_lib.Work(batch, old_logp),
-            _between_memories(state.opt_state, layout.opt_state, "device"),
-        )
+        work = objective_lib.Work(batch, old_logp)
+        opt_state = _between_memories(state.opt_state, layout.opt_state, "device")
         if objective.optimizer_steps == 1:
             params, opt_state, metrics, tokens = optimizer_step(state.params, opt_state, state.frozen, work, 0, 1)
             metrics |= {"loss/num_tokens": tokens}

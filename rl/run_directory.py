@@ -81,7 +81,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def _check_same(firsts: str, experiment: experiment_lib.Experiment) -> None:
-    first, own = experiment_lib.flat(json.loads(firsts)), experiment_lib.flat(json.loads(experiment.raw.to_json()))
+    first, own = experiment_lib.flat(json.loads(firsts)), experiment_lib.fields(experiment)
     for name in sorted(first.keys() | own.keys()):
         if first.get(name) != own.get(name) and name != "topology.process_id":
             raise ValueError(
@@ -123,7 +123,7 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut
         free.append("train.rows")
-    saved, wanted = _saved(path), experiment_lib.flat(json.loads(experiment.raw.to_json()))
+    saved, wanted = _saved(path), experiment_lib.fields(experiment)
     return sorted(
         name
         for name in saved.keys() | wanted.keys()
@@ -142,7 +142,7 @@ def _saved(path: pathlib.Path) -> dict:
 
 def _another(path: pathlib.Path, experiment: experiment_lib.Experiment, differs: list[str]) -> str:
     old = _saved(path).get(differs[0], "absent")
-    new = experiment_lib.flat(json.loads(experiment.raw.to_json())).get(differs[0], "absent")
+    new = experiment_lib.fields(experiment).get(differs[0], "absent")
     more = f" ({len(differs) - 1} more fields differ)" if differs[1:] else ""
     return (
         f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; give another --workdir, or "
