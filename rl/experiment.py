@@ -108,8 +108,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
         return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
     outside = isinstance(error, OSError) and error.errno in OUTSIDE
     if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
-        told_elsewhere = str(error).endswith("see their errors")  # a publisher's, of hosts that could not publish
-        return str(error), 1, hosts_lib.CONSEQUENCE if told_elsewhere else hosts_lib.MISTAKE
+        return str(error), 1, hosts_lib.MISTAKE
     return f"{type(error).__name__}: {error}".splitlines()[0], 1, hosts_lib.BUG
 
 

@@ -59,8 +59,8 @@ class Cause:
     code: int
 
 
-class Unsent(OSError):
-    """A message did not reach its host: a consequence of whatever ended that one."""
+class Consequence(OSError):
+    """Of what went wrong on another host, whose account of it is the cause."""
 
 
 class Hosts:
@@ -109,7 +109,7 @@ class Hosts:
         """For `ExitStack.push`: tells of an error that leaves the stack before its slower exits are done."""
         if error is not None and self.count > 1:
             message, code, rank = self._explain(error)
-            if isinstance(error, Unsent):
+            if isinstance(error, Consequence):
                 rank = CONSEQUENCE
             elif rank >= BUG:
                 self._traceback = "".join(traceback.format_exception(error))
@@ -401,7 +401,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class _Link:
-    """Messages over a connection: JSON, and bytes behind it. `send` may be called by several threads, and raises `Unsent`."""
+    """Messages over a connection: JSON, and bytes behind it. `send` may be called by several threads, and raises `Consequence`."""
 
     def __init__(self, sock: socket.socket):
         self._sock, self._lock = sock, threading.Lock()
@@ -421,7 +421,7 @@ class _Link:
                 for view in views:
                     self._sock.sendall(view)
         except OSError as error:
-            raise Unsent(f"another host could not be told: {error}") from error
+            raise Consequence(f"another host could not be told: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict, bytearray]:
         """The next message; with a timeout only one without bytes. EOFError at the end of the connection."""

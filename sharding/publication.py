@@ -20,7 +20,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
-from sharding import assembly, chunks, delta, digests, journal, manifest, writer
+from sharding import assembly, chunks, delta, digests, hosts, journal, manifest, writer
 from sharding import source as source_lib
 
 PACK_BYTES = 4 << 20  # patches are collected into objects of about this size: one per chunk would be 60 kB
@@ -195,7 +195,9 @@ def _reported_by_all() -> Iterator[None]:
     finally:
         others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
         if not failed and len(others):
-            raise OSError(f"hosts {others.tolist()} could not publish, so this version is not: see their errors")
+            raise hosts.Consequence(
+                f"hosts {others.tolist()} could not publish, so this version is not: see their errors"
+            )
 
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> None:

@@ -30,7 +30,7 @@ from sharding import hosts as hosts_lib
 def explain(error):
     if isinstance(error, KeyboardInterrupt):
         return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
-    ranks = {ValueError: hosts_lib.MISTAKE, hosts_lib.Unsent: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}
+    ranks = {ValueError: hosts_lib.MISTAKE, hosts_lib.Consequence: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}
     rank = ranks.get(type(error), hosts_lib.BUG)
     return str(error), 1, rank
 
