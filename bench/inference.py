@@ -186,7 +186,8 @@ class OverHttp:
         metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
         broadcast.publish(params, 0, str(root / "weights"), metadata=metadata)
         command = [sys.executable, "-m", "inference.serve", "--weights", str(root / "weights"), "--port", "0"]
-        command += ["--address_file", str(root / "address"), "--prefix_cache_mib", "0", "--exit_with_parent"]
+        command += ["--address_file", str(root / "address"), "--prefix_cache_mib", "0", "--warm_up"]
+        command += ["--exit_with_parent"]
         for name in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call"):
             command += [f"--{name}", str(getattr(sizes, name))]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -30,7 +30,7 @@ import numpy as np
 from flax import struct
 
 from inference import decode_state as state_lib
-from inference import kv_cache, lanes, proof_window, routing, sampler
+from inference import kv_cache, lanes, proof_window, routing, sampler, turned_weights
 from inference import request as request_lib
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
@@ -70,6 +70,12 @@ class EngineConfig:
             sizes.append(size)
             size *= 2
         return (*sizes, longest)
+
+    @property
+    def insert_sizes(self) -> tuple[int, ...]:
+        """How many slots one `insert_batch` is for: few sizes instead of one per count, and not always all of the slots, because
+        an insert costs as much as its size."""
+        return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.prefill_batch, self.num_slots)}))
 
     @property
     def capacity(self) -> int:
@@ -117,6 +123,8 @@ class Engine(engine_api.Engine):
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
         self._side_by_side = lanes.SideBySide()
+        with self._on_mesh():
+            self._turned = turned_weights.TurnedWeights(model)
 
     # What our scheduler calls.
 
@@ -230,6 +238,7 @@ class Engine(engine_api.Engine):
     def generate(self, params, decode_state: lanes.State):
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
+        params = self._turned.of(params)
         if isinstance(decode_state, lanes.Lanes):
             done = self._side_by_side(functools.partial(_generate, *options, params), decode_state)
             state = lanes.Lanes(tuple(lane for lane, *_ in done))

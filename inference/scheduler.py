@@ -95,7 +95,7 @@ class _Pause:
 
 SHORT = 4  # a short call has steps_per_call / SHORT steps
 RECENT_S = 0.25  # requests keep coming if the last one is no older
-GAP_S, GATHER_S = 0.002, 0.02  # an idle engine starts once no request came for the one, or they came for the other
+GAP_S, GATHER_S = 0.005, 0.03  # an idle engine starts once no request came for the one, or they came for the other
 
 _STOP, _WAKE = object(), object()
 _STATS = (
@@ -138,10 +138,6 @@ class Scheduler:
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outcome: _Outcome | None = None
         self._slots: list[job_lib.Sample | None] = [None] * engine.config.num_slots
-        # Few sizes instead of one per count, and not always all slots: an insert costs as much as its size.
-        self._insert_sizes = sorted(
-            {min(n, len(self._slots)) for n in (1, 8, engine.config.prefill_batch, len(self._slots))}
-        )
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
@@ -348,7 +344,7 @@ class Scheduler:
             started[id(job.prefix)].append((slot, sample))
         for group in started.values():  # one insert call takes samples of one prefill
             slots, samples = zip(*group, strict=True)
-            size = next(size for size in self._insert_sizes if size >= len(slots))
+            size = next(size for size in self._engine.config.insert_sizes if size >= len(slots))
             requests = [
                 dataclasses.replace(s.job.request, seed=(s.job.request.seed + s.index) % 2**32) for s in samples
             ]

@@ -16,6 +16,7 @@ Routes, by file: generate_routes (/inference/v1/generate), openai_routes (/v1/ch
 
 import argparse
 import contextlib
+import gc
 import os
 import pathlib
 import signal
@@ -112,6 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--quantize", default="none", help="int8: large matrices at half the memory; then near the policy, not it"
     )
+    parser.add_argument(
+        "--warm_up", action="store_true", help="compile for prompts of every length before the first request is taken"
+    )
     parser.add_argument("--routed_experts", action="store_true", help="record each token's experts, for router replay")
     parser.add_argument("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights")
     parser.add_argument("--drain_s", type=int, default=30, help="what requests in flight get on SIGTERM")
@@ -121,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     options |= {"say": lambda line: print(line, file=sys.stderr, flush=True)}
     try:
         _check(args)
-        options |= {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize}
+        options |= {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize, "every_length": args.warm_up}
         config = engine_lib.EngineConfig(
             args.num_slots,
             args.max_model_len,
@@ -165,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal again once it has shut down; by then it has done its work
         signal.signal(signal.SIGTERM, lambda *_: None)
+    gc.freeze()  # what is here stays: looking it over again and again would stop all requests for 0.2 s each time
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn_server.run(sockets=[sock])
     if grpc_server is not None:

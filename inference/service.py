@@ -7,7 +7,6 @@
    two steps. Whatever fails before that leaves the old weights serving.
 """
 
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -16,12 +15,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 
-from inference import decode_state as state_lib
 from inference import engine as engine_lib
 from inference import scheduler as scheduler_lib
-from inference import schemas
+from inference import schemas, warm_up
 from inference import weights as weights_lib
 from models import config as config_lib
 from models import tokenizer as tokenizer_lib
@@ -145,6 +142,7 @@ def start(
     timeout_s: float = 600.0,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    every_length: bool = False,
     say: Callable[[str], None] = lambda line: None,
     **options,
 ) -> Server:
@@ -152,7 +150,7 @@ def start(
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
     `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `quantize`: a name of
-    weights.QUANTIZATIONS. `say` hears what takes long. `options`: those of `Scheduler`.
+    weights.QUANTIZATIONS. `every_length`: compile for prompts of every length now. `say` hears what takes long. `options`: those of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
@@ -172,7 +170,7 @@ def start(
     store = weights_lib.Store(model, devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.on_arrival, key=key)
     tokenizer = tokenizer_lib.load(metadata["tokenizer"])
-    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options, say)
+    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options, say, every_length)
     server.key, server.have = key, pulled
     return server
 
@@ -183,6 +181,7 @@ def start_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    every_length: bool = False,
     say: Callable[[str], None] = lambda line: None,
     **options,
 ) -> Server:
@@ -194,7 +193,7 @@ def start_model(
     devices = host_mesh(mesh, config)
     tokenizer = tokenizer_lib.load(folder)
     store = weights_lib.Store(hf.read_config(folder), devices, quantize)
-    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options, say)
+    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options, say, every_length)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -227,7 +226,15 @@ _HAS = {"lack": "needs", "have": "has not"}
 
 
 def _serve(
-    weights, tokenizer, config: engine_lib.EngineConfig, params, version: int, store, options: dict, say: Callable
+    weights,
+    tokenizer,
+    config: engine_lib.EngineConfig,
+    params,
+    version: int,
+    store,
+    options: dict,
+    say: Callable,
+    every_length: bool,
 ) -> Server:
     if tokenizer.vocab_size > store.model.vocab_size:
         raise ValueError(
@@ -238,9 +245,9 @@ def _serve(
     say("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
-    scheduler = scheduler_lib.Scheduler(engine, params, version, state=_compile(engine, params), **options)
-    length = min(8, config.max_model_len - 1)
-    scheduler.submit(scheduler_lib.GenerateRequest(tokens=(0,) * length, max_tokens=1, proofs=True)).result()
+    scheduler = scheduler_lib.Scheduler(engine, params, version, state=warm_up.largest(engine, params), **options)
+    for request in warm_up.requests(config, every_length=every_length):
+        scheduler.submit(request).result()
     return Server(weights, scheduler, engine, store)
 
 
@@ -253,17 +260,6 @@ def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transf
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     specs = transformer.specs(store.model)
     return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]
-
-
-def _compile(engine: engine_lib.Engine, params) -> state_lib.DecodeState:
-    """Compiles the two large programs, prefill and generate, side by side; returns the decode state, with no slot in use."""
-    tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
-    length_P = np.ones((engine.config.prefill_batch,), np.int32)
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        prefilled = other.submit(engine.prefill_batch, params, tokens_PT, length_P)
-        state, _ = engine.generate(params, engine.init_decode_state())  # no slot is active: not a step is run
-        prefilled.result()
-    return state
 
 
 def _by_path(tree) -> dict[str, jax.ShapeDtypeStruct]:

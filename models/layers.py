@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, quantized
+from models import attention, quantized, turned
 from models import config as config_lib
 from sharding import rules
 
@@ -22,8 +22,10 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
 
     On one device as a product of two matrices. Over several, B and T may be split, and merging them would gather the rows.
-    The kernel may be `Quantized`.
+    The kernel may be `Quantized` or `Turned`.
     """
+    if turned.is_turned(kernel):
+        return kernel.rows(x)
     if quantized.is_quantized(kernel):
         return quantized.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
     if rules.several_devices() is not None:
@@ -168,6 +170,8 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """down(act(gate x) * up x), each with its bias if `params` holds one."""
+    if turned.is_turned(params["gate"]):
+        return _ffn_by_columns(x_BTD, params, config)
 
     def apply(x, name):
         y = project(x, params[name].astype(x.dtype))
@@ -175,6 +179,18 @@ def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.A
         return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
 
     return apply(gated(apply(x_BTD, "gate"), apply(x_BTD, "up"), config), "down")
+
+
+def _ffn_by_columns(x_BTD, params, config):
+    """With `Turned` kernels; what lies between them is never turned."""
+
+    def apply(x_KR, name):
+        y_NR = params[name].astype(x_KR.dtype).columns(x_KR)
+        bias = params.get(f"{name}_bias")
+        return y_NR if bias is None else y_NR + jnp.broadcast_to(bias.astype(y_NR.dtype)[:, None], y_NR.shape)
+
+    x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T
+    return apply(gated(apply(x_DR, "gate"), apply(x_DR, "up"), config), "down").T.reshape(x_BTD.shape)
 
 
 def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:

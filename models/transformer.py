@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, blocks, layers, moe, quantized
+from models import attention, blocks, layers, moe, quantized, turned
 from models import config as config_lib
 from sharding import rules
 
@@ -273,8 +273,10 @@ def extend_routed(
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
-    kernel_DV = head(params, config).astype(hidden_BTD.dtype)
-    if quantized.is_quantized(kernel_DV):
+    kernel_DV = head(params).astype(hidden_BTD.dtype)
+    if turned.is_turned(kernel_DV):
+        logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
+    elif quantized.is_quantized(kernel_DV):
         integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, integers_DV, preferred_element_type=jnp.float32)
         logits_BTV = quantized.scaled(logits_BTV, kernel_DV.scale)
@@ -285,9 +287,9 @@ def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array
     return logits_BTV
 
 
-def head(params: Params, config: config_lib.ModelConfig) -> jax.Array:
-    """The output head's kernel [D, V]."""
-    return params["embed"].T if config.tie_embeddings else params["lm_head"]
+def head(params: Params) -> jax.Array:
+    """The output head's kernel [D, V]: of its own, or the embedding's."""
+    return params["lm_head"] if "lm_head" in params else params["embed"].T
 
 
 def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
