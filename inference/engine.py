@@ -9,7 +9,7 @@
 4. The last hidden states of each slot stay in a ring on the device; a call reduces the windows of 32 that it finished
    to the values that a proof is made of (proof_window.py), and the host fetches those alone.
 
-Programs have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
+Programs (programs.py) have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
 neighbours: a rollout is the same whatever ran beside it. A chunk starts at a multiple of `prefill_chunk` in every prompt,
 so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
 Parameters are an argument of every call, so weights change between calls while sequences go on.
@@ -30,12 +30,11 @@ import numpy as np
 from flax import struct
 
 from inference import decode_state as state_lib
-from inference import kv_cache, lanes, proof_window, routing, sampler, turned_weights
-from inference import request as request_lib
+from inference import kv_cache, lanes, programs, proof_window, routing, turned_weights
 from inference.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from models import config as config_lib
-from models import logprobs, quantized, transformer
 from models import tokenizer as tokenizer_lib
+from models import transformer
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -131,7 +130,7 @@ class Engine(engine_api.Engine):
     def prefill_batch(self, params, tokens_PT, length_P) -> state_lib.Prefix:
         """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
         with self._on_mesh():
-            return _prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
+            return programs.prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
 
     def prefill_chunk(
         self, params, tokens_1T, start: int, cache: kv_cache.Cache | None
@@ -144,12 +143,12 @@ class Engine(engine_api.Engine):
         cache = self.empty_prefix() if cache is None else cache
         with self._on_mesh():
             start_1 = np.array([start], np.int32)
-            return _prefill_chunk(self.model, self.config.routed_experts, params, tokens_1T, start_1, cache)
+            return programs.prefill_chunk(self.model, self.config.routed_experts, params, tokens_1T, start_1, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """The keys of no prompt at all, with room for the longest one."""
         with self._on_mesh():
-            return _empty(self.model, 1, self.config.capacity)
+            return programs.empty_prefix(self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params, tokens_1T) -> np.ndarray:
         """float32 [T]: log-probability of each token of one prompt given those before it; 0 for the first. Untempered.
@@ -158,7 +157,7 @@ class Engine(engine_api.Engine):
         """
         with self._on_mesh():  # a row for each part of a mesh that is to hold rows
             tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)
-            return np.asarray(_score(self.model, params, tokens_BT))
+            return np.asarray(programs.score(self.model, params, tokens_BT))
 
     def insert_batch(
         self, prefix: state_lib.Prefix, rows, state: lanes.State, slots, request: state_lib.Request
@@ -166,12 +165,12 @@ class Engine(engine_api.Engine):
         """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
         prefix = prefix.replace(experts=())
         with self._on_mesh():
-            return lanes.at(lambda lane, slots: _insert(prefix, rows, lane, slots, request), state, slots)
+            return lanes.at(lambda lane, slots: programs.insert(prefix, rows, lane, slots, request), state, slots)
 
     def deactivate(self, state: lanes.State, slots) -> lanes.State:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
         with self._on_mesh():
-            return lanes.at(_deactivate, state, slots)
+            return lanes.at(programs.deactivate, state, slots)
 
     def with_limit(self, state: lanes.State, limit: int) -> lanes.State:
         """The state with the most steps that the next call may run."""
@@ -183,7 +182,7 @@ class Engine(engine_api.Engine):
     def top_values(self, state: lanes.State, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
         """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
         with self._on_mesh():
-            return lanes.gather(lambda lane, slots: _top_values(lane, slots, windows, rows), state, slots)
+            return lanes.gather(lambda lane, slots: programs.top_values(lane, slots, windows, rows), state, slots)
 
     def bucket(self, length: int) -> int:
         """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
@@ -217,7 +216,7 @@ class Engine(engine_api.Engine):
     def init_slots(self, num_slots: int) -> state_lib.DecodeState:
         """So many empty slots that are decoded by one call."""
         with self._on_mesh():
-            return _init(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
+            return programs.empty_slots(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> state_lib.Prefix:
         if existing_prefix is not None:
@@ -240,12 +239,12 @@ class Engine(engine_api.Engine):
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
         params = self._turned.of(params)
         if isinstance(decode_state, lanes.Lanes):
-            done = self._side_by_side(functools.partial(_generate, *options, params), decode_state)
+            done = self._side_by_side(functools.partial(programs.generate, *options, params), decode_state)
             state = lanes.Lanes(tuple(lane for lane, *_ in done))
-            data, extras, proofs, experts = _join([results for _, *results in done])
+            data, extras, proofs, experts = programs.join([results for _, *results in done])
         else:
             with self._on_mesh():
-                state, data, extras, proofs, experts = _generate(*options, params, decode_state)
+                state, data, extras, proofs, experts = programs.generate(*options, params, decode_state)
         result = Result(
             data=data,
             tokens_idx=(0, K),
@@ -309,182 +308,6 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
             f"inference.num_slots = {config.num_slots} does not divide over the {shards} batch shards of the mesh "
             f"(data x fsdp x expert); set it to a multiple of {shards}"
         )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(model, routed, params, tokens_PT, length_P):
-    P, T = tokens_PT.shape
-    positions_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
-    start_P = jnp.zeros((P,), jnp.int32)
-    cache = kv_cache.create(model, P, T)
-    attend = kv_cache.attend_at(start_P)
-    _, cache, ran = transformer.extend_routed(params, model, tokens_PT, positions_PT, cache, attend)
-    last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    pieces = (routing.narrow(ran[0], model),) if routed else ()
-    return state_lib.placed(state_lib.Prefix(cache, last_P, length_P, pieces))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
-def _prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
-    positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
-    attend = kv_cache.attend_at(start_1)
-    _, cache, ran = transformer.extend_routed(params, model, tokens_1T, positions_1T, cache, attend)
-    return state_lib.placed(cache), (routing.narrow(ran[0], model),) if routed else ()
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty(model, num_sequences, capacity):
-    return state_lib.placed(kv_cache.create(model, num_sequences, capacity))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _init(model, num_slots, capacity, num_steps):
-    zeros_B = jnp.zeros((num_slots,), jnp.int32)
-    state = state_lib.DecodeState(
-        cache=kv_cache.create_slots(model, num_slots, capacity),
-        token=zeros_B,
-        position=zeros_B,
-        generated=zeros_B,
-        active=jnp.zeros((num_slots,), bool),
-        request=state_lib.request_arrays((), num_slots),
-        ring=proof_window.create(num_slots, model.model_dim),
-        limit=jnp.int32(num_steps),
-    )
-    return state_lib.placed(state)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _score(model, params, tokens_BT):
-    hidden_BTD = transformer.apply(params, model, tokens_BT)
-    name = "embed" if model.tie_embeddings else "lm_head"
-    params = params | {name: quantized.dense(params[name], model.dtype)}
-    ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
-    return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
-
-
-@functools.partial(jax.jit, donate_argnums=2)
-def _insert(prefix, rows_N, state, slots_N, request):
-    def put(target, values):
-        return target.at[slots_N].set(values, mode="drop")
-
-    state = state_lib.DecodeState(
-        cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
-        token=put(state.token, prefix.last_token[rows_N]),
-        position=put(state.position, prefix.length[rows_N] - 1),
-        generated=put(state.generated, 0),
-        active=put(state.active, True),
-        request=jax.tree.map(put, state.request, request),
-        ring=state.ring,
-        limit=state.limit,
-    )
-    return state_lib.placed(state)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _deactivate(state, slots_B):
-    return state_lib.placed(state.replace(active=state.active.at[slots_B].set(False, mode="drop")))
-
-
-@jax.jit
-def _top_values(state, slot_N, window_N, rows_N):
-    return proof_window.top_values(state.ring, slot_N, window_N, rows_N)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
-def _generate(model, num_steps, max_len, routed, params, state):
-    """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp.
-
-    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for;
-    (indices, bits) [2, B, k] of finished windows; and, if `routed`, the experts [B, K, L, X] of the tokens that were run.
-    """
-    B = state.token.shape[0]
-    num_top = min(request_lib.MAX_TOP, model.vocab_size)
-    start = state
-
-    def more(carry):
-        step, state, *_ = carry
-        return (step < jnp.minimum(num_steps, state.limit)) & jnp.any(state.active)
-
-    def one(carry):
-        step, state, tokens, valid, logps, extras, experts = carry
-        hidden_B1D, cache, ran = transformer.extend_routed(
-            params,
-            model,
-            state.token[:, None],
-            state.position[:, None],
-            state.cache,
-            # A slot that is not in use may keep nobody at a late position (decode_attention.py).
-            kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
-        )
-        logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
-        logp_BV = sampler.scores(logits_BV, state.request.sampling)
-        token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
-        active, row_B, generated = state.active, state.generated, state.generated + state.active
-        stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
-        full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
-        new_state = state.replace(
-            cache=cache,
-            token=jnp.where(active, token_B, state.token),
-            position=jnp.where(active & ~stopped_B & ~full_B, state.position + 1, state.position),
-            generated=generated,
-            active=active & ~stopped_B & ~full_B,
-            ring=proof_window.write(state.ring, hidden_B1D[:, 0], row_B, active),
-        )
-        return (
-            step + 1,
-            state_lib.placed(new_state),
-            tokens.at[:, step].set(jnp.where(active, token_B, 0)),
-            valid.at[:, step].set(active.astype(jnp.int32)),
-            logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
-            _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
-            experts.at[:, step].set(routing.narrow(ran[0], model)[:, 0]) if routed else None,
-        )
-
-    blank = jnp.zeros((B, num_steps), jnp.int32)
-    zeros = jnp.zeros((B, num_steps), jnp.float32)
-    wide = (B, num_steps, num_top)
-    extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-    shape = (B, num_steps, routing.num_mixtures(model), model.experts_per_token)
-    experts = jnp.zeros(shape, routing.dtype(model)) if routed else None
-    carry = (jnp.int32(0), state_lib.placed(state), blank, blank, zeros, extras, experts)
-    _, state, tokens, valid, logps, extras, experts = jax.lax.while_loop(more, one, carry)
-    bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    there_2B, window_2B, rows_2B = proof_window.finished(start.generated, state.generated, start.active & ~state.active)
-    proofs = proof_window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
-    data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, proofs, experts
-
-
-@jax.jit
-def _join(results):
-    """The results of several lanes as those of one; windows of proofs come first, then slots."""
-
-    def join(parts, axis):
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
-
-    data, extras, proofs, experts = zip(*results, strict=True)
-    return join(data, 0), join(extras, 0), join(proofs, 1), join(experts, 0)
-
-
-def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
-    """What few requests ask for; a batch in which none does must not pay for it."""
-
-    def raw(values, logits_BV, logp_BV):
-        raw_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-        return values.at[:, step].set(jnp.take_along_axis(raw_BV, token_B[:, None], axis=-1)[:, 0])
-
-    def top(values, logits_BV, logp_BV):
-        logps, ids = jax.lax.top_k(logp_BV, num_top)
-        return values[0].at[:, step].set(ids), values[1].at[:, step].set(logps)
-
-    def skip(values, logits_BV, logp_BV):
-        return values
-
-    raw_logps, *tops = extras
-    want_raw, want_top = (jnp.any(state.active & asked) for asked in (state.request.want_raw, state.request.want_top))
-    raw_logps = jax.lax.cond(want_raw, raw, skip, raw_logps, logits_BV, logp_BV)
-    top_ids, top_logps = jax.lax.cond(want_top, top, skip, tuple(tops), logits_BV, logp_BV)
-    return raw_logps, top_ids, top_logps
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):

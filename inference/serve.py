@@ -169,7 +169,9 @@ def main(argv: list[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal again once it has shut down; by then it has done its work
         signal.signal(signal.SIGTERM, lambda *_: None)
-    gc.freeze()  # what is here stays: looking it over again and again would stop all requests for 0.2 s each time
+    # What is here stays: looking it over again and again would stop all requests for 0.2 s each time.
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn_server.run(sockets=[sock])
     if grpc_server is not None:

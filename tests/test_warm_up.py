@@ -5,19 +5,19 @@ import numpy as np
 import pytest
 
 from inference import engine as engine_lib
+from inference import programs, warm_up
 from inference import scheduler as scheduler_lib
-from inference import warm_up
 from models import tokenizer as tokenizer_lib
 from tests import tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=64, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
-PROGRAMS = ("_prefill", "_prefill_chunk", "_insert", "_generate", "_deactivate")
+PROGRAMS = ("prefill", "prefill_chunk", "insert", "generate", "deactivate")
 WAIT_S = 120
 
 
 def num_compiled():
-    return {name: getattr(engine_lib, name)._cache_size() for name in PROGRAMS}
+    return {name: getattr(programs, name)._cache_size() for name in PROGRAMS}
 
 
 @pytest.mark.parametrize("every_length", [False, True])
@@ -38,4 +38,4 @@ def test_what_is_compiled(every_length):
     longer = scheduler_lib.GenerateRequest((1,) * 20)
     scheduler.submit(longer).result(WAIT_S)
     scheduler.close()
-    assert (num_compiled()["_prefill"] > before["_prefill"]) == (not every_length)
+    assert (num_compiled()["prefill"] > before["prefill"]) == (not every_length)
