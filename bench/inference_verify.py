@@ -18,6 +18,7 @@ import numpy as np
 
 from bench import shapes
 from inference import engine as engine_lib
+from inference import request as request_lib
 from inference import rollout as rollout_lib
 from inference import scheduler as scheduler_lib
 from inference import toploc
@@ -27,7 +28,6 @@ from rl import validator, verdicts
 from sharding import arguments
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NODE = rollout_lib.WorkerKey.generate()
 
 
@@ -50,7 +50,9 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=0)
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
     tolerance = verdicts.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
-    judge = validator.Validator(model, lambda version: params, OFF, tolerance, max_model_len=PROMPT + NEW)
+    judge = validator.Validator(
+        model, lambda version: params, request_lib.NO_FILTERS, tolerance, max_model_len=PROMPT + NEW
+    )
     times: dict[str, list[float]] = {}
 
     def timed(what, function, *values):

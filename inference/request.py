@@ -10,6 +10,9 @@ MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
 
 
+NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # what they are where they leave nothing out
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
     """One prompt, `num_samples` completions; sample i uses seed + i (mod 2^32)."""

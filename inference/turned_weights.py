@@ -7,6 +7,7 @@ uses the weights as they are: so a CPU holds those that are multiplied with twic
 import weakref
 
 import jax
+import jax.numpy as jnp
 
 from inference import decode_attention
 from models import config as config_lib
@@ -19,21 +20,19 @@ class TurnedWeights:
     """The copy of the weights that were decoded with last."""
 
     def __init__(self, model: config_lib.ModelConfig):
-        num_bytes = transformer.num_params(model) * jax.numpy.dtype(model.param_dtype).itemsize
+        num_bytes = transformer.num_params(model) * jnp.dtype(model.param_dtype).itemsize
         self._fits = decode_attention.fits(model) and num_bytes <= MAX_BYTES
-        self._sources: list[weakref.ref] = []
-        self._turned: transformer.Params = {}
+        self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # what it was made of, and the copy
 
     def of(self, params: transformer.Params) -> transformer.Params:
         """The same weights as a decode step is to have them."""
         if not self._fits or quantized.is_quantized(params["embed"]):
             return params
         leaves = jax.tree.leaves(params)
+        sources, made = self._kept
         # By each leaf: two versions may share some.
-        if len(leaves) != len(self._sources) or any(
-            s() is not leaf for s, leaf in zip(self._sources, leaves, strict=True)
-        ):
-            self._turned = {}  # the old copy goes before the new one comes
-            self._turned = turned.turn(params)
-            self._sources = [weakref.ref(leaf) for leaf in leaves]
-        return self._turned
+        if len(sources) != len(leaves) or any(s() is not leaf for s, leaf in zip(sources, leaves, strict=True)):
+            self._kept, made = ([], {}), {}  # the old copy goes before the new one comes
+            made = turned.turn(params)
+            self._kept = [weakref.ref(leaf) for leaf in leaves], made
+        return made

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from ml_collections import config_dict
 
-from inference import web
+from inference import request, web
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -112,7 +112,7 @@ def check_contradictions(config: config_dict.ConfigDict) -> None:
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
     """ValueError for samples that an evaluation may ask for, and a run cannot learn from as its objective has it."""
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    off = request.NO_FILTERS
     filters = [f"sampling.{name} = {config.sampling[name]}" for name in off if config.sampling[name] != off[name]]
     objective = config.objective
     if not filters or (

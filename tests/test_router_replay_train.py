@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from configs import quickstart, quickstart_moe
+from inference import request as request_lib
 from inference import rollout as rollout_lib
 from inference import rollout_parquet
 from rl import admission, calibrate, data, experiment, launch, router_replay, validator, verdicts
 from rl import orchestrator as orchestrator_lib
 from tests import test_orchestrator, test_train, tiny
 from tests import test_router_replay_claims as claims
-
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def test_a_run_that_replays_records_asks_and_packs(monkeypatch, tmp_path):
@@ -92,7 +91,7 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
     params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
     limits = verdicts.Tolerance.of(exp.raw.trust)
     judge = validator.Validator(
-        exp.model, lambda version: params, OFF, limits, max_model_len=exp.raw.inference.max_model_len
+        exp.model, lambda version: params, request_lib.NO_FILTERS, limits, max_model_len=exp.raw.inference.max_model_len
     )
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):

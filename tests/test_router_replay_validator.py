@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inference import engine as engine_lib
+from inference import request as request_lib
 from inference import routing
 from inference import scheduler as scheduler_lib
 from models import moe, transformer
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 CAPACITY = 64
 ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
 STRICT = verdicts.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 REQUEST = scheduler_lib.GenerateRequest(
     tuple(b"hello"), num_samples=4, max_tokens=30, seed=5, proofs=True, routed_experts=True
 )
@@ -72,7 +72,9 @@ def honest(updated=False):
 
 
 def judge(rollouts, tolerance=STRICT):
-    return validator.Validator(claims.MODEL, weights, OFF, tolerance, max_model_len=CAPACITY).judge(rollouts)
+    return validator.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, tolerance, max_model_len=CAPACITY).judge(
+        rollouts
+    )
 
 
 @pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -105,7 +107,11 @@ def test_stacked_layers_are_replayed_as_single_ones():
     """Of one version in packed rows, of two over a cache of keys."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
     check = validator.Validator(
-        stacked, lambda version: transformer.stack(weights(version), stacked), OFF, STRICT, max_model_len=CAPACITY
+        stacked,
+        lambda version: transformer.stack(weights(version), stacked),
+        request_lib.NO_FILTERS,
+        STRICT,
+        max_model_len=CAPACITY,
     )
     for updated in (False, True):
         rollouts = list(honest(updated))
@@ -150,7 +156,7 @@ def test_near_ties_are_forgiven_up_to_the_tolerance_and_measured():
     flipped = dataclasses.replace(rollout, routed_experts=claim)
     gap = float(logits_E[order[1]] - logits_E[order[2]])
     loose = dataclasses.replace(STRICT, margin=1e9, logprob=1e9)
-    check = validator.Validator(claims.MODEL, weights, OFF, loose, max_model_len=CAPACITY)
+    check = validator.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, loose, max_model_len=CAPACITY)
     replay = check.replay([flipped])
     assert replay.gap[0, t] == pytest.approx(gap, abs=1e-4) and np.delete(replay.gap[0], t).max() < 1e-4
     for routing_tolerance, reason in ((gap * 0.99, "routing"), (gap * 1.01, "ok")):

@@ -21,6 +21,7 @@ import pytest
 
 from bench import doubles
 from inference import engine as engine_lib
+from inference import request as request_lib
 from inference import rollout as rollout_lib
 from inference import rollout_parquet, toploc, web
 from inference import scheduler as scheduler_lib
@@ -38,7 +39,6 @@ from tests import tiny
 MODEL = tiny.model()
 K, CAPACITY = 4, 64
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Engine and replay are float32 programs of different shapes: log-probabilities near 10 agree to a few ulp (measured 4e-6).
 STRICT = validator_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4)
 WAIT_S = 60
@@ -109,7 +109,7 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
     ]
 
 
-def check(rollouts, filters=OFF, tolerance=STRICT):
+def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT):
     return validator_lib.Validator(MODEL, weights, filters, tolerance, max_model_len=CAPACITY).check(rollouts)
 
 
@@ -136,7 +136,9 @@ def edited(name, position, value):
 def test_an_honest_group_passes():
     assert len({tuple(rollout.tokens) for rollout in honest()}) == 4
     assert check(honest()) is None
-    replay = validator_lib.Validator(MODEL, weights, OFF, STRICT, max_model_len=CAPACITY).replay(honest())
+    replay = validator_lib.Validator(MODEL, weights, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY).replay(
+        honest()
+    )
     for i, rollout in enumerate(honest()):
         sampled = np.flatnonzero(rollout.sampled_mask)
         # The replay's own float32: the token is the argmax but where two noised logits are closer than that.
@@ -148,7 +150,9 @@ def test_an_honest_group_passes():
 def test_the_replay_scores_tempered_distributions():
     """Against the learner's forward pass and float64: log q(token) / p(token), q ~ p^b."""
     rollout = honest()[0]
-    replay = validator_lib.Validator(MODEL, weights, OFF, STRICT, max_model_len=CAPACITY).replay(honest())
+    replay = validator_lib.Validator(MODEL, weights, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY).replay(
+        honest()
+    )
     tokens_BT = jnp.asarray(rollout.tokens)[None]
     logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT))[0]
     logp_TV = np.asarray(logits_TV, np.float64)
@@ -225,10 +229,16 @@ def test_rollouts_packed_together_are_replayed_as_each_alone():
 @pytest.mark.parametrize(
     ("request_", "filters"),
     [
-        (dataclasses.replace(HONEST, temperature=0.0), OFF),
-        (dataclasses.replace(HONEST, temperature=0.6, top_k=30, top_p=0.9), OFF | {"top_k": 30, "top_p": 0.9}),
-        (scheduler_lib.GenerateRequest((3,), num_samples=4, max_tokens=1, proofs=True), OFF),
-        (scheduler_lib.GenerateRequest(tuple(range(40)), num_samples=4, max_tokens=99, proofs=True), OFF),
+        (dataclasses.replace(HONEST, temperature=0.0), request_lib.NO_FILTERS),
+        (
+            dataclasses.replace(HONEST, temperature=0.6, top_k=30, top_p=0.9),
+            request_lib.NO_FILTERS | {"top_k": 30, "top_p": 0.9},
+        ),
+        (scheduler_lib.GenerateRequest((3,), num_samples=4, max_tokens=1, proofs=True), request_lib.NO_FILTERS),
+        (
+            scheduler_lib.GenerateRequest(tuple(range(40)), num_samples=4, max_tokens=99, proofs=True),
+            request_lib.NO_FILTERS,
+        ),
     ],
     ids=["greedy", "filtered", "one token", "to the end of the context"],
 )
@@ -302,7 +312,7 @@ def test_another_temperature_than_claimed(temperature):
 def test_filters_that_were_not_prescribed():
     cheat = rollouts_of(dataclasses.replace(HONEST, top_k=2))
     assert check(cheat).startswith("sampling: ")
-    assert check(honest(), OFF | {"top_k": 2}).startswith("sampling: ")
+    assert check(honest(), request_lib.NO_FILTERS | {"top_k": 2}).startswith("sampling: ")
 
 
 def test_another_seed_than_claimed():
@@ -399,7 +409,7 @@ def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch
     for version in (0, 1, 0, 2, 1, 0):
         np.testing.assert_array_equal(get(version)["embed"], params(version)["embed"])
     assert pulled == [0, 1, 2, 0]  # 2 put out 0, the oldest
-    judge = validator_lib.Validator(MODEL, get, OFF, STRICT, max_model_len=CAPACITY)
+    judge = validator_lib.Validator(MODEL, get, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY)
     assert judge.check(honest()) is None
     assert judge.check(edited("versions", slice(30, None), 10)).startswith("weights: a version that it names cannot")
     for file in (tmp_path / "v00000003").rglob("*"):
