@@ -46,8 +46,7 @@ State = state_lib.DecodeState | Lanes  # of all slots of an engine
 
 def count(model: config_lib.ModelConfig, num_slots: int) -> int:
     """How many lanes so many slots are decoded in."""
-    num_bytes = transformer.num_params(model) * jnp.dtype(model.param_dtype).itemsize
-    is_small = decode_attention.fits(model) and num_bytes <= MAX_WEIGHTS_BYTES
+    is_small = decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_WEIGHTS_BYTES
     return NUM if is_small and num_slots % NUM == 0 and num_slots >= NUM * MIN_SLOTS else 1
 
 

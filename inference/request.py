@@ -8,8 +8,6 @@ import numpy as np
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
 MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
-
-
 NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # what they are where they leave nothing out
 
 

@@ -150,7 +150,8 @@ def start(
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
     `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `quantize`: a name of
-    weights.QUANTIZATIONS. `every_length`: compile for prompts of every length now. `say` hears what takes long. `options`: those of `Scheduler`.
+    weights.QUANTIZATIONS. `every_length`: compile for prompts of every length now. `say` hears what takes long.
+    `options`: those of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)

@@ -7,7 +7,6 @@ uses the weights as they are: so a CPU holds those that are multiplied with twic
 import weakref
 
 import jax
-import jax.numpy as jnp
 
 from inference import decode_attention
 from models import config as config_lib
@@ -20,8 +19,7 @@ class TurnedWeights:
     """The copy of the weights that were decoded with last."""
 
     def __init__(self, model: config_lib.ModelConfig):
-        num_bytes = transformer.num_params(model) * jnp.dtype(model.param_dtype).itemsize
-        self._fits = decode_attention.fits(model) and num_bytes <= MAX_BYTES
+        self._fits = decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_BYTES
         self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # what it was made of, and the copy
 
     def of(self, params: transformer.Params) -> transformer.Params:

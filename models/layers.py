@@ -170,27 +170,20 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """down(act(gate x) * up x), each with its bias if `params` holds one."""
-    if turned.is_turned(params["gate"]):
-        return _ffn_by_columns(x_BTD, params, config)
-
-    def apply(x, name):
-        y = project(x, params[name].astype(x.dtype))
-        bias = params.get(f"{name}_bias")
-        return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
-
-    return apply(gated(apply(x_BTD, "gate"), apply(x_BTD, "up"), config), "down")
-
-
-def _ffn_by_columns(x_BTD, params, config):
-    """With `Turned` kernels; what lies between them is never turned."""
-
-    def apply(x_KR, name):
-        y_NR = params[name].astype(x_KR.dtype).columns(x_KR)
-        bias = params.get(f"{name}_bias")
-        return y_NR if bias is None else y_NR + jnp.broadcast_to(bias.astype(y_NR.dtype)[:, None], y_NR.shape)
-
+    if not turned.is_turned(params["gate"]):
+        return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
+    # By columns throughout: what lies between the kernels is never turned.
     x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T
-    return apply(gated(apply(x_DR, "gate"), apply(x_DR, "up"), config), "down").T.reshape(x_BTD.shape)
+    return _ffn(x_DR, params, config, turned.columns, bias_shape=(-1, 1)).T.reshape(x_BTD.shape)
+
+
+def _ffn(x, params, config, multiply, *, bias_shape):
+    def apply(x, name):
+        y = multiply(x, params[name].astype(x.dtype))
+        bias = params.get(f"{name}_bias")
+        return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype).reshape(bias_shape), y.shape)
+
+    return apply(gated(apply(x, "gate"), apply(x, "up"), config), "down")
 
 
 def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:

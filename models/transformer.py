@@ -86,6 +86,11 @@ def num_params(config: config_lib.ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=rules.is_spec))
 
 
+def num_bytes(config: config_lib.ModelConfig) -> int:
+    """Of all parameters in `config.param_dtype`."""
+    return num_params(config) * jnp.dtype(config.param_dtype).itemsize
+
+
 def apply(
     params: Params,
     config: config_lib.ModelConfig,

@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-# Kernels of dense layers by name -> how many dims are summed over.
-NUM_INPUT_DIMS = dict.fromkeys(("q", "k", "v", "gate", "up", "down"), 1) | {"o": 2}
-MODULES = ("attn", "mlp", "shared")
+from models import quantized
+
+MODULES = ("attn", "mlp", "shared")  # of dense layers
 
 
 @struct.dataclass
@@ -42,19 +42,20 @@ class Turned:
     def astype(self, dtype) -> "Turned":
         return self.replace(kernel_NK=self.kernel_NK.astype(dtype))
 
-    def columns(self, x_KR: jax.Array, dtype=None) -> jax.Array:
-        """The product [N, R] with rows that are given as columns; in the dtype of `x_KR` when None."""
-        out_NR = jax.lax.dot(self.kernel_NK, x_KR, preferred_element_type=jnp.float32)
-        return jax.lax.optimization_barrier(out_NR.astype(dtype or x_KR.dtype))
-
     def rows(self, x: jax.Array, dtype=None) -> jax.Array:
         """x [B, T, in...] times the kernel, [B, T, out...]."""
         B, T = x.shape[:2]
-        return self.columns(x.reshape(B * T, -1).T, dtype).T.reshape(B, T, *self.out_shape)
+        return columns(x.reshape(B * T, -1).T, self, dtype).T.reshape(B, T, *self.out_shape)
 
 
 def is_turned(kernel) -> bool:
     return isinstance(kernel, Turned)
+
+
+def columns(x_KR: jax.Array, kernel: Turned, dtype=None) -> jax.Array:
+    """The product [N, R] with rows that are given as columns; in the dtype of `x_KR` when None."""
+    out_NR = jax.lax.dot(kernel.kernel_NK, x_KR, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(out_NR.astype(dtype or x_KR.dtype))
 
 
 def turn(params: dict) -> dict:
@@ -65,7 +66,8 @@ def turn(params: dict) -> dict:
 
     def one(path, leaf):
         module, name = (key.key for key in path[-2:])
-        return _turn(leaf, NUM_INPUT_DIMS[name]) if module in MODULES and name in NUM_INPUT_DIMS else leaf
+        num_input_dims = quantized.NUM_INPUT_DIMS.get(name) if module in MODULES else None
+        return _turn(leaf, num_input_dims) if num_input_dims else leaf
 
     table_VD = params["embed"]
     head = _turn(params["lm_head"], 1) if "lm_head" in params else Turned(table_VD, table_VD.shape[:1])
