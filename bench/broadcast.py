@@ -35,7 +35,9 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import arguments, broadcast, delta, digests
+from sharding import broadcast
+from sharding.format import delta, digests
+from sharding.system import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -48,7 +50,7 @@ TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # of SHARDCAST's
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.broadcast", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.broadcast", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--size_mb", type=int, default=512, help="MiB of random weights for fanout")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 3], help="relays between origin and clients")

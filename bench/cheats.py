@@ -4,7 +4,7 @@
     python -m bench.cheats --cheats int8_weights temperature_1.1 --rollouts 512 --regimes bfloat16
 
 1. A model of 2 layers and 32 dims with random weights generates the prescribed groups of a run through the real
-   scheduler; each double (bench/doubles.py) changes what it asks for, or what it writes down, and signs it.
+   scheduler; each double (tests/support/doubles.py) changes what it asks for, or what it writes down, and signs it.
 2. The validator judges the rollouts as one node's. Printed per cheat: the part of the rollouts refused by themselves,
    the reasons, and how many rollouts it took until the node was caught: mean and worst over starting points.
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
@@ -24,9 +24,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench import doubles
-from rl import calibrate, sequential, validator, verdicts
-from sharding import arguments
+from rl.validator import calibrate
+from rl.verification import checks, sequential_test, verifier
+from sharding.system import cli
+from tests.support import doubles
 
 REGIMES = {  # dtype of generation, of replay
     "float32": ("float32", "float32"),
@@ -47,8 +48,8 @@ class Caught:
 def play(
     cheat: Callable,
     num_rollouts: int,
-    tolerance: verdicts.Tolerance = doubles.FLOAT32,
-    bands: sequential.Bands = doubles.EXACT,
+    tolerance: checks.Tolerance = doubles.FLOAT32,
+    bands: sequential_test.Bands = doubles.EXACT,
     regime: str = "float32",
     prompts: int = 16,
 ) -> Caught:
@@ -61,24 +62,24 @@ def play(
     rollouts = rollouts[:num_rollouts]
     judge = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
     alone, evidence = [], []
-    for start in range(0, len(rollouts), validator.MAX_REPLAY_ROWS):
-        batch = rollouts[start : start + validator.MAX_REPLAY_ROWS]
+    for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
+        batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
         cheap = judge.judge_cheaply(batch)
         good = [i for i, verdict in enumerate(cheap) if verdict.accepted]
         found = dict.fromkeys(range(len(batch)))
         if good:
             replay = judge.replay([batch[i] for i in good])
             for row, i in enumerate(good):
-                scored = verdicts.scores(batch[i], replay, row)
-                (results,) = verdicts.proof_results([batch[i]], [scored], tolerance.proofs)
-                cheap[i] = verdicts.replayed(batch[i], scored, results, tolerance, judge._rules)
+                scored = checks.scores(batch[i], replay, row)
+                (results,) = checks.proof_results([batch[i]], [scored], tolerance.proofs)
+                cheap[i] = checks.replayed(batch[i], scored, results, tolerance, judge._rules)
                 if cheap[i].accepted:
-                    found[i] = verdicts.evidence(batch[i], scored, results)
+                    found[i] = checks.evidence(batch[i], scored, results)
         alone += cheap
         evidence += [found[i] for i in range(len(batch))]
     until = []
     for begin in range(0, max(len(rollouts) - 64, 1), 8):
-        record, count = sequential.Record(bands), float("inf")
+        record, count = sequential_test.Record(bands), float("inf")
         for n in range(begin, len(rollouts)):
             if not alone[n].accepted or record.add(evidence[n]):
                 count = n - begin + 1
@@ -94,7 +95,7 @@ def play(
     )
 
 
-def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[verdicts.Tolerance, sequential.Bands]:
+def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[checks.Tolerance, sequential_test.Bands]:
     """Limits for a regime, from doubles.honest rollouts that are not among those judged."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step = [], 10**5
@@ -120,7 +121,7 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=512, help="per cheat")
     parser.add_argument(
         "--doubles.honest", type=int, default=2048, help="honest rollouts per regime, and for calibration"
@@ -147,7 +148,7 @@ def _print_table(regime: str, first: Callable, names: Sequence[str], args: argpa
         (doubles.FLOAT32, doubles.EXACT) if regime == "float32" else calibrated(args.honest, regime, mixture)
     )
     print(
-        f"{regime}: {tolerance}\n  {bands}; an doubles.honest node is accused with probability <= {sequential.ALPHA:.0e}"
+        f"{regime}: {tolerance}\n  {bands}; an doubles.honest node is accused with probability <= {sequential_test.ALPHA:.0e}"
     )
     print(f"  {'double':<18}{'rollouts':>9}{'refused':>9}{'until: mean':>13}{'worst':>7}  reasons")
     counts = {first.__name__: (first, args.honest)} | {name: (doubles.CHEATS[name], args.rollouts) for name in names}

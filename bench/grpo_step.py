@@ -28,14 +28,14 @@ import sys
 import threading
 import time
 
-from sharding import arguments
+from sharding.system import cli
 
 P, G, PROMPT, NEW = 8, 8, 32, 64
 TARGETS = {"equal": 0.5, "skewed": 0.35, "first_step_s": 1.0, "peak_rss_MiB": 0.6}
 
 
 def main() -> int:
-    parser = arguments.Parser(prog="python -m bench.grpo_step", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.grpo_step", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
@@ -73,17 +73,20 @@ def run(skewed: bool, args) -> dict:
     import numpy as np
 
     from bench import shapes
-    from inference import engine, scheduler
-    from models import tokenizer
-    from rl import advantages, learner, packing
+    from inference.engine import engine
+    from inference.scheduler import scheduler
+    from models.text import tokenizer
+    from rl.algorithms import advantages
+    from rl.batch import packing
+    from rl.learner import train_step
     from sharding import mesh as mesh_lib
 
     model = shapes.model("4m")
     rng = np.random.default_rng(0)
     mesh = mesh_lib.create({})
-    optimizer = learner.make_optimizer(learner.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
-    state = learner.init_state(jax.random.key(0), model, optimizer, mesh)
-    step = learner.make_train_step(
+    optimizer = train_step.make_optimizer(train_step.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
+    state = train_step.init_state(jax.random.key(0), model, optimizer, mesh)
+    step = train_step.make_train_step(
         model, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh
     )
     layout = packing.Layout.for_streams(P * G, PROMPT + NEW, row_length=args.row_length, rows=args.rows)

@@ -37,12 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import shapes
-from inference import engine as engine_lib
-from inference import scheduler as scheduler_lib
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
 from models import config as config_lib
-from models import tokenizer as tokenizer_lib
 from models import transformer
-from sharding import arguments, broadcast
+from models.text import tokenizer as tokenizer_lib
+from sharding import broadcast
+from sharding.system import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = pathlib.Path(__file__).with_name("inference_peer.py")
@@ -62,7 +63,7 @@ class Work:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
     parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")

@@ -2,7 +2,7 @@
 
 1. Random prompts of 4 to 120 tokens are completed by 64 tokens at temperature 1 on the model of bench/inference.py.
 2. The same requests (same seeds) run under other sizes: slots, steps per call, prompts per prefill, chunk of long prompts,
-   keys reused or not, another order of arrival. Within one configuration nothing may change a bit (tests/test_scheduler.py);
+   keys reused or not, another order of arrival. Within one configuration nothing may change a bit (tests/inference/scheduler/test_scheduler.py);
    between two, programs of other shapes round differently, and where two noised logits nearly tie the token flips.
 3. Printed per variant: flips per million tokens, where a completion counts up to its first flip (behind it the prompts
    differ), the largest difference of log-probabilities before it, and the part of them that is equal to the bit.
@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from bench import shapes
-from inference import engine as engine_lib
-from inference import scheduler as scheduler_lib
-from models import tokenizer as tokenizer_lib
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
-from sharding import arguments
+from models.text import tokenizer as tokenizer_lib
+from sharding.system import cli
 
 BASE = engine_lib.EngineConfig(num_slots=32, max_model_len=192, prefill_batch=8, steps_per_call=8, prefill_chunk=128)
 NUM_NEW = 64
@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))

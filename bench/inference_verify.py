@@ -17,22 +17,22 @@ import jax
 import numpy as np
 
 from bench import shapes
-from inference import engine as engine_lib
-from inference import request as request_lib
-from inference import rollout as rollout_lib
-from inference import scheduler as scheduler_lib
-from inference import toploc
-from models import tokenizer as tokenizer_lib
+from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
+from inference.proofs import toploc
+from inference.rollouts import rollout as rollout_lib
+from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
-from rl import validator, verdicts
-from sharding import arguments
+from models.text import tokenizer as tokenizer_lib
+from rl.verification import checks, verifier
+from sharding.system import cli
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
 NODE = rollout_lib.WorkerKey.generate()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=["tiny", "4m"])
     parser.add_argument("--groups", type=int, default=16, help="of 8 samples")
     parser.add_argument("--rounds", type=int, default=3)
@@ -49,8 +49,8 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=0)
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
-    tolerance = verdicts.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
-    judge = validator.Validator(
+    tolerance = checks.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
+    judge = verifier.Validator(
         model, lambda version: params, request_lib.NO_FILTERS, tolerance, max_model_len=PROMPT + NEW
     )
     times: dict[str, list[float]] = {}
@@ -65,8 +65,8 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
         rollouts = timed("generate", generate, scheduler, num_groups)
         found = timed("verify", judge.judge, rollouts)
         assert all(verdict.accepted for verdict in found), next(str(v) for v in found if not v.accepted)
-        timed("form", lambda made=rollouts: [verdicts.form(rollout) for rollout in made])
-        timed("signature", lambda made=rollouts: [verdicts.signature(rollout) for rollout in made])
+        timed("form", lambda made=rollouts: [checks.form(rollout) for rollout in made])
+        timed("signature", lambda made=rollouts: [checks.signature(rollout) for rollout in made])
         replay = timed("replay", judge.replay, rollouts)
         rows = [replay.hidden[i, np.flatnonzero(r.sampled_mask)] for i, r in enumerate(rollouts)]
         proofs = [toploc.split(r.proofs, *hidden.shape) for r, hidden in zip(rollouts, rows, strict=True)]

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import hf, presets, transformer
-from sharding import arguments, rules
+from sharding import rules
+from sharding.system import cli
 
 OURS = """
 import sys, jax
@@ -59,7 +60,7 @@ print(json.dumps({"seconds": seconds, "bytes": max(peak[0], resident()) - before
 
 
 def main() -> int:
-    parser = arguments.Parser(prog="python -m bench.load", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peer-python", help="interpreter with torch and safetensors; only ours is timed without")

@@ -20,13 +20,13 @@ import numpy as np
 
 from models import config as config_lib
 from models import logprobs, transformer
-from sharding import arguments
+from sharding.system import cli
 
 GIB = 2**30
 
 
 def main() -> None:
-    parser = arguments.Parser(prog="python -m bench.logprobs", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.logprobs", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="8x4096", help="B x T of the memory comparison")
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--model", type=int, default=1024, help="D of the memory comparison")

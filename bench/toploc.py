@@ -9,7 +9,7 @@
 3. The proofs are exchanged: each side verifies the other's, and the worst statistics are printed. Ties at the k-th
    magnitude may cost up to 5 of 128 exponents between implementations (facts of the wire format, not of either side).
 
-Nothing is asserted here; tests/test_toploc.py does that.
+Nothing is asserted here; tests/inference/proofs/test_toploc.py does that.
 """
 
 import json
@@ -22,8 +22,8 @@ import time
 
 import numpy as np
 
-from inference import toploc
-from sharding import arguments
+from inference.proofs import toploc
+from sharding.system import cli
 
 # Runs under the reference's interpreter: activations and our proofs in, times, its proofs and its view of ours out.
 REFERENCE = r"""
@@ -83,7 +83,7 @@ def line(name: str, times: list[float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dims", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--repeat", type=int, default=9)

@@ -1,7 +1,7 @@
 """Every field of a run, once, with its default. Experiments start from here and change a dozen lines.
 
 Only numbers, strings and tuples. What follows from other fields (paths, batch sizes) is derived after the command line
-was read, in `rl/experiment.py`.
+was read, in `rl/experiment/experiment.py`.
 """
 
 from ml_collections import config_dict
@@ -110,10 +110,10 @@ def get_config() -> config_dict.ConfigDict:
     r.num_steps = 100
     r.prompts_per_step = 32  # P: groups in a batch
     r.samples_per_prompt = 8  # G: rollouts in a group
-    r.loss = "two_sided_clip"  # a name of rl.losses.LOSSES
+    r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES
     r.loss_function = config_dict.placeholder(
         object
-    )  # a config file's own, as in rl/losses.py; rl.loss then names its options
+    )  # a config file's own, as in rl/algorithms/losses.py; rl.loss then names its options
     r.advantage = "group_mean"  # a name of rl.advantages.ADVANTAGES
     r.normalize = "none"  # advantages over the whole batch: a name of rl.advantages.NORMALIZERS
     r.average = "tokens"  # what weighs alike: "tokens", "samples", "prompts" (rl.advantages.AVERAGES)
@@ -142,7 +142,7 @@ def get_config() -> config_dict.ConfigDict:
     c.loss_options.decoupled_ppo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
     c.loss_options.cross_entropy = config_dict.ConfigDict()
 
-    # What a step optimises beside the policy loss (rl/learner.py: Objective).
+    # What a step optimises beside the policy loss (rl/learner/train_step.py: Objective).
     c.objective = b = config_dict.ConfigDict()
     b.old_logprobs = "sampler"  # ratios against the sampler; "learner": against the parameters before the batch
     b.optimizer_steps = 1  # per batch, each on its own part of it
@@ -157,7 +157,7 @@ def get_config() -> config_dict.ConfigDict:
     b.router_balance_coef = 0.0  # auxiliary loss on the load of experts (Switch Transformer)
     b.router_balance_rate = 0.0  # step of the routers' correction by load (DeepSeek-V3: 0.001)
 
-    # Low-rank adapters: with a rank above 0, RL trains them and the model stays (rl/lora.py).
+    # Low-rank adapters: with a rank above 0, RL trains them and the model stays (rl/learner/lora.py).
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0))
     c.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")  # parameters by the last part of their name
 
@@ -176,7 +176,7 @@ def get_config() -> config_dict.ConfigDict:
     o.eps = 1e-8
     o.weight_decay = 0.0
     o.clip_norm = 1.0  # 0: off
-    o.name = "adamw"  # or "muon", "sgd", "sign" (rl/optimizers.py)
+    o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learner/optimizers.py)
     o.momentum = 0.95  # of muon and sgd
     o.schedule = "constant"  # after the warm-up; or "linear", "cosine" down to final_rate
     o.total_steps = 0  # optimizer steps of the run, where the rate falls
@@ -226,19 +226,19 @@ def get_config() -> config_dict.ConfigDict:
     k.every = 20  # steps
     k.keep = 3
 
-    # How weights are published (sharding/broadcast.py); signed with the key <workdir>/weights.key.
+    # How weights are published (sharding/broadcast/pull.py); signed with the key <workdir>/weights.key.
     c.broadcast = b = config_dict.ConfigDict()
     b.snapshot_every = 1  # versions; between two snapshots only deltas are written (8 where relays carry them)
     b.dtype = ""  # floats wider than this are cast to it on the device; "": as they are
 
-    # What the run is planned for; read by rl/plan.py alone.
+    # What the run is planned for; read by rl/plan/plan.py alone.
     c.plan = n = config_dict.ConfigDict()
     n.topology = ""  # of the learner: <kind>:<dims>, as in "v5p:4x4x8"
     n.server_mesh = config_dict.ConfigDict(
         dict(data=1, fsdp=1, expert=1, context=1, tensor=-1)
     )  # of one rollout server
 
-    # Who runs what. Over several hosts the same command runs on each (sharding/hosts.py). "local": servers and workers are child processes on this machine. "remote": they were started
+    # Who runs what. Over several hosts the same command runs on each (sharding/multihost/hosts.py). "local": servers and workers are child processes on this machine. "remote": they were started
     # elsewhere (python -m inference.serve, python -m rl.worker) and meet at the addresses below.
     c.topology = p = config_dict.ConfigDict()
     p.mode = "local"

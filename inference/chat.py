@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from sharding import arguments
+from sharding.system import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_S = 600.0
@@ -105,7 +105,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="root of a weight broadcast")
     source.add_argument("--model", help="a Hugging Face folder or hub id")

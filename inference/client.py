@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import httpx
 import numpy as np
 
-from inference import rollout as rollout_lib
+from inference.rollouts import rollout as rollout_lib
 
 MAX_NATS = 1e30  # of a log-probability: more is not finite in float32
 

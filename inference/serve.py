@@ -29,11 +29,12 @@ import pydantic
 from fastapi import responses
 from starlette import requests
 
-from inference import control_routes, generate_routes, openai_routes, schemas, service, web
-from inference import engine as engine_lib
-from inference import scheduler as scheduler_lib
-from sharding import arguments, broadcast, listening
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
+from inference.server import admin_routes, generate_routes, openai_routes, schemas, service, web
+from sharding import broadcast
 from sharding import mesh as mesh_lib
+from sharding.system import cli, sockets
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token ids; parsed, a body takes about twenty times its size
 
@@ -42,7 +43,7 @@ def make_app(server: service.Server, *, api_key: str | None = None) -> fastapi.F
     app = fastapi.FastAPI(title="Intellax rollout server", docs_url=None, redoc_url=None, openapi_url=None)
     generate_routes.add(app, server, MAX_BODY_BYTES)
     openai_routes.add(app, server, MAX_BODY_BYTES)
-    control_routes.add(app, server)
+    admin_routes.add(app, server)
     if api_key:
         app.add_middleware(web.RequireKey, key=api_key)
     app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
@@ -87,7 +88,7 @@ def make_app(server: service.Server, *, api_key: str | None = None) -> fastapi.F
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m inference.serve", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m inference.serve", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays"
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             args.prefill_chunk,
             args.routed_experts,
         )
-        sock = listening.listen(args.host, args.port)
+        sock = sockets.listen(args.host, args.port)
         if args.weights:
             server = service.start(args.weights, config, key=args.weights_key, **options)
         else:
@@ -142,9 +143,9 @@ def main(argv: list[str] | None = None) -> int:
         server.model_name = args.served_model_name
         grpc_server = None
         if args.grpc_port is not None:
-            from inference import grpc_serve  # JetStream's protocol buffers: only who asks pays for them
+            from inference.server import grpc_service  # JetStream's protocol buffers: only who asks pays for them
 
-            grpc_server = grpc_serve.start(server, args.host, args.grpc_port)
+            grpc_server = grpc_service.start(server, args.host, args.grpc_port)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     if args.watch:
         threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
-    print(f"serving policy version {server.scheduler.version} on {listening.address(sock)}", flush=True)
+    print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
     if grpc_server is not None:
         print(f"serving JetStream's Decode on {args.host}:{grpc_server.port}", flush=True)
     if 0 < server.engine.model.max_positions < args.max_model_len:
@@ -165,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     if args.address_file:
-        listening.announce(args.address_file, sock)
+        sockets.announce(args.address_file, sock)
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal again once it has shut down; by then it has done its work
         signal.signal(signal.SIGTERM, lambda *_: None)

@@ -4,10 +4,10 @@
    mesh: splash on TPU, cuDNN on GPU, XLA elsewhere and wherever the other two cannot express the layer.
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
-3. `attend` is the plain function of a mask. The cached step (inference/kv_cache.py) calls it too.
+3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it too.
 
 XLA works on queries in blocks of `BLOCK` and recomputes them in the backward pass, so that no [B, H, T, T] ever exists. On a CPU
-plain attention has files of its own: rows of one block (models/cpu_attention.py) and longer ones (models/cpu_tiles.py).
+plain attention has files of its own: rows of one block (models/kernels/cpu_attention.py) and longer ones (models/kernels/cpu_tiled_attention.py).
 
 Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """
@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
-from models import cpu_attention, cpu_tiles
+from models.kernels import cpu_attention, cpu_tiled_attention
+from sharding import mesh as mesh_lib
 from sharding import rules
 
 MASKED = -1e30  # finite, so that a row with no key gives a uniform softmax instead of NaN; its output is unused
@@ -113,12 +114,6 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
     return mask_BTS
 
 
-def platform() -> str:
-    """Where this trace will run: the mesh knows, also when it compiles for a machine that is not here."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
     """Resolves "auto", and refuses what a kernel cannot express."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
@@ -139,7 +134,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     }
     wanted = implementation
     if implementation == "auto":
-        wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform(), "xla")
+        wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(mesh_lib.platform(), "xla")
     problems = [text for applies, text in reasons[wanted] if applies]
     if problems and implementation != "auto":
         raise ValueError(f"model.attention = {implementation!r} cannot run here: {problems[0]}; use 'auto' or 'xla'")
@@ -163,14 +158,14 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
         return cpu_attention.attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, how["scale"])
 
     def tiles(q_BKGTC, packing_q, columns):
-        return cpu_tiles.attend(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
+        return cpu_tiled_attention.attend(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
 
     def run(kernel, q_BTHC, packing_q, columns):
         out_BKGTV = _stored(kernel(_stored(_by_key_head(q_BTHC, K)), packing_q, columns))
         return jnp.moveaxis(out_BKGTV, 3, 1).reshape(*q_BTHC.shape[:3], -1)
 
     is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
-    on_cpu = platform() == "cpu" and is_plain
+    on_cpu = mesh_lib.platform() == "cpu" and is_plain
     if T <= BLOCK:
         return run(causal_blocks if on_cpu else xla, q_BTHC, packing, columns_T)
     if on_cpu and rules.several_devices() is None:  # several would have to skip a tile together or not at all
@@ -181,7 +176,7 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
 def _stored(x: jax.Array) -> jax.Array:
     """On a CPU an array with the heads first, and its gradient likewise: what XLA makes of products over the heads as they
     come takes 1.3 to 1.5 times as long (CPU time of forward and backward, 64 x 96 and 8 x 128 tokens)."""
-    return jax.lax.optimization_barrier(x) if platform() == "cpu" else x
+    return jax.lax.optimization_barrier(x) if mesh_lib.platform() == "cpu" else x
 
 
 def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sinks_H) -> jax.Array:

@@ -2,7 +2,7 @@
 
 1. `ModelConfig` states one decoder. The switches cover Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE, DeepSeek-V3, gpt-oss and
    the text model of Gemma 3; a switch means one thing, whatever the family.
-2. `models/hf_config.py` reads and writes the `config.json` of a Hugging Face checkpoint (`from_hf` below);
+2. `models/hf/config.py` reads and writes the `config.json` of a Hugging Face checkpoint;
    `models/presets.py` holds the published models.
 """
 
@@ -145,17 +145,6 @@ class ModelConfig:
         if self.is_latent and self.rope_scaling == "yarn" and self.rope_mscale_all_dim:
             scale *= yarn_temperature(self.rope_factor, self.rope_mscale_all_dim) ** 2
         return scale
-
-
-def from_hf(hf: dict, **changes) -> ModelConfig:
-    """The config of a Hugging Face `config.json`, in the spelling of transformers 4 or 5; `changes` are set on top.
-
-    Raises:
-      ValueError: an architecture or a switch that has no counterpart here, by name.
-    """
-    from models import hf_config  # it needs ModelConfig to read the dict into
-
-    return dataclasses.replace(hf_config.read(hf), **changes)
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:

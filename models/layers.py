@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, quantized, turned
 from models import config as config_lib
+from models.kernels import cpu_transposed, int8
+from sharding import mesh as mesh_lib
 from sharding import rules
 
 SAVED = "projection"  # what rematerialisation by the name "dots" keeps: the results of matmuls with parameters
@@ -24,14 +25,14 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     On one device as a product of two matrices. Over several, B and T may be split, and merging them would gather the rows.
     The kernel may be `Quantized` or `Turned`.
     """
-    if turned.is_turned(kernel):
+    if cpu_transposed.is_turned(kernel):
         return kernel.rows(x)
-    if quantized.is_quantized(kernel):
-        return quantized.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
+    if int8.is_quantized(kernel):
+        return int8.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
     if rules.several_devices() is not None:
         return checkpoint_name(_project(x, kernel), SAVED)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
-    multiply = _multiply if attention.platform() == "cpu" else jnp.matmul
+    multiply = _multiply if mesh_lib.platform() == "cpu" else jnp.matmul
     flat = multiply(x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out)))
     return checkpoint_name(flat, SAVED).reshape(*rows, *out)
 
@@ -82,7 +83,7 @@ def _computed_again(function):
 
     Forward and backward of [64, 96, 256], in CPU time: a norm 7.5 ms with what it keeps, 5.3 ms so (2 cores, loaded).
     """
-    return jax.checkpoint(function) if attention.platform() == "cpu" else function
+    return jax.checkpoint(function) if mesh_lib.platform() == "cpu" else function
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> jax.Array:
@@ -111,7 +112,7 @@ def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding
     frequency_R, factor = frequencies(config, sliding=sliding)
     angle_BT1R = positions_BT[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency_R)[None, None, None, :]
     table = jnp.cos(angle_BT1R) * factor, jnp.sin(angle_BT1R) * factor
-    return jax.tree.map(_computed_once, table) if attention.platform() == "cpu" else table
+    return jax.tree.map(_computed_once, table) if mesh_lib.platform() == "cpu" else table
 
 
 def _computed_once(x: jax.Array) -> jax.Array:
@@ -170,11 +171,11 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """down(act(gate x) * up x), each with its bias if `params` holds one."""
-    if not turned.is_turned(params["gate"]):
+    if not cpu_transposed.is_turned(params["gate"]):
         return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
     # By columns throughout: what lies between the kernels is never turned.
     x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T
-    return _ffn(x_DR, params, config, turned.columns, bias_shape=(-1, 1)).T.reshape(x_BTD.shape)
+    return _ffn(x_DR, params, config, cpu_transposed.columns, bias_shape=(-1, 1)).T.reshape(x_BTD.shape)
 
 
 def _ffn(x, params, config, multiply, *, bias_shape):

@@ -27,8 +27,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 from jax.sharding import PartitionSpec
 
-from models import attention, layers, quantized
 from models import config as config_lib
+from models import layers
+from models.kernels import int8
+from sharding import mesh as mesh_lib
 from sharding import rules
 
 # Logical dims of the parameters that `shard_map` takes apart; models/blocks.py states their shapes.
@@ -90,7 +92,7 @@ def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_
 
     which = config.grouped_matmul
     if which == "auto":
-        which = "megablox" if attention.platform() == "tpu" else "ragged_dot"
+        which = "megablox" if mesh_lib.platform() == "tpu" else "ragged_dot"
     if which == "ragged_dot":
         return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
     A, E = rows_AD.shape[0], kernel_EDF.shape[0]
@@ -208,9 +210,9 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 
     def project(rows, name):
         kernel = params[name]
-        if quantized.is_quantized(kernel):
+        if int8.is_quantized(kernel):
             out = grouped_matmul(rows, kernel.values.astype(rows.dtype), group_sizes, inside_A, config)
-            out = quantized.grouped(out, kernel, group_A)
+            out = int8.grouped(out, kernel, group_A)
         else:
             out = grouped_matmul(rows, kernel, group_sizes, inside_A, config)
         if f"{name}_bias" not in params:
@@ -266,9 +268,7 @@ def _gather_model_dim(name: str, param):
         return param
     dim = AXES[name].index("model")
     gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
-    if (
-        quantized.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]
-    ):  # what is summed over has one scale
+    if int8.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]:  # what is summed over has one scale
         return param.replace(values=gather(param.values))
     return jax.tree.map(gather, param)
 
@@ -360,7 +360,7 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
 def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P) -> jax.Array:
     """Over the expert axis: rows from_P[p] .. + sizes_P[p] go to row to_P[p] of device p; zero where nothing arrives."""
     D = rows_AD.shape[1]
-    if attention.platform() != "cpu":
+    if mesh_lib.platform() != "cpu":
         empty = jnp.zeros((num_rows, D), rows_AD.dtype)
         return jax.lax.ragged_all_to_all(rows_AD, empty, from_P, sizes_P, to_P, receive_P, axis_name="expert")
     most = min(rows_AD.shape[0], num_rows)

@@ -3,7 +3,7 @@
     config = presets.PRESETS["qwen3_0_6b"]
 
 A checkpoint needs none of these (`models.hf.load` reads its own config.json): they are for building, planning and sizing a
-model without its files. tests/test_hf.py counts the parameters of each.
+model without its files. tests/models/hf/test_checkpoint.py counts the parameters of each.
 """
 
 from models import config as config_lib

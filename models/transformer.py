@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, blocks, layers, moe, quantized, turned
+from models import attention, blocks, layers, moe
 from models import config as config_lib
+from models.kernels import cpu_transposed, int8
 from sharding import rules
 
 Params = dict
@@ -199,7 +200,7 @@ def extend(
 
     `cache` holds one entry per layer (per stack of `stacks`, if scanned), opaque here. `attend_cached(entry, q_BTHC,
     k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` owns the layout of the cache, writes the new keys and attends
-    (inference/kv_cache.py). The options are those of `attention.attend`, window and value_dim; a layer that needs none
+    (inference/engine/kv_cache.py). The options are those of `attention.attend`, window and value_dim; a layer that needs none
     passes none. Latent attention passes its latents as the one key head, and reads its values from them.
     """
     return extend_routed(params, config, tokens_BT, positions_BT, cache, attend_cached)[:2]
@@ -279,12 +280,12 @@ def extend_routed(
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
     kernel_DV = head(params).astype(hidden_BTD.dtype)
-    if turned.is_turned(kernel_DV):
+    if cpu_transposed.is_turned(kernel_DV):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
-    elif quantized.is_quantized(kernel_DV):
+    elif int8.is_quantized(kernel_DV):
         integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, integers_DV, preferred_element_type=jnp.float32)
-        logits_BTV = quantized.scaled(logits_BTV, kernel_DV.scale)
+        logits_BTV = int8.scaled(logits_BTV, kernel_DV.scale)
     else:
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
     if config.final_softcap:
@@ -342,9 +343,9 @@ def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
 def _embed(params, config, tokens_BT):
     # The table is gathered over `fsdp` first: looked up as it lies, its rows would come back split over the model dim,
     # and XLA would replicate them in full to split them over the batch instead.
-    if quantized.is_quantized(params["embed"]):
+    if int8.is_quantized(params["embed"]):
         values_VD = rules.constrain(params["embed"].values, "vocab", None)
-        x_BTD = quantized.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
+        x_BTD = int8.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
     else:
         table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
         x_BTD = table_VD[tokens_BT]

@@ -21,11 +21,17 @@ import time
 import jax
 from absl import flags
 
-from inference import rollout as rollout_lib
+from inference.rollouts import rollout as rollout_lib
 from models import transformer
-from rl import experiment, launch, learner, metrics, orchestrator, report, run_directory
-from sharding import atomic_file, broadcast, checkpoint
+from rl import launch, report
+from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
+from rl.learner import train_step
+from rl.orchestrator import orchestrator
+from rl.reporting import metrics
+from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
+from sharding.system import atomic_file
 
 NUM_SAMPLES_SHOWN = 12
 
@@ -139,10 +145,10 @@ def restore_policy(
         step = None if wanted == "newest" else int(wanted)
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
-    optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
+    optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
     with checkpoint.Checkpointer(directory, keep=exp.raw.checkpoint.keep) as checkpointer:
-        step, state, _ = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora), step)
-    return step, learner.make_policy(exp.model, mesh, exp.lora)(state)
+        step, state, _ = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora), step)
+    return step, train_step.make_policy(exp.model, mesh, exp.lora)(state)
 
 
 def check_run(workdir: str) -> None:

@@ -2,7 +2,7 @@
 
     python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
 
-1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/lora.py).
+1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/learner/lora.py).
 2. `models.hf.save` writes hub-style names; the same parameters give the same bytes. The tokenizer goes beside them, before the
    folder gets its name.
 """
@@ -12,7 +12,11 @@ import pathlib
 from absl import flags
 
 from models import hf
-from rl import evaluate, experiment, metrics, run_directory
+from models.hf import checkpoint
+from rl import evaluate
+from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
+from rl.reporting import metrics
 from sharding import mesh as mesh_lib
 
 
@@ -20,7 +24,7 @@ def main() -> None:
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
     mesh = mesh_lib.create(exp.raw.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)
-    hf.check_new(output)
+    checkpoint.check_new(output)
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from rl import experiment as experiment_lib
-from rl import orchestrator, run_directory, validator
+from rl.experiment import experiment as experiment_lib
+from rl.experiment import workdir as run_directory
+from rl.orchestrator import orchestrator
+from rl.verification import verifier
 from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
@@ -56,17 +58,17 @@ def rollout_side(
     With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
     """
     config = experiment.raw
-    tolerance = validator.Tolerance.of(config.trust)
+    tolerance = verifier.Tolerance.of(config.trust)
     bands = None
     if config.trust.bands:
-        tolerance, bands = validator.load_bands(config.trust.bands)
-    judge = validator.Validator(
+        tolerance, bands = verifier.load_bands(config.trust.bands)
+    judge = verifier.Validator(
         experiment.model,
-        validator.published(weights),
+        verifier.published(weights),
         {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p},
         tolerance,
         max_model_len=config.inference.max_model_len,
-        rules=validator.rules_of(config, experiment.tokenizer, on_wait),
+        rules=verifier.rules_of(config, experiment.tokenizer, on_wait),
         bands=bands,
     )
     rollouts = orchestrator.Orchestrator(

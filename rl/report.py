@@ -21,8 +21,8 @@ import re
 import statistics
 import sys
 
-from rl import metrics
-from sharding import arguments, atomic_file
+from rl.reporting import metrics
+from sharding.system import atomic_file, cli
 
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
 
@@ -334,7 +334,7 @@ def _finite(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m rl.report", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m rl.report", description=__doc__.splitlines()[0])
     parser.add_argument("workdir", metavar="WORKDIR", help="the --workdir of a run")
     workdir = parser.parse_args(argv).workdir
     try:

@@ -10,7 +10,7 @@
 4. Every `warmup.eval_every` steps the loss on held-out examples is measured; `warmup.patience` of them without a new best end it.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
 
-Over several hosts the first makes the batches and deals them out (rl/feed.py).
+Over several hosts the first makes the batches and deals them out (rl/batch/host_feed.py).
 """
 
 import dataclasses
@@ -25,12 +25,18 @@ import numpy as np
 from absl import flags
 
 from models import hf, transformer
-from models import tokenizer as tokenizer_lib
-from rl import data, diagnostics, envs, experiment, feed, learner, metrics, optimizers, packing, run_directory
+from models.text import tokenizer as tokenizer_lib
+from rl import envs
+from rl.batch import host_feed, packing
 from rl.envs import environment
+from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
+from rl.learner import optimizers, train_step
+from rl.protocol import task_schedule
+from rl.reporting import diagnostics, metrics
 from sharding import checkpoint, rules
-from sharding import hosts as hosts_lib
 from sharding import mesh as mesh_lib
+from sharding.multihost import hosts as hosts_lib
 
 
 def train(
@@ -46,22 +52,22 @@ def train(
     rates = dataclasses.replace(
         exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20, schedule="constant"
     )
-    optimizer, rate = learner.make_optimizer(rates, exp.model), optimizers.learning_rate(rates)
+    optimizer, rate = train_step.make_optimizer(rates, exp.model), optimizers.learning_rate(rates)
     num_steps = config.warmup.num_steps
     every = config.checkpoint.every
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
-        restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh))
+        restored = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh))
         if restored:
             start, state, host = restored
             patience = Patience(**host)
         else:
             params = initial_params(exp, mesh) if config.init_from else None
-            start, state = 0, learner.init_state(jax.random.key(config.seed), exp.model, optimizer, mesh, params)
+            start, state = 0, train_step.init_state(jax.random.key(config.seed), exp.model, optimizer, mesh, params)
             patience = Patience(limit=config.warmup.patience)
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
-        step_fn = learner.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh, share_prompts=False)
+        step_fn = train_step.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh, share_prompts=False)
         source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
         layout = packing.Layout.for_streams(
             config.warmup.tasks_per_step,
@@ -78,7 +84,7 @@ def train(
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 batch = packing.pack(source.batch(step), layout) if hosts.is_first else None
-                state, step_metrics = step_fn(state, feed.place(batch, layout, mesh, hosts))
+                state, step_metrics = step_fn(state, host_feed.place(batch, layout, mesh, hosts))
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                 if bad := hosts.agree(diagnostics.not_finite(values)):
                     raise ValueError(
@@ -281,7 +287,7 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
             raise ValueError(f"task {task.index} of {task.env}: {error}") from None
 
     def batch(step):
-        tasks = [env.make_task(index, "train") for index in data.warmup_indices(config, step)]
+        tasks = [env.make_task(index, "train") for index in task_schedule.warmup_indices(config, step)]
         return [tree(task, _demonstration(task, config)) for task in tasks]
 
     def held_out():
@@ -335,8 +341,8 @@ def _evaluator(
         rows=exp.rows(mesh),
     )
     batch = packing.pack(source.held_out(), layout) if hosts.is_first else None
-    batch = feed.place(batch, layout, mesh, hosts)
-    score = learner.make_score(exp.model, mesh, share_prompts=False)
+    batch = host_feed.place(batch, layout, mesh, hosts)
+    score = train_step.make_score(exp.model, mesh, share_prompts=False)
 
     def evaluate(params) -> float:
         return float(-jnp.sum(score(params, batch) * batch.loss_mask) / jnp.sum(batch.loss_mask))

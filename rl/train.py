@@ -8,11 +8,11 @@
 4. The loop: wait for a batch, one `train_step`, publish the new version, metrics, checkpoint, evaluation.
 5. Held-out score before and after, report.html.
 
-The loop below is the whole of it: it holds no maths (rl/learner.py) and starts no process (rl/launch.py). Killed at any
+The loop below is the whole of it: it holds no maths (rl/learner/train_step.py) and starts no process (rl/launch.py). Killed at any
 moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
 
 Over several hosts each runs the loop, and all take every step, publish and save together. The first host alone has the rollout side,
-the score and what people read; the others get their rows of each batch from it (rl/feed.py), and end when it does (sharding/hosts.py).
+the score and what people read; the others get their rows of each batch from it (rl/batch/host_feed.py), and end when it does (sharding/multihost/hosts.py).
 """
 
 import contextlib
@@ -25,28 +25,21 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from inference import service
-from rl import (
-    config_rules,
-    diagnostics,
-    envs,
-    evaluate,
-    experiment,
-    feed,
-    launch,
-    learner,
-    metrics,
-    optimizers,
-    packing,
-    report,
-    run_directory,
-    sft,
-    validator,
-)
-from rl import reference as reference_lib
-from sharding import broadcast, checkpoint, listening, rules
-from sharding import hosts as hosts_lib
+from inference.server import service
+from rl import envs, evaluate, launch, report, sft
+from rl.batch import host_feed, packing
+from rl.experiment import experiment
+from rl.experiment import rules as config_rules
+from rl.experiment import workdir as run_directory
+from rl.learner import optimizers
+from rl.learner import reference as reference_lib
+from rl.learner import train_step as learner
+from rl.reporting import diagnostics, metrics
+from rl.verification import verifier
+from sharding import broadcast, checkpoint, rules
 from sharding import mesh as mesh_lib
+from sharding.multihost import hosts as hosts_lib
+from sharding.system import sockets
 
 
 def train(
@@ -95,7 +88,14 @@ def train(
                 workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every, hosts=hosts
             )
         )
-        reference = reference_lib.make(exp, mesh, lambda: sft.train(exp, workdir, mesh, writer, progress, hosts))
+        reference = reference_lib.make(
+            exp.objective,
+            exp.model,
+            mesh,
+            lambda: sft.train(exp, workdir, mesh, writer, progress, hosts),
+            vocab_size=exp.tokenizer.vocab_size,
+            share_prompts=exp.credit.share_prompts,
+        )
         state, start, known = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts)
         writer.truncate("rl", start)
         if hosts.is_first:
@@ -134,7 +134,7 @@ def train(
                     batch = rollouts.next_batch(step) if hosts.is_first else None
                 with clock("train_step"):
                     host_batch = packing.pack(batch.trees, layout) if hosts.is_first else None
-                    packed = feed.place(host_batch, layout, mesh, hosts)
+                    packed = host_feed.place(host_batch, layout, mesh, hosts)
                     if reference is not None:
                         packed = packed.replace(ref_logp=reference(packed))
                     state, step_metrics = train_step(state, packed)
@@ -262,7 +262,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     if config.init_from:
         sft.check_initial(exp)
     if config.objective.reference_model:
-        reference_lib.model_of(exp)
+        reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
     if config.warmup.num_steps and config.warmup.data and not pathlib.Path(config.warmup.data).is_file():
         raise ValueError(f"warmup.data = {config.warmup.data!r} is no file; give a JSONL file of conversations")
     if not hosts.is_first:
@@ -273,10 +273,10 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
             raise ValueError(
                 f"trust.bands = {config.trust.bands!r} is no file; give what `python -m rl.validator calibrate` wrote"
             )
-        validator.load_bands(config.trust.bands)
-    listening.listen(config.topology.host, config.topology.port).close()
+        verifier.load_bands(config.trust.bands)
+    sockets.listen(config.topology.host, config.topology.port).close()
     if config.topology.mode == "remote":
-        listening.listen(config.topology.relay_host, config.topology.relay_port).close()
+        sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
     elif exp.server_mesh:
         try:
             service.host_mesh(exp.server_mesh, exp.engine)

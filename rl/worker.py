@@ -22,13 +22,15 @@ import httpx
 import numpy as np
 
 from inference import client as client_lib
-from inference import rollout as rollout_lib
-from inference import rollout_parquet, web
-from models import tokenizer as tokenizer_lib
-from rl import envs, lease
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from inference.server import web
+from models.text import tokenizer as tokenizer_lib
+from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
-from sharding import arguments
+from rl.protocol import lease
+from sharding.system import cli
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
 NOTICE_S = 5.0  # how long an orchestrator may be away before the worker says so
@@ -126,7 +128,7 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
                 rollouts = rollouts + group
             else:
                 held = group
-        body = rollout_parquet.to_bytes(rollouts)
+        body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
             raise ValueError(
                 f"group {rollouts[0].task.group} of step {rollouts[0].step} takes {len(body)} bytes, the orchestrator "
@@ -190,7 +192,7 @@ def _words(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
     parser.add_argument("--orchestrator", required=True, help="its URL")
     parser.add_argument(
         "--key", help="file of this worker's signing key; made if absent (default: a key for this process)"

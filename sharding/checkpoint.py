@@ -34,8 +34,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from sharding import atomic_file
-from sharding import hosts as hosts_lib
+from sharding.multihost import hosts as hosts_lib
+from sharding.system import atomic_file
 
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)

@@ -89,3 +89,9 @@ def _fill(shape: list[int], num_devices: int) -> list[int]:
 
 def _spell(shape: list[int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+
+
+def platform() -> str:
+    """Where this trace will run: the mesh knows, also when it compiles for a machine that is not here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform

@@ -35,6 +35,8 @@ RULES = {
 # Experts take the tensor axis as well where it divides their number, and their ffn then stays whole: a quarter of an ffn of
 # 1,408 would be 352 columns, no multiple of the 128 of a TPU register, and its stack would be laid out anew at every call.
 EXPERTS, EXPERT_FFN = "experts", "expert_ffn"
+COPIES = ("layers", "experts")  # dims that count independent parameters
+VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter of these dims alone is a scale or a bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,3 +158,9 @@ def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _entry(axes: tuple[str, ...]):
     return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def is_matrix(spec: ParamSpec) -> bool:
+    """Whether the parameter (one layer's, one expert's) maps vectors to vectors; scales and biases do not."""
+    dims = [axis for axis in spec.logical_axes if axis not in COPIES]
+    return len(dims) > 1 and any(axis not in VECTORS for axis in dims)

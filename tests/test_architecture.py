@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = ("rl", "inference", "models", "sharding")  # from the top
 PACKAGES = (*LAYERS, "configs")
 JAX_FREE = (

@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from inference import rollout as rollout_lib
-from inference import rollout_parquet, toploc
-from rl import ledger_events, ledger_state
-from tests import tiny
+from inference.proofs import toploc
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.ledger import balances, events
+from tests.support import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE_INPUT_S = 20  # generous on a busy machine; a file that claims the most we decode takes under a second
@@ -89,7 +90,7 @@ def rollouts():
 
 def seeds():
     """Whole files: ours, and what other writers' options make of them."""
-    files = [rollout_parquet.to_bytes(list(rollouts())), rollout_parquet.to_bytes([])]
+    files = [parquet.to_bytes(list(rollouts())), parquet.to_bytes([])]
     table = pq.read_table(io.BytesIO(files[0]))
     for options in (
         {"compression": "none", "use_dictionary": False},
@@ -106,7 +107,7 @@ def seeds():
 
 def one_file(data, rng):
     try:
-        found = rollout_parquet.from_bytes(data)
+        found = parquet.from_bytes(data)
     except ValueError as error:
         assert str(error).startswith("rollout file"), error
         return re.sub(r"[0-9]+|b?'[^']*'|\"[^\"]*\"", "", str(error))[:80]
@@ -135,21 +136,21 @@ def one_proof(data, rng):
 
 
 def one_event(data, rng):
-    event = ledger_events.decode(data, rng.bytes(64))
+    event = events.decode(data, rng.bytes(64))
     if isinstance(event, str):
         return event
-    assert ledger_events.signature_error(event)  # 64 random bytes
-    return re.sub("[0-9]+", "", str(ledger_state.State().refusal(event, 0)))[:80]
+    assert events.signature_error(event)  # 64 random bytes
+    return re.sub("[0-9]+", "", str(balances.State().refusal(event, 0)))[:80]
 
 
 def event_seeds():
     key = rollout_lib.WorkerKey.generate()
     made = [
-        ledger_events.sign("open", key.worker, key, validators=[key.worker], window_ms=5),
-        ledger_events.sign("submit", key.worker, key, work="0" * 64, units=3),
-        ledger_events.sign("slash", key.worker, key, amount=3, reason="é"),
+        events.sign("open", key.worker, key, validators=[key.worker], window_ms=5),
+        events.sign("submit", key.worker, key, work="0" * 64, units=3),
+        events.sign("slash", key.worker, key, amount=3, reason="é"),
     ]
-    return [ledger_events.encode(event) for event in made]
+    return [events.encode(event) for event in made]
 
 
 TARGETS = {

@@ -1,6 +1,6 @@
 """The README's two commands: what they name exists, and they do what it says.
 
-The install half is what `.ci/run` does in a fresh environment. The quickstart runs in tests/test_train.py with few steps, and here as it is.
+The install half is what `.ci/run` does in a fresh environment. The quickstart runs in tests/rl/test_train.py with few steps, and here as it is.
 """
 
 import pathlib
@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from tests import test_train
+from tests.rl import test_train
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def commands() -> list[str]:

@@ -16,7 +16,7 @@
 5. Several children work at once for who asks from several threads; a second one starts when the first is busy for long.
 
 Who rolls out and who checks do not have the same machine: workers give up after LIMIT_S, validators after CHECK_LIMIT_S
-(rl/verdicts.py says what they make of it). Imports no jax, as nothing here does.
+(rl/verification/checks.py says what they make of it). Imports no jax, as nothing here does.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from typing import BinaryIO
 
 from rl import envs
 from rl.envs import environment
-from sharding import arguments
+from sharding.system import cli
 
 LIMIT_S = 1  # CPU seconds of one completion, for who rolls out
 CHECK_LIMIT_S = 5  # for who checks
@@ -49,7 +49,7 @@ START_S = 120.0
 PATIENCE_S = 1.0  # to wait for a child that others keep busy, before another is started
 OUT_OF_MEMORY = 3  # exit status
 MAX_KINDS = 16  # of errors that are told
-MAX_PARTS, MAX_NAME = 63, 256  # of a score: what a rollout holds (inference/rollout.py), and room for "error"
+MAX_PARTS, MAX_NAME = 63, 256  # of a score: what a rollout holds (inference/rollouts/rollout.py), and room for "error"
 MAX_GROWTH_BYTES = 2**30  # of address space, over what the child has when it is ready
 COMMAND = ("-m", "rl.envs.scorer")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ def _end(process: subprocess.Popen, waiting: selectors.BaseSelector) -> int | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments.Parser(prog="python -m rl.envs.scorer", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m rl.envs.scorer", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="JSON: name, options, seed, limit_s")
     config = json.loads(parser.parse_args(argv).config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and it ends us

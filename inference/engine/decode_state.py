@@ -1,0 +1,109 @@
+"""What an engine holds between two calls: prefilled prompts and running slots, as trees of arrays, and where these lie.
+
+On a mesh the slots are split over the batch axes (data, fsdp, expert) and the key heads of the cache over `tensor`. Every
+program states this layout of what it returns (`placed`), so that its result goes into the next one as it is.
+
+Letters: B slots, P prompts of a prefill.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import struct
+
+from inference.engine import kv_cache, sampler
+from inference.engine import request as request_lib
+from sharding import rules
+
+MAX_STOP_IDS = 8  # that end a sequence on the device; the scheduler looks for the others after each call
+
+
+@struct.dataclass
+class Request:
+    """What a sequence was asked for; arrays [B] (or [P])."""
+
+    sampling: sampler.Sampling
+    max_tokens: jax.Array  # int32, new tokens at most
+    stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
+    want_proof: jax.Array  # bool
+    want_raw: jax.Array  # bool, also the log-probability under softmax(logits)
+    want_top: jax.Array  # bool, also the MAX_TOP likeliest tokens
+
+
+@struct.dataclass
+class Prefix:
+    """Prefilled prompts: keys up to the bucket length, lengths, last tokens; how to sample from there if JetStream asks."""
+
+    cache: kv_cache.Cache
+    last_token: jax.Array  # int32 [P]
+    length: jax.Array  # int32 [P]
+    experts: tuple[jax.Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
+    request: Request | None = None
+
+
+@struct.dataclass
+class DecodeState:
+    """All slots. `position` is that of `token`, the next one to be run; a slot decodes while `active`."""
+
+    cache: kv_cache.Cache
+    token: jax.Array  # int32 [B]
+    position: jax.Array  # int32 [B]
+    generated: jax.Array  # int32 [B], new tokens so far
+    active: jax.Array  # bool [B]
+    request: Request
+    ring: jax.Array  # last hidden states by new token (proof_window.py)
+    limit: jax.Array  # int32, steps of the next call at most (K, or fewer when a slot is due for another sample)
+
+
+def layout(tree, mesh: jax.sharding.Mesh):
+    """The `PartitionSpec` of each array of a `DecodeState`, a `Prefix` or a cache."""
+    if isinstance(tree, tuple):
+        return kv_cache.layout(tree, mesh)
+
+    def of(x):
+        return rules.fitting(mesh, x.shape, ("batch", *[None] * (x.ndim - 1)) if x.ndim else ())
+
+    return jax.tree.map(of, tree.replace(cache=())).replace(cache=kv_cache.layout(tree.cache, mesh))
+
+
+def placed(tree):
+    """States the layout of what a program returns. No mesh, no effect."""
+    mesh = rules.several_devices()
+    if mesh is None:
+        return tree
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, layout(tree, mesh))
+
+
+def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
+    """Stacks requests into numpy arrays of `size` rows, which a program takes as they are; the rest are temperature 1, one token."""
+
+    def column(values, fill, dtype):
+        return np.array([*values, *[fill] * (size - len(values))], dtype)
+
+    stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
+    bias_ids, bias = (
+        np.full((size, request_lib.MAX_BIAS), -1, np.int32),
+        np.zeros((size, request_lib.MAX_BIAS), np.float32),
+    )
+    for row, request in enumerate(requests):
+        stops = request.stop_ids[:MAX_STOP_IDS]
+        stop_ids[row, : len(stops)] = stops
+        for at, (token, value) in enumerate(request.logit_bias):
+            bias_ids[row, at], bias[row, at] = token, value
+    return Request(
+        sampling=sampler.Sampling(
+            seed=column([r.seed for r in requests], 0, np.uint32),
+            temperature=column([r.temperature for r in requests], 1, np.float32),
+            top_k=column([r.top_k for r in requests], 0, np.int32),
+            top_p=column([r.top_p for r in requests], 1, np.float32),
+            min_p=column([r.min_p for r in requests], 0, np.float32),
+            bias_ids=bias_ids,
+            bias=bias,
+        ),
+        max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
+        stop_ids=stop_ids,
+        want_proof=column([r.proofs for r in requests], False, bool),
+        want_raw=column([r.raw_logprobs for r in requests], False, bool),
+        want_top=column([r.top_logprobs > 0 for r in requests], False, bool),
+    )

@@ -1,0 +1,97 @@
+"""The hidden states that a proof covers, kept and reduced on the device: a ring per slot, and its top values.
+
+1. Every decode step writes each slot's last hidden state into its ring of two windows (`write`).
+2. At the end of a call, `finished` says which windows it completed, and which partly filled ones closed a sequence.
+3. `reduce` takes the top values of those (toploc.py) in groups of `GROUP`, as many groups as there is work for: a call
+   that finishes no window runs none, and hidden states never leave the device.
+4. The host makes proofs of the indices and values (`encode`). Where it ends a sequence that the device would go on with
+   (a stop string), it asks for the tail's `top_values` itself.
+
+Letters: B slots, W rows of a window, D model, k values of a proof, N windows.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inference.proofs import toploc
+
+WINDOW = 32  # rows per proof
+NUM_WINDOWS = 2  # in the ring: a call adds at most one window, so the one before it is still whole
+TOP = 128  # values per proof
+GROUP = 8  # windows reduced together
+
+
+def create(num_slots: int, model_dim: int) -> jax.Array:
+    """Rings of all slots, [B, 2, W, D]; row j of a sequence lies in window (j // W) % 2.
+
+    The bits of bfloat16: XLA on a CPU scatters bfloat16 by way of a float32 copy of the whole ring, at every step.
+    """
+    return jnp.zeros((num_slots, NUM_WINDOWS, WINDOW, model_dim), jnp.uint16)
+
+
+def write(ring_B2WD: jax.Array, hidden_BD: jax.Array, row_B: jax.Array, where_B: jax.Array) -> jax.Array:
+    """Row `row_B` of each sequence, in the slots where `where_B`."""
+    slot_B = jnp.where(where_B, jnp.arange(len(row_B)), len(row_B))  # past the end: dropped
+    bits_BD = jax.lax.bitcast_convert_type(hidden_BD.astype(jnp.bfloat16), jnp.uint16)
+    return ring_B2WD.at[slot_B, row_B // WINDOW % NUM_WINDOWS, row_B % WINDOW].set(bits_BD, mode="drop")
+
+
+def num_top(model_dim: int) -> int:
+    """k, smaller only in models whose window has fewer values."""
+    return min(TOP, WINDOW * model_dim)
+
+
+def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a call that brought sequences from `before` to `after` rows finished: (is it there, window, rows), [2, B] each.
+
+    First the window that was completed, then the one that a sequence which ended leaves partly filled.
+    """
+    window_2B = jnp.stack([after_B // WINDOW - 1, after_B // WINDOW])
+    rows_2B = jnp.stack([jnp.full_like(after_B, WINDOW), after_B % WINDOW])
+    there_2B = jnp.stack([after_B // WINDOW > before_B // WINDOW, ended_B & (after_B % WINDOW > 0)])
+    return there_2B, window_2B, rows_2B
+
+
+def reduce(ring_B2WD: jax.Array, there_2B: jax.Array, window_2B: jax.Array, rows_2B: jax.Array):
+    """(indices int32, bits uint16) [2, B, k] of the windows that are there; zeros elsewhere."""
+    _, B = there_2B.shape
+    there, window, rows = there_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
+    size = -(-2 * B // GROUP) * GROUP
+    order = jnp.nonzero(there, size=size, fill_value=2 * B)[0]
+    k = num_top(ring_B2WD.shape[-1])
+    out = jnp.zeros((2 * B, k), jnp.int32), jnp.zeros((2 * B, k), jnp.uint16)
+
+    def group(i, out):
+        at = jax.lax.dynamic_slice(order, (i * GROUP,), (GROUP,))
+        # Behind a barrier: fused with what follows, the gather of single rows makes libtpu 0.0.42 abort.
+        tops = jax.lax.optimization_barrier(top_values(ring_B2WD, at % B, window[at], rows[at]))
+        return tuple(x.at[at].set(top, mode="drop") for x, top in zip(out, tops, strict=True))
+
+    num_groups = -(-there.sum() // GROUP)
+    return tuple(x.reshape(2, B, k) for x in jax.lax.fori_loop(0, num_groups, group, out))
+
+
+def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, rows_N: jax.Array):
+    """(indices int32, bits uint16) [N, k] of the first `rows` of each window, all of which are still in the ring."""
+    bits_NWD = ring_B2WD[slot_N, window_N % NUM_WINDOWS]
+    filled_NW = jnp.arange(WINDOW)[None] < rows_N[:, None]
+    bits_NM = jnp.where(filled_NW[..., None], bits_NWD, jnp.uint16(0)).reshape(len(slot_N), -1)
+    return toploc.topk_indices(bits_NM, num_top(ring_B2WD.shape[-1]))
+
+
+def encode(rows_N: Sequence[int], indices_Nk: np.ndarray, bits_Nk: np.ndarray, model_dim: int) -> list[bytes]:
+    """The proofs of N windows of `rows` rows each, from their top values; b"" where toploc cannot make one."""
+    proofs = [b""] * len(rows_N)
+    size_N = np.minimum(np.asarray(rows_N) * model_dim, indices_Nk.shape[1])  # a short tail of a small model has fewer
+    for size in np.unique(size_N).tolist():
+        members = np.flatnonzero(size_N == size)
+        indices, bits = indices_Nk[members], bits_Nk[members]
+        if size < indices.shape[1]:
+            real = indices < size
+            indices, bits = indices[real].reshape(-1, size), bits[real].reshape(-1, size)
+        for n, proof in zip(members.tolist(), toploc.encode(indices, bits), strict=True):
+            proofs[n] = proof
+    return proofs

@@ -1,0 +1,291 @@
+"""The record that every process shares: one token stream, what it was worth, and who vouches for it.
+
+In time:
+1. An environment worker drives an episode against an inference server. Each branch of it is one token stream: the
+   prompt, what the policy sampled, and between two turns what the environment said (so `sampled_mask` has gaps).
+2. The worker fills a `Rollout`, `sign`s it, and sends a group as one Parquet file (inference/rollouts/parquet.py).
+3. Validator and orchestrator read that: `validate` looks at every field, whatever a stranger wrote, and `signature_ok` says
+   whether the key in `worker` vouches for it.
+
+Left out: `prompt` and `completion` as text (a tokenizer makes them from tokens, and a mismatch would be one more lie
+to check).
+
+No jax here: a worker starts in a second.
+"""
+
+import dataclasses
+import hashlib
+import math
+import numbers
+import os
+import pathlib
+import re
+import struct
+
+import numpy as np
+from cryptography import exceptions
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+FINISH_REASONS = ("stop", "length")
+MAX_TOKENS = 2**20  # per stream
+MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
+MAX_ROUTED_BYTES = 2**27  # per stream; 16,000 tokens of 48 layers with 8 experts each take 6 MB
+MAX_REWARD_PARTS = 64
+MAX_NAME = 256  # characters of an environment's or a reward's name
+LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRef:
+    """Which problem: anyone with the environment can build it again from these four."""
+
+    env: str
+    index: int  # of the problem in the environment's data
+    group: int  # streams of one group share a problem and are compared with one another
+    seed: int  # of a procedurally generated problem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == on arrays has no single truth value; compare `digest`s
+class Rollout:
+    """One token stream = one branch of one episode, T tokens long.
+
+    Example, two turns: tokens = prompt | sampled | tool result | sampled, sampled_mask = 0 0 0 1 1 0 0 1 1.
+    """
+
+    tokens: np.ndarray  # int32 [T] prompt + completion, one token stream
+    sampled_mask: np.ndarray  # bool [T], True where the policy sampled the token; never at position 0
+    logprobs: np.ndarray  # float32 [T], behaviour logprob at the sampling temperature; 0 where not sampled
+    versions: np.ndarray  # int32 [T], policy version that sampled the token, or at prompt positions prefilled it
+    temperature: float
+    seed: int  # uint32: the sampling noise is a function of (seed, position)
+    task: TaskRef
+    sample: int  # 0 .. G-1 inside the group
+    step: int  # training step (batch) this rollout was generated for
+    reward: float
+    rewards: dict[str, float]  # named parts, for the reader; `reward` is what counts
+    finish_reason: str  # "stop" | "length"
+    proofs: bytes  # toploc.join of the proofs of the sampled rows
+    worker: str  # hex of the ed25519 public key; "" until signed
+    signature: bytes  # 64 bytes over `digest`; b"" until signed
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
+
+
+def validate(rollout: Rollout) -> str | None:
+    """None, or the first rule broken as "field: rule, what was found". Total: it never raises."""
+    if not isinstance(rollout, Rollout):
+        return f"rollout: must be a Rollout, got {type(rollout).__name__}"
+    return _array_error(rollout) or _scalar_error(rollout)
+
+
+# ---- identity -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerKey:
+    """A worker's ed25519 identity. `worker` (hex of the public key) is its name everywhere."""
+
+    private: ed25519.Ed25519PrivateKey = dataclasses.field(repr=False)
+
+    @property
+    def worker(self) -> str:
+        return self.private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def generate(cls) -> "WorkerKey":
+        return cls(ed25519.Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "WorkerKey":
+        data = pathlib.Path(path).read_bytes()
+        try:
+            private = serialization.load_pem_private_key(data, password=None)
+        except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
+            raise ValueError(f"{path} is not an unencrypted PEM private key: {error}") from error
+        if not isinstance(private, ed25519.Ed25519PrivateKey):
+            raise ValueError(f"{path} holds {type(private).__name__}; a worker key is ed25519")
+        return cls(private)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """PKCS8 PEM, readable by the owner only. FileExistsError rather than the loss of an older identity."""
+        data = self.private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+
+
+def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
+    """The rollout under the key's name. ValueError for one that `validate` refuses: nobody could use it."""
+    rollout = dataclasses.replace(rollout, worker=key.worker, signature=b"")
+    if reason := validate(rollout):
+        raise ValueError(f"rollout cannot be signed: {reason}")
+    return dataclasses.replace(rollout, signature=key.private.sign(digest(rollout)))
+
+
+def signature_ok(rollout: Rollout) -> bool:
+    """Whether the key named in `worker` signed exactly this rollout. Total: False for anything malformed."""
+    if validate(rollout) or not rollout.signature:
+        return False
+    try:
+        public = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(rollout.worker))
+        public.verify(rollout.signature, digest(rollout))
+    except (exceptions.InvalidSignature, ValueError):  # ValueError: not a point on the curve
+        return False
+    return True
+
+
+def digest(rollout: Rollout) -> bytes:
+    """SHA-256 of every field but `signature`, of a valid rollout.
+
+    The preimage is "intellax/rollout/1", then per field, in the order below: name and payload, each behind its
+    length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian; `rewards` is
+    (name, value) sorted by name. `routed_experts`, its shape before its elements, is there only if it is claimed.
+    """
+    task = rollout.task
+    parts = sorted((name.encode(), float(value)) for name, value in rollout.rewards.items())
+    fields = {
+        "tokens": rollout.tokens.astype("<i4").tobytes(),
+        "sampled_mask": rollout.sampled_mask.astype("u1").tobytes(),
+        "logprobs": rollout.logprobs.astype("<f4").tobytes(),
+        "versions": rollout.versions.astype("<i4").tobytes(),
+        "temperature": struct.pack("<d", rollout.temperature),
+        "seed": struct.pack("<q", rollout.seed),
+        "task.env": task.env.encode(),
+        "task.index": struct.pack("<q", task.index),
+        "task.group": struct.pack("<q", task.group),
+        "task.seed": struct.pack("<q", task.seed),
+        "sample": struct.pack("<q", rollout.sample),
+        "step": struct.pack("<q", rollout.step),
+        "reward": struct.pack("<d", rollout.reward),
+        "rewards": b"".join(_framed(name) + struct.pack("<d", value) for name, value in parts),
+        "finish_reason": rollout.finish_reason.encode(),
+        "proofs": rollout.proofs,
+        "worker": rollout.worker.encode(),
+    }
+    if (experts := rollout.routed_experts) is not None:
+        fields["routed_experts"] = struct.pack("<4q", *experts.shape, experts.itemsize) + little_endian(experts)
+    hasher = hashlib.sha256(b"intellax/rollout/1")
+    for name, payload in fields.items():
+        hasher.update(_framed(name.encode()) + _framed(payload))
+    return hasher.digest()
+
+
+def _framed(payload: bytes) -> bytes:
+    return struct.pack("<Q", len(payload)) + payload
+
+
+def num_bytes(rollout: Rollout) -> int:
+    """Of what grows with its length: 13 per token, the proofs, the experts."""
+    experts = 0 if rollout.routed_experts is None else rollout.routed_experts.nbytes
+    return 13 * len(rollout.tokens) + len(rollout.proofs) + experts
+
+
+def little_endian(array: np.ndarray) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+# ---- the rules ------------------------------------------------------------------------------------------------------
+
+
+def _array_error(rollout: Rollout) -> str | None:
+    for name, dtype in [("tokens", "i4"), ("sampled_mask", "?"), ("logprobs", "f4"), ("versions", "i4")]:
+        array = getattr(rollout, name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.dtype(dtype):
+            found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            return f"{name}: must be a numpy {np.dtype(dtype)} [T], got {found}"
+        if len(array) != len(rollout.tokens):
+            return f"{name}: must have one entry per token, got {len(array)} for {len(rollout.tokens)}"
+    if len(rollout.tokens) > MAX_TOKENS:
+        return f"tokens: at most {MAX_TOKENS}, got {len(rollout.tokens)}"
+    if not rollout.sampled_mask.any():
+        return "sampled_mask: must have at least one True, or there is nothing to learn from"
+    if rollout.sampled_mask[0]:
+        return "sampled_mask: position 0 cannot be sampled, nothing came before it"
+    for name in ("tokens", "versions"):
+        if (lowest := int(getattr(rollout, name).min())) < 0:
+            return f"{name}: must be >= 0, got {lowest}"
+    bad_T = ~(rollout.logprobs <= LOGPROB_SLACK) | np.isinf(rollout.logprobs)  # the comparison is False for NaN
+    if bad_T.any():
+        at = int(bad_T.argmax())
+        return f"logprobs: must be finite and <= {LOGPROB_SLACK}, got {rollout.logprobs[at]} at position {at}"
+    if rollout.logprobs[~rollout.sampled_mask].any():
+        return "logprobs: must be 0 where the token was not sampled"
+    return _experts_error(rollout)
+
+
+def _experts_error(rollout: Rollout) -> str | None:
+    """Of form alone: a record does not say which model it is of."""
+    experts = rollout.routed_experts
+    if experts is None:
+        return None
+    if not isinstance(experts, np.ndarray) or experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
+        found = f"{experts.dtype}{list(experts.shape)}" if isinstance(experts, np.ndarray) else type(experts).__name__
+        return (
+            f"routed_experts: must be None or a numpy uint8 or uint16 [T - 1, layers, experts per token], got {found}"
+        )
+    if len(experts) != len(rollout.tokens) - 1 or not experts.size:
+        return f"routed_experts: must have a row per token but the last, got {list(experts.shape)}"
+    if experts.nbytes > MAX_ROUTED_BYTES:
+        return f"routed_experts: at most {MAX_ROUTED_BYTES} bytes, got {experts.nbytes}"
+    return None
+
+
+def _scalar_error(rollout: Rollout) -> str | None:
+    task = rollout.task
+    if not isinstance(task, TaskRef):
+        return f"task: must be a TaskRef, got {type(task).__name__}"
+    for name, value, limit in [
+        ("seed", rollout.seed, 2**32),
+        ("task.index", task.index, 2**63),
+        ("task.group", task.group, 2**63),
+        ("task.seed", task.seed, 2**63),
+        ("sample", rollout.sample, 2**31),
+        ("step", rollout.step, 2**31),
+    ]:
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= value < limit:
+            return f"{name}: must be an integer in [0, {limit}), got {_shown(value)}"
+    if not _is_finite(rollout.temperature) or rollout.temperature < 0:
+        return f"temperature: must be finite and >= 0, got {_shown(rollout.temperature)}"
+    if not _is_finite(rollout.reward):
+        return f"reward: must be finite, got {_shown(rollout.reward)}"
+    if not isinstance(rollout.rewards, dict) or len(rollout.rewards) > MAX_REWARD_PARTS:
+        return f"rewards: must be a dict of at most {MAX_REWARD_PARTS}, got {_shown(rollout.rewards)}"
+    for name, value in rollout.rewards.items():
+        if not _is_name(name) or not _is_finite(value):
+            return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
+    if not _is_name(task.env):
+        return f"task.env: must be 1 to {MAX_NAME} printable characters, got {_shown(task.env)}"
+    if not isinstance(rollout.finish_reason, str) or rollout.finish_reason not in FINISH_REASONS:
+        return f"finish_reason: must be one of {FINISH_REASONS}, got {_shown(rollout.finish_reason)}"
+    if not isinstance(rollout.proofs, bytes) or len(rollout.proofs) > MAX_PROOF_BYTES:
+        return f"proofs: must be at most {MAX_PROOF_BYTES} bytes"
+    if not isinstance(rollout.worker, str) or not re.fullmatch("(?:[0-9a-f]{64})?", rollout.worker):
+        return f"worker: must be a public key as 64 lower-case hex digits, or empty, got {_shown(rollout.worker)}"
+    if not isinstance(rollout.signature, bytes) or len(rollout.signature) not in (0, 64):
+        return f"signature: must be 64 bytes, or empty, got {_shown(rollout.signature)}"
+    return None
+
+
+def _is_finite(value) -> bool:
+    if isinstance(value, numbers.Integral):
+        return not isinstance(value, bool) and abs(int(value)) <= 2**53  # exact in float64
+    return isinstance(value, float | np.floating) and math.isfinite(value)
+
+
+def _is_name(value) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def _shown(value) -> str:
+    """repr, where that is short and cannot fail (it does for an int of 5000 digits)."""
+    if isinstance(value, str | bytes):
+        return repr(value[:80])
+    if isinstance(value, numbers.Integral) and abs(int(value)) >= 2**64:
+        return f"an integer of {int(value).bit_length()} bits"
+    return repr(value) if isinstance(value, numbers.Number) else type(value).__name__
+
+
+def prompt_length(rollout: Rollout) -> int:
+    return int(np.argmax(rollout.sampled_mask))

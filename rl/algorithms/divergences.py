@@ -1,0 +1,86 @@
+"""Terms beside the policy loss: divergences from a reference policy, and the components with weights of their own.
+
+A step's objective is a sum of components, each over its own tokens and each divided by its own global count:
+
+    L = policy / N + kl_coef * KL / N - entropy_coef * H / N + CE / N_ce + ref_kl / N_ref_kl
+
+N counts the tokens that the policy loss trains; N_ce and N_ref_kl the tokens whose weight is not 0. Letters: B rows, T tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from rl.algorithms import importance
+
+
+def k1(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+    """log(pi / ref): unbiased for KL(pi || ref), of any sign. As a loss its expected gradient is 0: use it in the reward."""
+    return logp_BT - reference_logp_BT
+
+
+def k2(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+    """log(pi / ref)^2 / 2: biased, never negative; its expected gradient is that of KL(pi || ref)."""
+    return 0.5 * jnp.square(logp_BT - reference_logp_BT)
+
+
+def k3(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+    """ref/pi - 1 - log(ref/pi): unbiased, never negative (GRPO, arXiv 2402.03300, eq. 4); log(ref/pi) at most 10 (INTELLECT-2)."""
+    log_BT = jnp.minimum(reference_logp_BT - logp_BT, 10.0)
+    return jnp.expm1(log_BT) - log_BT
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}  # of KL(pi || ref) from samples of pi (Schulman 2020, "Approximating KL")
+
+
+def kl_penalty(
+    estimator: str, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
+) -> jax.Array:
+    """sum_t mask_t k(logp_t, reference_logp_t) / denom; gradient through `logp` alone. Denominator: global trained tokens."""
+    logp_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
+    reference_logp_BT = jax.lax.stop_gradient(jnp.where(mask_BT > 0, reference_logp_BT, 0.0))
+    return importance.total(ESTIMATORS[estimator](logp_BT, reference_logp_BT), mask_BT, denom)
+
+
+def kl_in_advantage(
+    advantage_BT: jax.Array, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, coef: float
+) -> jax.Array:
+    """A_t - coef * log(pi_t / ref_t): the k1 penalty as a reward of each token, no gradient (RLHF since arXiv 1909.08593)."""
+    k1_BT = jax.lax.stop_gradient(k1(logp_BT, reference_logp_BT))
+    return jnp.where(mask_BT > 0, advantage_BT - coef * k1_BT, advantage_BT)
+
+
+def weighted_cross_entropy(logp_BT: jax.Array, weight_BT: jax.Array, denom: jax.Array) -> jax.Array:
+    """-sum_t w_t logp_t / denom: supervision beside reward, for instance on what tools answered (ECHO). Denominator: tokens
+    of the step with w != 0.
+    """
+    return -jnp.sum(jnp.where(weight_BT != 0, logp_BT, 0.0) * weight_BT) / denom
+
+
+def reference_distillation(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    reference_logp_BT: jax.Array,
+    weight_BT: jax.Array,
+    denom: jax.Array,
+    *,
+    low: float = 0.2,
+    kl_tau: float = 1e-3,
+) -> jax.Array:
+    """Per-token reverse KL to a teacher by policy gradient (on-policy distillation), as PRIME-RL's fixed `ref_kl` component.
+
+        sum_t w_t [-1[pi - mu >= -low] sg(log ref - log pi) r + kl_tau log(r)^2] / denom,   r = pi / mu
+
+    The teacher's log-ratio is the advantage; a token that became less likely by more than `low` is left out. Denominator: tokens
+    of the step with w != 0.
+    """
+    mask_BT = (weight_BT != 0).astype(jnp.float32)
+    log_r_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    advantage_BT = jax.lax.stop_gradient(reference_logp_BT - logp_BT)
+    keep_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT) >= -low
+    loss_BT = -jnp.where(keep_BT & (mask_BT > 0), advantage_BT, 0.0) * jnp.exp(log_r_BT) + kl_tau * log_r_BT**2
+    return jnp.sum(jnp.where(mask_BT > 0, loss_BT, 0.0) * weight_BT) / denom
+
+
+def count(weight_BT: jax.Array) -> jax.Array:
+    """The tokens that a component trains, at least 1."""
+    return jnp.maximum(jnp.sum(weight_BT != 0).astype(jnp.float32), 1.0)

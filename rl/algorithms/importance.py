@@ -1,0 +1,97 @@
+"""What the losses share: importance ratios, sums over a packed stream, totals over the step, and what is measured of them.
+
+Letters: B rows, T tokens. Several streams share a row; `stream_ids_BT` numbers them 0, 1, ... in order of their columns
+(`rl/batch/packing.py: stream_ids`), so that a row of T tokens has at most T of them and every shape is fixed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token the sampler thought impossible gives a large finite ratio and no gradient
+
+
+def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """log r = logp - old_logp, at most `MAX_LOG_RATIO`, and 0 outside the mask: no infinity reaches a masked gradient."""
+    return jnp.minimum(jnp.where(mask_BT > 0, logp_BT - old_logp_BT, 0.0), MAX_LOG_RATIO)
+
+
+def clipped_surrogate(
+    ratio_BT: jax.Array, advantage_BT: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, jax.Array]:
+    """PPO's pessimistic surrogate as a loss per token, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); arXiv 1707.06347, eq. 7.
+
+    Returns (loss_BT, dropped_BT): dropped is where the clip takes the gradient away.
+    """
+    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+    loss_BT = jnp.maximum(-ratio_BT * advantage_BT, -clipped_BT * advantage_BT)
+    return loss_BT, outside(ratio_BT, advantage_BT, 1 - clip_low, 1 + clip_high)
+
+
+def outside(ratio_BT: jax.Array, advantage_BT: jax.Array, low: float, high: float) -> jax.Array:
+    """Where a pessimistic clip binds: above `high` with A > 0, below `low` with A < 0. A = 0 has no gradient to lose."""
+    return ((advantage_BT > 0) & (ratio_BT > high)) | ((advantage_BT < 0) & (ratio_BT < low))
+
+
+def total(x_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array) -> jax.Array:
+    """sum_t mask_t x_t / denom; what the mask hides may be anything, NaN included."""
+    return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
+
+
+def stream_sum(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+    """The sum of x over the tokens of each token's own stream, given back at every one of them."""
+    return _over_streams(jax.ops.segment_sum, x_BT, stream_ids_BT)
+
+
+def stream_min(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+    """The least x of each token's own stream, given back at every token of it."""
+    return _over_streams(jax.ops.segment_min, x_BT, stream_ids_BT)
+
+
+def stream_mean(x_BT: jax.Array, mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+    """The mean of x over the trained tokens of each token's own stream; 0 in a stream that trains nothing."""
+    sum_BT = stream_sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
+    return sum_BT / stream_length(mask_BT, stream_ids_BT)
+
+
+def stream_length(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+    """|o|: the number of trained tokens of each token's own stream, at least 1."""
+    return jnp.maximum(stream_sum(mask_BT, stream_ids_BT), 1.0)
+
+
+def num_streams(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+    """How many streams train a token: every trained token counts 1 / |o|, and the thirds are rounded to whole streams."""
+    return jnp.round(jnp.sum(mask_BT / stream_length(mask_BT, stream_ids_BT)))
+
+
+def metrics(
+    log_ratio_BT: jax.Array, dropped_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
+) -> dict[str, jax.Array]:
+    """What every ratio loss reports; each a sum over tokens / denom, so that micro-batches and shards add up.
+
+    loss/clip_frac            tokens whose gradient the loss took away, and its parts with A > 0 and A < 0
+    loss/mismatch_kl          KL(mu || pi) by the k3 estimator, r - 1 - log r >= 0 (Schulman 2020), and the part of it that
+                              comes from dropped tokens
+    loss/ratio_mean           mean r, 1 in expectation; with loss/ratio_sq_mean (mean r^2) it gives the effective sample size
+                              (rl/reporting/diagnostics.py)
+    """
+    log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT)
+    ratio_BT = jnp.exp(log_ratio_BT)
+    kl_BT = jnp.expm1(log_ratio_BT) - log_ratio_BT
+    return {
+        "loss/clip_frac": total(dropped_BT, mask_BT, denom),
+        "loss/clip_frac_positive": total(dropped_BT & (advantage_BT > 0), mask_BT, denom),
+        "loss/clip_frac_negative": total(dropped_BT & (advantage_BT < 0), mask_BT, denom),
+        "loss/mismatch_kl": total(kl_BT, mask_BT, denom),
+        "loss/mismatch_kl_dropped": total(jnp.where(dropped_BT, kl_BT, 0.0), mask_BT, denom),
+        "loss/ratio_mean": total(ratio_BT, mask_BT, denom),
+        "loss/ratio_sq_mean": total(ratio_BT**2, mask_BT, denom),
+    }
+
+
+def _over_streams(reduce, x_BT, stream_ids_BT):
+    T = x_BT.shape[1]
+
+    def row(x_T, ids_T):
+        return reduce(x_T, ids_T, num_segments=T)[ids_T]
+
+    return jax.vmap(row)(x_BT, stream_ids_BT)

@@ -1,0 +1,426 @@
+"""Policy losses as functions of arrays. All take the same five things and return (loss, metrics).
+
+  logp_BT            log pi(token) under the parameters being trained, at the sampling temperature; carries gradient
+  behavior_logp_BT   log mu(token) under the policy that sampled it, as the sampler reported it, or as the learner
+                     recomputed it before the first optimizer step of a batch (INTELLECT-2)
+  advantage_BT       credit of each token; assigned before, never here
+  mask_BT            1.0 on tokens that the policy sampled and that train, else 0.0
+  denom              the *global* number of such tokens in the step, over all devices and micro-batches
+
+A loss that needs more says so by naming it, and the learner hands it over:
+
+  stream_ids_BT      int32 in [0, T): which stream of its row a token belongs to (a stream is one sampled sequence)
+  num_streams        the *global* number of streams that train a token
+  sampler_logp_BT    log mu as the sampler reported it, whatever `behavior_logp_BT` is
+
+Every loss is a sum over tokens divided by a global count, so that micro-batches and shards add up exactly. Every metric is
+a sum over tokens divided by `denom`: a fraction or mean over the step's tokens once summed over micro-batches.
+
+Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream
+throughout. A loss of your own is any function of this signature: give it to `learner.make_train_step` in place of a name.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from rl.algorithms import importance
+
+# ---- clipped ratios --------------------------------------------------------------------------------------------------
+
+
+def two_sided_clip(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    delta: float,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """PPO clipping with an upper bound on the ratio, so that a negative advantage has a bounded loss.
+
+        loss = sum_t mask_t max(-c1 A, -c2 A) / denom
+        c1 = min(r, delta),  c2 = clip(c1, 1 - clip_low, 1 + clip_high)
+
+    Plain PPO leaves r unbounded when A < 0; INTELLECT-2 (arXiv 2505.07291, section 3.4) bounds it by delta = 4 with
+    clip_low = clip_high = 0.2. The gradient of a token is zero where A < 0 and r > delta, where A > 0 and
+    r > 1 + clip_high, and where A < 0 and r < 1 - clip_low. Denominator: global sampled tokens. Nothing is
+    stop-gradiented.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    ratio_BT = jnp.exp(log_ratio_BT)
+    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.minimum(ratio_BT, delta), advantage_BT, clip_low, clip_high)
+    dropped_BT |= (advantage_BT < 0) & (ratio_BT > delta)
+    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def grpo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    stream_ids_BT: jax.Array,
+    num_streams: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """PPO clipping, averaged inside each stream and then over streams: a token of a long answer weighs less.
+
+        loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
+
+    GRPO (arXiv 2402.03300, eq. 3; its KL term is the learner's `kl_coef`). Denominator: global streams. Nothing is
+    stop-gradiented.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
+    loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
+    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def dr_grpo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    length: float,
+    num_streams: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """PPO clipping, summed over tokens and divided by a constant: neither short nor long answers are favoured.
+
+        loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
+
+    Dr. GRPO (arXiv 2503.20783, section 3.2); `length` is the generation budget, sampling.max_tokens. Goes with the advantage
+    `group_mean`. Denominator: global streams times `length`. Nothing is stop-gradiented.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
+    return importance.total(loss_BT, mask_BT, num_streams * length), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def dapo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """PPO clipping over all tokens alike, with a wider upper bound so that rare tokens can rise ("clip-higher").
+
+        loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
+
+    DAPO (arXiv 2503.14476, eq. 8) with 0.2 and 0.28; its overlong shaping is `advantages.overlong_penalty`, its dynamic
+    sampling the dropping of groups without spread. Denominator: global sampled tokens. Nothing is stop-gradiented.
+    """
+    return two_sided_clip(
+        logp_BT,
+        behavior_logp_BT,
+        advantage_BT,
+        mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=math.inf,
+        denom=denom,
+    )
+
+
+# ---- ratios of whole streams -----------------------------------------------------------------------------------------
+
+
+def gspo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    stream_ids_BT: jax.Array,
+    num_streams: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """One ratio per stream, the geometric mean of its tokens' ratios, clipped as a whole.
+
+        loss = -sum_i (1 / |o_i|) sum_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) / num_streams
+        s_it = sg(s_i) pi_t / sg(pi_t),  s_i = exp(mean_t log r_t)
+
+    GSPO-token (arXiv 2507.18071, eqs. 13-14), which with one advantage per stream is GSPO (eq. 5); clip bounds of 3e-4 and 4e-4.
+    Denominator: global streams.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    mean_BT = importance.stream_mean(log_ratio_BT, mask_BT, stream_ids_BT)
+    here_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
+    ratio_BT = jnp.exp(jax.lax.stop_gradient(mean_BT - here_BT) + here_BT)
+    loss_BT, dropped_BT = importance.clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
+    loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
+    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def gmpo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    log_clip: float,
+    stream_ids_BT: jax.Array,
+    num_streams: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """The geometric instead of the arithmetic mean of a stream's clipped ratios: one wild token weighs little.
+
+        loss = -sum_i A_i exp((1 / |o_i|) sum_t c_t) / num_streams
+        c_t = min(log r, log_clip) where A > 0, max(log r, -log_clip) where A < 0
+
+    GMPO (arXiv 2507.20673, eq. 4) with log_clip = 0.4. A_i is the mean advantage of the stream's tokens. Denominator: global
+    streams. Nothing is stop-gradiented.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    clipped_BT = jnp.where(advantage_BT > 0, jnp.minimum(log_ratio_BT, log_clip), jnp.maximum(log_ratio_BT, -log_clip))
+    ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
+    loss_BT = -ratio_BT * advantage_BT / importance.stream_length(mask_BT, stream_ids_BT)
+    dropped_BT = importance.outside(log_ratio_BT, advantage_BT, -log_clip, log_clip)
+    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+# ---- masked and truncated importance sampling ------------------------------------------------------------------------
+
+
+def masked_importance_sampling(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    ratio_low: float,
+    ratio_high: float,
+    stream_low: float = 0.0,
+    stream_high: float = math.inf,
+    geometric_low: float = 0.0,
+    geometric_high: float = math.inf,
+    stream_ids_BT: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Importance sampling straight against the sampler, with tokens and streams of a wild ratio left out (IcePop).
+
+        loss = -sum_t mask_t keep_t r A / denom
+        keep_t = ratio_low <= r <= ratio_high
+                 and stream_low <= (smallest r of the stream), (largest r of the stream) <= stream_high
+                 and geometric_low <= exp(mean_t log r of the stream) <= geometric_high
+
+    INTELLECT-3 (arXiv 2512.16144, section 2): tokens in [0.5, 5], whole stream out below 1e-5. PRIME-RL at its release:
+    tokens in [0.125, 8]; in December 2025 also geometric mean in [0.1, 10] and stream_high = 100. The defaults turn the stream
+    rules off. The indicator carries no gradient; a dropped token keeps its place in the denominator, global sampled tokens.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    ratio_BT = jnp.exp(log_ratio_BT)
+    keep_BT = (ratio_BT >= ratio_low) & (ratio_BT <= ratio_high)
+    fixed_BT = jax.lax.stop_gradient(log_ratio_BT)
+    if stream_low > 0:  # outside the mask r is 1: the bounds are on either side of it
+        keep_BT &= importance.stream_min(fixed_BT, stream_ids_BT) >= math.log(stream_low)
+    if stream_high < math.inf:
+        keep_BT &= -importance.stream_min(-fixed_BT, stream_ids_BT) <= math.log(stream_high)
+    if geometric_low > 0 or geometric_high < math.inf:
+        geometric_BT = jnp.exp(importance.stream_mean(fixed_BT, mask_BT, stream_ids_BT))
+        keep_BT &= (geometric_BT >= geometric_low) & (geometric_BT <= geometric_high)
+    loss_BT = -jnp.where(keep_BT, ratio_BT, 0.0) * advantage_BT
+    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
+        log_ratio_BT, ~keep_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def cispo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    ratio_low: float,
+    ratio_high: float,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Clips the weight of the policy gradient instead of the surrogate: every token keeps its gradient.
+
+        loss = -sum_t mask_t sg(clip(r, ratio_low, ratio_high)) A logp / denom
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4); without a lower bound and with an upper one of 5 in ScaleRL (arXiv 2510.13786).
+    Denominator: global sampled tokens. No gradient through the weight; `clip_frac` counts weights that were clipped.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
+    loss_BT = -jnp.clip(ratio_BT, ratio_low, ratio_high) * advantage_BT * logp_BT
+    clipped_BT = (ratio_BT < ratio_low) | (ratio_BT > ratio_high)
+    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
+        log_ratio_BT, clipped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def truncated_importance_sampling(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    cap: float,
+    sampler_logp_BT: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """PPO clipping against the learner's own old policy, each token weighted by how likely that policy was to sample it.
+
+        loss = -sum_t mask_t min(w, cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
+        w = exp(behavior_logp - sampler_logp)
+
+    TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") with cap = 2. `r` is
+    against `behavior_logp`, so objective.old_logprobs must be "learner"; otherwise w = 1. Denominator: global sampled tokens. No
+    gradient through w.
+    """
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    differs_BT = mask_BT * (behavior_logp_BT != sampler_logp_BT)  # -inf - -inf is no ratio, and equal ones have w = 1
+    weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
+    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
+    loss_BT *= jax.lax.stop_gradient(jnp.minimum(weight_BT, cap))
+    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+def decoupled_ppo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    sampler_logp_BT: jax.Array,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Three policies: one sampled (behaviour), one bounds the step (proximal, recomputed by the learner), one is trained (target).
+
+        loss = -sum_t mask_t (prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
+
+    Decoupled PPO (arXiv 2110.00641, eq. 6; AReaL, arXiv 2505.24298, eq. 5): staleness goes into the weight, not into the clip.
+    It is truncated importance sampling without a cap. Denominator: global sampled tokens. No gradient through prox / mu.
+    """
+    return truncated_importance_sampling(
+        logp_BT,
+        behavior_logp_BT,
+        advantage_BT,
+        mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        cap=math.inf,
+        sampler_logp_BT=sampler_logp_BT,
+        denom=denom,
+    )
+
+
+# ---- bounds on the change of probability -----------------------------------------------------------------------------
+
+
+def dppo_tv(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    low: float,
+    high: float,
+    kl_tau: float,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Importance sampling; a token is left out once its *probability* moved too far in the direction of its advantage.
+
+        loss = sum_t mask_t (-keep_t r A + kl_tau log(r)^2) / denom
+        keep_t = not (A > 0 and pi - mu > high  or  A <= 0 and pi - mu < -low)
+
+    DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's squared log-ratio (arXiv 2602.02276), the
+    default of PRIME-RL in 2026 with low = high = 0.2 and kl_tau = 1e-3. The squared term covers dropped tokens too; r is not
+    clamped. The indicator carries no gradient. Denominator: global sampled tokens.
+    """
+    change_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)
+    dropped_BT = jnp.where(advantage_BT > 0, change_BT > high, change_BT < -low)
+    return _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom)
+
+
+def ipo(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    bound: float,
+    kl_tau: float,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """`dppo_tv` with a mask that ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
+    dropped_BT = jnp.abs(jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)) > bound
+    return _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom)
+
+
+def _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom):
+    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+    loss_BT = -jnp.where(dropped_BT, 0.0, jnp.exp(log_ratio_BT)) * advantage_BT + kl_tau * log_ratio_BT**2
+    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
+        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
+    )
+
+
+# ---- supervision -----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logp_BT: jax.Array,
+    behavior_logp_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    denom: jax.Array,
+) -> tuple[jax.Array, dict]:
+    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t / denom. The behaviour policy is not used.
+
+    The advantage weighs the tokens (1 for plain SFT). Denominator: global trained tokens.
+    """
+    del behavior_logp_BT
+    return importance.total(-logp_BT * advantage_BT, mask_BT, denom), {}
+
+
+LOSSES = {
+    "two_sided_clip": two_sided_clip,  # INTELLECT-2
+    "masked_importance_sampling": masked_importance_sampling,  # IcePop; INTELLECT-3
+    "dppo_tv": dppo_tv,  # PRIME-RL 2026
+    "ipo": ipo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,  # ScaleRL
+    "truncated_importance_sampling": truncated_importance_sampling,
+    "decoupled_ppo": decoupled_ppo,  # AReaL
+    "cross_entropy": cross_entropy,
+}

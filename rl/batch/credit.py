@@ -1,0 +1,105 @@
+"""From groups of rollouts to the trees that the learner packs: who gets how much credit, and which component trains what.
+
+1. The reward of a sample is shaped (`overlong_buffer`), then `advantages.ADVANTAGES`, `NORMALIZERS` and `AVERAGES` in turn make
+   it the advantage of each of its sampled tokens.
+2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
+3. `teacher_coef` weighs the distillation of what was sampled (rl/algorithms/divergences.py); for it, those groups stay in the batch.
+4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample a stream of its own.
+   Where routers are replayed, what samples share ends before the prompt's last token, which each of them ran for itself, and
+   samples whose prompts took other experts are other trees.
+
+Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference.rollouts import rollout as rollout_lib
+from rl.algorithms import advantages
+from rl.batch import packing
+from rl.batch import router_replay as router_replay_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Credit:
+    """How a run assigns credit; names are those of the tables in rl/algorithms/advantages.py."""
+
+    advantage: str = "group_mean"
+    normalize: str = "none"
+    average: str = "tokens"
+    overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: off
+    max_tokens: int = 0  # of a completion; read where overlong_buffer is set
+    teacher_coef: float = 0.0  # of the distillation on sampled tokens
+    share_prompts: bool = True
+    router_replay: router_replay_lib.RouterReplay | None = None  # if trees carry the experts that rollouts claim
+
+    def __post_init__(self):
+        for name, table in (
+            ("advantage", advantages.ADVANTAGES),
+            ("normalize", advantages.NORMALIZERS),
+            ("average", advantages.AVERAGES),
+        ):
+            if getattr(self, name) not in table:
+                raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
+        if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
+            raise ValueError(
+                f"rl.overlong_buffer = {self.overlong_buffer} must lie in 1..{self.max_tokens}, the longest completion "
+                f"(sampling.max_tokens), or be 0 for none"
+            )
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Which of `packing.OPTIONAL` the trees carry."""
+        return ("ref_kl_weight",) if self.teacher_coef else ()
+
+    def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
+        """(The trees of a batch of P groups, the part of the groups that reward teaches nothing)."""
+        lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
+        rewards = [np.array([r.reward for r in group], np.float64) for group in groups]
+        if self.overlong_buffer:
+            limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
+            rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
+        credits = advantages.NORMALIZERS[self.normalize]([advantages.ADVANTAGES[self.advantage](r) for r in rewards])
+        is_flat = np.array([not np.any(np.abs(credit_G) > 1e-9) for credit_G in credits])
+        taught = np.flatnonzero(~is_flat)  # by reward
+        factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
+        trees = []
+        for i, group in enumerate(groups):
+            if i in factors:
+                trees += self._trees(group, credits[i] * factors[i], trains=True)
+            elif self.streams:
+                trees += self._trees(group, credits[i], trains=False)
+        return trees, float(is_flat.mean())
+
+    def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray, *, trains: bool) -> list[packing.Tree]:
+        P = int(np.argmax(group[0].sampled_mask))  # tokens of the prompt
+        start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
+        routed = [self.router_replay.rows(r) if self.router_replay else None for r in group]
+        branches = [self._branch(*one, start, trains) for one in zip(group, credit_G, routed, strict=True)]
+        if not self.share_prompts:
+            return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
+        if not self.router_replay:
+            return [packing.Tree(group[0].tokens[:start], tuple(branches))]
+        alike: dict[bytes, list[int]] = {}  # by the experts of the shared part
+        for i, rows_TLX in enumerate(routed):
+            alike.setdefault(rows_TLX[:start].tobytes(), []).append(i)
+        return [
+            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), routed[members[0]][:start])
+            for members in alike.values()
+        ]
+
+    def _branch(
+        self, rollout: rollout_lib.Rollout, credit: float, rows_TLX: np.ndarray | None, start: int, trains: bool
+    ) -> packing.Branch:
+        mask_T = rollout.sampled_mask[start:].astype(np.float32)
+        return packing.Branch(
+            rollout.tokens[start:],
+            mask_T * np.float32(trains),
+            rollout.logprobs[start:],
+            mask_T * np.float32(credit),
+            rollout.temperature,
+            ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
+            routed_experts=None if rows_TLX is None else rows_TLX[start:],
+        )

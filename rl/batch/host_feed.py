@@ -1,0 +1,73 @@
+"""A packed batch on its way from the first host to the devices of all.
+
+1. The first host alone has the rollouts, and packs them. Which rows do the devices of another host hold? The mesh says so.
+2. Each other host is sent those rows, of the micro-batches in use (`hosts.deal`), and fills up the rest with rows that hold nothing.
+3. Every host puts its rows on its devices; together these are the global arrays that `train_step` takes.
+
+So a token leaves the first host once, and lies on hosts that compute with it alone. A collective broadcast of the whole batch would send
+all of it to every host and through the memory of every device (9.7 GB in configs/intellect3.py); so would packing the same rollouts on
+every host, which would also have to agree on them to the bit.
+"""
+
+import jax
+import numpy as np
+
+from rl.batch import packing
+from sharding.multihost import hosts as hosts_lib
+
+Region = tuple[slice, slice]  # rows and columns of every micro-batch
+
+
+def place(
+    batch: packing.TrainBatch | None, layout: packing.Layout, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts
+) -> packing.TrainBatch:
+    """The batch of the first host (None on the others) as global arrays on `mesh`; all hosts must call."""
+    if hosts.is_first:
+        hosts.deal(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
+        return packing.place(batch, mesh)
+    header, data = hosts.receive()
+    return _assemble(header["num_micro_batches"], data, layout, mesh)
+
+
+def _cut(batch, layout, mesh, process: int) -> tuple[dict, list[np.ndarray]]:
+    used = int(batch.num_micro_batches)
+    arrays = (getattr(batch, name)[:used] for name in packing.empty_row(layout))
+    blocks = [np.ascontiguousarray(array[:, *region]) for array in arrays for region in _regions(layout, mesh, process)]
+    return {"num_micro_batches": used}, blocks
+
+
+def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
+    regions, offset, arrays = _regions(layout, mesh, jax.process_index()), 0, {}
+    for name, row in packing.empty_row(layout).items():
+        shape, blocks = (*_shape(layout)[:2], *row.shape), {}
+        for rows, columns in regions:
+            part = (shape[0], rows.stop - rows.start, columns.stop - columns.start)
+            block = np.empty((*part, *row.shape[1:]), row.dtype)
+            sent = block[:used]
+            sent[...] = np.frombuffer(data, row.dtype, sent.size, offset).reshape(sent.shape)
+            block[used:] = row[columns]
+            offset += sent.nbytes
+            blocks[rows.start, columns.start] = block
+        arrays[name] = jax.make_array_from_callback(
+            shape, packing.sharding(mesh, len(shape)), lambda index, b=blocks: b[_start(index, _shape(layout))]
+        )
+    assert offset == len(data), (offset, len(data))
+    count = jax.make_array_from_callback((), packing.sharding(mesh, 0), lambda _: np.int32(used))
+    return packing.TrainBatch(**arrays, num_micro_batches=count)
+
+
+def _shape(layout: packing.Layout) -> tuple[int, int, int]:
+    return layout.num_micro_batches, layout.rows, layout.row_length
+
+
+def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
+    """What the devices of a process hold of [M, B, T], each block once; every host finds the same order."""
+    shape = _shape(layout)
+    indices = packing.sharding(mesh, 3).devices_indices_map(shape)
+    own = [index[1:] for device, index in indices.items() if device.process_index == process]
+    spans = {tuple(span.indices(size)[:2] for span, size in zip(index, shape[1:], strict=True)) for index in own}
+    return [(slice(*rows), slice(*columns)) for rows, columns in sorted(spans)]
+
+
+def _start(index, shape) -> tuple[int, int]:
+    return index[1].indices(shape[1])[0], index[2].indices(shape[2])[0]

@@ -1,0 +1,313 @@
+"""Token streams of any length -> one batch of fixed shape, by first-fit decreasing; shared prompts computed once.
+
+1. What is packed is a tree: a prompt and the branches that continue it (the samples of a group). A branch attends to the
+   prompt and to itself, so the group costs one prompt instead of G. A stream of its own is a tree with one branch.
+2. Trees are sorted by falling length (ties by their order, so that the result is a function of the input), and each goes
+   into the first row with room. A tree longer than a row is split into trees of fewer branches; a branch that does not fit
+   even alone is refused.
+3. Rows are sorted by estimated work, so that the rows which are computed side by side on different devices cost alike, and
+   dealt to the shards of a micro-batch back and forth.
+4. Rows are laid out as micro-batches of a fixed shape in an array of fixed capacity, with the number in use beside it:
+   however long the streams are, the learner compiles once, and runs no more micro-batches than there is work.
+
+Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L mixture layers, X experts per token.
+"""
+
+import dataclasses
+import io
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from rl.batch import router_replay as router_replay_lib
+from sharding import rules
+from sharding.system import atomic_file
+
+
+@struct.dataclass
+class TrainBatch:
+    """One optimizer step's tokens, packed; several trees share a row. Arrays [M, B, T], but for the count.
+
+    tokens: int32. positions: int32, from 0 at the start of each prompt. segment_ids: int32, 1.. per tree in a row, 0 padding.
+    branch_ids: int32, 0 in a prompt, 1.. per branch of a tree. predictors: int32, the column whose hidden state predicts the
+    token. loss_mask: float32, 1.0 where the token trains. behavior_logp, advantage, temperature: float32 per token. The last
+    three are there if the run's layout names them: ref_logp, log-probability under a reference policy; ce_weight and
+    ref_kl_weight, weights of those components of the loss (rl/algorithms/divergences.py), 0 where a token has no part in them. Of a run that
+    replays routers, routed_experts [M, B, T, L, X], as `router_replay.given` reads them.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    branch_ids: jax.Array
+    predictors: jax.Array
+    loss_mask: jax.Array
+    behavior_logp: jax.Array
+    advantage: jax.Array
+    temperature: jax.Array
+    num_micro_batches: jax.Array  # int32 scalar: how many of the M hold anything
+    ref_logp: jax.Array | None = None
+    ce_weight: jax.Array | None = None
+    ref_kl_weight: jax.Array | None = None
+    routed_experts: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The fixed shape of a run's batches."""
+
+    row_length: int  # T
+    rows: int  # B of a micro-batch, a multiple of the batch shards
+    num_micro_batches: int  # M, the most there can be
+    shards: int = 1  # devices that a micro-batch's rows are split over; divides `rows`
+    key_cost: float = 0.0  # work of reading one key, in units of the rest of a token's work: about 1 / (6 model_dim)
+    streams: tuple[str, ...] = ()  # of OPTIONAL: which a run's batches carry
+    router_replay: router_replay_lib.RouterReplay | None = None  # if they carry routed experts
+
+    def __post_init__(self):
+        if self.rows % self.shards:
+            raise ValueError(
+                f"{self.rows} rows of a micro-batch do not divide over {self.shards} shards; set config.train.rows to a "
+                f"multiple of {self.shards}"
+            )
+        if unknown := set(self.streams) - set(OPTIONAL):
+            raise ValueError(f"stream {sorted(unknown)[0]!r} is unknown; a batch may carry {', '.join(OPTIONAL)}")
+
+    @classmethod
+    def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int, **fields) -> "Layout":
+        """Room for any `num_streams` streams of at most `max_length` tokens: first-fit leaves no two rows half empty."""
+        needed = min(num_streams, 2 * num_streams * max_length // row_length + 1)
+        return cls(row_length, rows, -(-needed // rows), **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """One continuation; arrays [T] over its own tokens (the prompt, if it is shared, not among them)."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logp: np.ndarray
+    advantage: np.ndarray
+    temperature: float
+    ref_logp: np.ndarray | None = None
+    ce_weight: np.ndarray | None = None
+    ref_kl_weight: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; routers choose where there are none
+
+    def __post_init__(self):
+        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL, "routed_experts"):
+            array = getattr(self, name)
+            assert array is None or array.shape[:1] == self.tokens.shape, (name, array.shape, self.tokens.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A prompt (int32 [P], may be empty) and what continues it."""
+
+    prompt: np.ndarray
+    branches: tuple[Branch, ...]
+    routed_experts: np.ndarray | None = None  # [P, L, X] of the prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + sum(len(branch.tokens) for branch in self.branches)
+
+
+def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
+    """A token stream that shares nothing, as a tree; arrays [T]."""
+    return Tree(np.zeros((0,), np.int32), (Branch(tokens, loss_mask, behavior_logp, advantage, temperature),))
+
+
+def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
+    """Packs trees into a batch of `layout`.
+
+    Raises:
+      ValueError: a branch does not fit a row, the rows do not fit the layout, or a token is to train that nothing predicts.
+    """
+    row_length = layout.row_length
+    pieces = [piece for tree in trees for piece in _split(tree, row_length)]
+    rows: list[list[Tree]] = []
+    room: list[int] = []
+    for tree in sorted(pieces, key=lambda tree: -tree.num_tokens):
+        row = next((i for i, free in enumerate(room) if free >= tree.num_tokens), None)
+        if row is None:
+            rows.append([])
+            room.append(row_length)
+            row = len(rows) - 1
+        rows[row].append(tree)
+        room[row] -= tree.num_tokens
+
+    num_micro_batches = -(-len(rows) // layout.rows)
+    if num_micro_batches > layout.num_micro_batches:
+        raise ValueError(
+            f"{len(rows)} rows do not fit {layout.num_micro_batches} micro-batches of {layout.rows}; "
+            f"raise config.train.rows or config.train.row_length"
+        )
+    shape, empty = (layout.num_micro_batches * layout.rows, row_length), empty_row(layout)
+    batch = {name: np.zeros((shape[0], *row.shape), row.dtype) for name, row in empty.items()}
+    for name in _NOT_ZERO & batch.keys():
+        batch[name][:] = empty[name]
+    for i, row in _deal(rows, layout):
+        start = 0
+        for segment, tree in enumerate(row, start=1):
+            _lay_out({name: array[i] for name, array in batch.items()}, tree, start, segment)
+            start += tree.num_tokens
+    shape = (layout.num_micro_batches, layout.rows, row_length)
+    return TrainBatch(
+        **{name: array.reshape(*shape, *array.shape[2:]) for name, array in batch.items()},
+        num_micro_batches=np.int32(num_micro_batches),
+    )
+
+
+def empty_row(layout: Layout) -> dict[str, np.ndarray]:
+    """What the arrays of a batch of `layout` hold where no tree is: [T] (routed_experts [T, L, X]) by name."""
+    row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
+    row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
+    row["temperature"][:] = 1.0
+    row["predictors"][:] = np.arange(layout.row_length)
+    if layout.router_replay:
+        row["routed_experts"] = layout.router_replay.empty(layout.row_length)
+    return row
+
+
+def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
+    """The shapes of `place(pack(trees, layout), mesh)`, whatever the trees."""
+
+    def described(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, len(shape)))
+
+    shape = (layout.num_micro_batches, layout.rows)
+    arrays = {name: described((*shape, *row.shape), row.dtype) for name, row in empty_row(layout).items()}
+    return TrainBatch(**arrays, num_micro_batches=described((), np.dtype(np.int32)))
+
+
+def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
+    """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes.
+
+    With several processes every one holds the same host batch and places its own part; nothing is sent.
+    """
+    shards = rules.num_batch_shards(mesh)
+    if batch.tokens.shape[1] % shards:
+        raise ValueError(
+            f"a micro-batch of {batch.tokens.shape[1]} rows does not divide over the {shards} batch shards of the mesh; "
+            f"set config.train.rows to a multiple of {shards}"
+        )
+    layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, layout)
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch, layout
+    )
+
+
+def sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
+    """Of an array of a batch, [M, B, T, ...] or the count: rows over the batch axes, tokens over `context`, the rest whole."""
+    return rules.batch_sharding(mesh, ndim, num_whole=max(ndim - 3, 0))
+
+
+def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
+    """Numbers the runs of equal (segment, branch) of each row from 0: int32 in [0, T), one per prompt, branch and padding."""
+    changed = (segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]) | (branch_ids_BT[:, 1:] != branch_ids_BT[:, :-1])
+    return jnp.pad(jnp.cumsum(changed, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def save(batch: TrainBatch, path: pathlib.Path) -> None:
+    """Writes a batch for a replay: `train_step(state, place(load(path), mesh))` with the state that met it."""
+    host = jax.device_get(batch)
+    arrays = {f.name: getattr(host, f.name) for f in dataclasses.fields(host) if getattr(host, f.name) is not None}
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    atomic_file.write(path, file.getvalue())
+
+
+def load(path: pathlib.Path) -> TrainBatch:
+    """Reads what `save` wrote; ValueError where it is not such a file."""
+    with np.load(path, allow_pickle=False) as arrays:
+        names = {field.name for field in dataclasses.fields(TrainBatch)}
+        if not set(arrays) <= names or not names - {*OPTIONAL, "routed_experts"} <= set(arrays):
+            raise ValueError(f"{path} is no batch: it holds {', '.join(sorted(arrays))}; give a file of packing.save")
+        return TrainBatch(**{name: arrays[name] for name in arrays})
+
+
+OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight")
+_INTEGERS = ("tokens", "positions", "segment_ids", "branch_ids", "predictors")
+_FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
+_NOT_ZERO = {"temperature", "predictors", "routed_experts"}  # in an empty row
+
+
+def _split(tree: Tree, row_length: int) -> list[Tree]:
+    """The tree without branches of no token, as itself or as trees of fewer branches that each fit a row."""
+    pieces, branches, size = [], [], len(tree.prompt)
+    for branch in tree.branches:
+        length = len(branch.tokens)
+        if length == 0:
+            continue
+        if len(tree.prompt) == 0 and branch.loss_mask[0] != 0:
+            raise ValueError(
+                "the first token of a stream without a prompt is to train, but nothing predicts it; set its loss_mask to 0, "
+                "or begin the stream with a token that was not sampled"
+            )
+        if len(tree.prompt) + length > row_length:
+            raise ValueError(
+                f"a stream of {len(tree.prompt) + length} tokens does not fit a row of {row_length}; "
+                f"raise config.train.row_length"
+            )
+        if size + length > row_length:
+            pieces.append(dataclasses.replace(tree, branches=tuple(branches)))
+            branches, size = [], len(tree.prompt)
+        branches.append(branch)
+        size += length
+    return [*pieces, dataclasses.replace(tree, branches=tuple(branches))] if branches else pieces
+
+
+def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]]:
+    """(place, row): costly rows together in early micro-batches; inside one, over the shards back and forth."""
+    per_shard = layout.rows // layout.shards
+    order = sorted(rows, key=lambda row: -sum(_work(tree, layout.key_cost) for tree in row))
+    places = []
+    for rank, row in enumerate(order):
+        micro_batch, rank = divmod(rank, layout.rows)
+        turn, shard = divmod(rank, layout.shards)
+        if turn % 2:
+            shard = layout.shards - 1 - shard
+        places.append((micro_batch * layout.rows + shard * per_shard + turn, row))
+    return places
+
+
+def _work(tree: Tree, key_cost: float) -> float:
+    """Work of a tree in tokens: one each, and `key_cost` for every key that a token reads."""
+    P, lengths = len(tree.prompt), [len(branch.tokens) for branch in tree.branches]
+    keys = P * (P + 1) / 2 + sum(n * P + n * (n + 1) / 2 for n in lengths)
+    return tree.num_tokens + key_cost * keys
+
+
+def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> None:
+    """Writes a tree into a row from column `start`: the prompt, then branch after branch."""
+    P = len(tree.prompt)
+    row["segment_ids"][start : start + tree.num_tokens] = segment
+    prompt = slice(start, start + P)
+    row["tokens"][prompt] = tree.prompt
+    row["positions"][prompt] = np.arange(P)
+    if "routed_experts" in row and tree.routed_experts is not None:
+        row["routed_experts"][prompt] = tree.routed_experts
+    row["predictors"][prompt] = np.maximum(np.arange(P) - 1, 0) + start
+    begin = start + P
+    for number, branch in enumerate(tree.branches, start=1):
+        span = slice(begin, begin + len(branch.tokens))
+        row["tokens"][span] = branch.tokens
+        row["positions"][span] = np.arange(P, P + len(branch.tokens))
+        row["branch_ids"][span] = number
+        row["predictors"][span] = np.arange(span.start, span.stop) - 1
+        row["predictors"][begin] = start + P - 1 if P else begin  # the prompt's end predicts every branch's first token
+        row["loss_mask"][span] = branch.loss_mask
+        row["behavior_logp"][span] = branch.behavior_logp
+        row["advantage"][span] = branch.advantage
+        row["temperature"][span] = branch.temperature
+        for name in (*OPTIONAL, "routed_experts"):
+            if name in row and getattr(branch, name) is not None:
+                row[name][span] = getattr(branch, name)
+        begin = span.stop

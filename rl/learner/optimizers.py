@@ -1,0 +1,274 @@
+"""Optimizers by optax: from a frozen config and the parameters' specs to one `GradientTransformation`.
+
+In the order they act on a gradient:
+
+1. clip by the global norm of the whole gradient;
+2. the rule: AdamW, Muon (for matrices; AdamW for the rest), SGD with Nesterov momentum, or the sign of the gradient;
+3. weight decay, on matrices only, times the learning rate;
+4. the learning rate: linear warm-up, then constant, linear or cosine.
+
+What a parameter is, its `ParamSpec` says: dims named `layers` and `experts` count copies, what remains is a matrix when it has
+two dims or more and is no bias. Moments are split exactly as their parameters (`rl/learner/train_step.py: abstract_state`), so that the
+state of any of these is sharded like ZeRO.
+
+Moments in bfloat16 are the *first* moments. The second stays float32: with beta2 = 0.999 it moves by 0.001 of itself a step,
+which is under half a unit of bfloat16 (0.004), and would stand still.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding import rules
+
+TABLES = ("vocab",)  # a matrix with such a dim is a look-up table: Muon leaves it to AdamW
+
+# Quintic Newton-Schulz coefficients (Jordan 2024, "Muon"): steepest at 0, singular values end in about 0.7 .. 1.2.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The rule, its rates, and where its state lives. `adamw`, constant rate, float32 moments on the device by default."""
+
+    learning_rate: float
+    warmup_steps: int  # linear, from learning_rate / warmup_steps at the first step
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float  # matrices only: scales and biases are not decayed
+    clip_norm: float  # of the whole gradient; 0 turns clipping off
+    name: str = "adamw"  # a name of RULES
+    momentum: float = 0.95  # of muon and sgd
+    schedule: str = "constant"  # after the warm-up: "constant", "linear" (over the last decay_steps), "cosine"
+    total_steps: int = 0  # optimizer steps of the run, warm-up included; needed where the rate falls
+    decay_steps: int = 0  # of "linear"; 0: from the end of the warm-up on
+    final_rate: float = 0.0  # where a falling rate ends, as a part of learning_rate
+    moment_dtype: str = "float32"  # of first moments and momenta: or "bfloat16"
+    offload_moments: bool = False  # keep the optimizer's state in host memory between steps
+
+    def __post_init__(self):
+        for field, value, known in (
+            ("name", self.name, RULES),
+            ("schedule", self.schedule, ("constant", "linear", "cosine")),
+            ("moment_dtype", self.moment_dtype, ("float32", "bfloat16")),
+        ):
+            if value not in known:
+                raise ValueError(f"optimizer.{field} = {value!r} is unknown; choose one of {', '.join(known)}")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps + self.decay_steps:
+            raise ValueError(
+                f"optimizer.schedule = {self.schedule!r} needs optimizer.total_steps above warmup_steps + decay_steps = "
+                f"{self.warmup_steps + self.decay_steps}, got {self.total_steps}"
+            )
+
+
+def make(config: OptimizerConfig, specs) -> optax.GradientTransformation:
+    """The optimizer of parameters that are described by `specs`, their tree of `ParamSpec`."""
+    decayed = jax.tree.map(rules.is_matrix, specs, is_leaf=rules.is_spec)
+    chain = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm > 0 else []
+    optimizer = optax.chain(*chain, RULES[config.name](config, specs, learning_rate(config), decayed))
+    return offloaded(optimizer) if config.offload_moments else optimizer
+
+
+def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same with its state born in host memory. Who calls `update` brings it to the device and back (rl/learner/train_step.py)."""
+
+    def init(params):
+        def to_host(x):
+            return jax.device_put(x, jax.memory.Space.Host) if x.ndim else x
+
+        return jax.tree.map(to_host, optimizer.init(params))
+
+    return optax.GradientTransformation(init, optimizer.update)
+
+
+def learning_rate(config: OptimizerConfig) -> optax.Schedule:
+    """The rate of optimizer step n = 0, 1, ...: n + 1 parts of the warm-up, then the schedule. The first step already moves."""
+    warmup = optax.linear_schedule(
+        config.learning_rate / max(config.warmup_steps, 1), config.learning_rate, max(config.warmup_steps - 1, 1)
+    )
+    if config.schedule == "constant":
+        return warmup
+    rest = config.total_steps - config.warmup_steps
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(config.learning_rate, rest, alpha=config.final_rate)
+    else:
+        steps = config.decay_steps or rest
+        after = optax.linear_schedule(
+            config.learning_rate, config.learning_rate * config.final_rate, steps, transition_begin=rest - steps
+        )
+    return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
+
+
+def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
+    """What Muon orthogonalises: every matrix but the embedding and the output head."""
+    return rules.is_matrix(spec) and not any(axis in TABLES for axis in spec.logical_axes)
+
+
+def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Positions of the (copies, inputs, outputs) of a matrix: a query kernel [D, H, C] maps D to H x C.
+
+    Where `model` is last, it is the output and the rest is the input (the output kernel [H, C, D], the down kernel [F, D]).
+    """
+    copies = tuple(i for i, axis in enumerate(spec.logical_axes) if axis in rules.COPIES)
+    rest = [i for i in range(len(spec.shape)) if i not in copies]
+    split = len(rest) - 1 if spec.logical_axes[rest[-1]] == "model" else 1
+    return copies, tuple(rest[:split]), tuple(rest[split:])
+
+
+# ---- the rules -------------------------------------------------------------------------------------------------------
+
+
+def _adamw(config, specs, rate, decayed):
+    """Loshchilov & Hutter, arXiv 1711.05101, algorithm 2."""
+    del specs
+    return optax.adamw(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        mu_dtype=config.moment_dtype,
+        weight_decay=config.weight_decay,
+        mask=decayed,
+    )
+
+
+def _sgd(config, specs, rate, decayed):
+    del specs
+    return optax.chain(
+        optax.trace(config.momentum, nesterov=True, accumulator_dtype=config.moment_dtype),
+        optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _sign(config, specs, rate, decayed):
+    """signSGD (arXiv 1802.04434): no state but the count of steps."""
+    del specs
+    return optax.chain(
+        optax.scale_by_sign(),
+        optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _muon(config, specs, rate, decayed):
+    labels = jax.tree.map(lambda spec: "muon" if is_hidden_matrix(spec) else "adamw", specs, is_leaf=rules.is_spec)
+    muon = optax.chain(
+        scale_by_muon(specs, config.momentum, config.moment_dtype),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.partition({"muon": muon, "adamw": _adamw(config, specs, rate, _no_mask(decayed, labels))}, labels)
+
+
+RULES = {"adamw": _adamw, "muon": _muon, "sgd": _sgd, "sign": _sign}
+
+
+def _no_mask(decayed, labels):
+    """The decay mask as AdamW sees it inside a partition: a function, since the other rule's leaves are masked out there."""
+
+    def mask(params):
+        return jax.tree.map(
+            lambda keep, _: keep,
+            jax.tree.map(lambda keep, label: keep if label == "adamw" else optax.MaskedNode(), decayed, labels),
+            params,
+        )
+
+    return mask
+
+
+# ---- Muon ------------------------------------------------------------------------------------------------------------
+
+
+def scale_by_muon(specs, beta: float, moment_dtype: str = "float32") -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalised matrix by matrix (Jordan 2024), scaled to AdamW's size: 0.2 sqrt(max(rows, columns)).
+
+        m <- beta m + (1 - beta) g;  update = 0.2 sqrt(max(rows, columns)) NS(beta m + (1 - beta) g)
+
+    The scale is Moonlight's (arXiv 2502.16982, eq. 4), so that AdamW's learning rate and weight decay carry over. A kernel with
+    heads is one matrix, [D, H x C]; every layer and every expert is a matrix of its own.
+
+    Distributed: matrices of one shape are stacked, and the stack, not the matrices, is split over the batch axes of the mesh
+    (one all-to-all each way). A device then orthogonalises whole matrices, without a collective inside and without repeating
+    another's work, as INTELLECT-3's trainer does (arXiv 2512.16144).
+    """
+
+    def init(params):
+        return optax.TraceState(jax.tree.map(lambda x: jnp.zeros(x.shape, moment_dtype), params))
+
+    def update(updates, state, params=None):
+        del params
+        trace = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g.astype(jnp.float32), state.trace, updates)
+        ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g.astype(jnp.float32), trace, updates)
+        kept = jax.tree.map(lambda m: m.astype(moment_dtype), trace)
+        return _orthogonalize_tree(ahead, specs), optax.TraceState(kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize(x_NRC: jax.Array) -> jax.Array:
+    """The nearest orthogonal matrix, roughly: U S V' -> U S' V' with S' in about 0.7 .. 1.2, for each of N matrices [R, C].
+
+    Five quintic Newton-Schulz steps, X <- a X + (b A + c A A) X with A = X X', on the side with fewer rows.
+    """
+    a, b, c = NEWTON_SCHULZ
+    if x_NRC.shape[1] > x_NRC.shape[2]:
+        return orthogonalize(x_NRC.swapaxes(1, 2)).swapaxes(1, 2)
+    norm_N = jnp.sqrt(jnp.sum(jnp.square(x_NRC), axis=(1, 2), keepdims=True))
+    x_NRC = x_NRC / (norm_N + 1e-8)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram_NRR = x_NRC @ x_NRC.swapaxes(1, 2)
+        x_NRC = a * x_NRC + (b * gram_NRR + c * gram_NRR @ gram_NRR) @ x_NRC
+    return x_NRC
+
+
+def _orthogonalize_tree(tree, specs):
+    """Stacks the matrices of one shape, orthogonalises each stack over the devices, and takes it apart again."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaf_specs = [s for s, x in _paired(specs, tree)]
+    as_matrices = [_to_matrices(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)]
+    done: list = [None] * len(leaves)
+    for shape in dict.fromkeys(x.shape[1:] for x in as_matrices):
+        members = [i for i, x in enumerate(as_matrices) if x.shape[1:] == shape]
+        stack = jnp.concatenate([as_matrices[i] for i in members])
+        stack = _spread(orthogonalize, stack) * (0.2 * math.sqrt(max(shape)))
+        start = 0
+        for i in members:
+            end = start + as_matrices[i].shape[0]
+            done[i] = _from_matrices(stack[start:end], leaf_specs[i])
+            start = end
+    return jax.tree.unflatten(structure, done)
+
+
+def _paired(specs, tree):
+    """(spec, leaf) of the leaves that `tree` has: inside a partition it holds only some of the parameters."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
+    return [(by_path[path], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _spread(function, x_NRC):
+    """`function` with the first dim split over the mesh, padded so that it divides; without a mesh, `function`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = 1 if mesh.empty else rules.num_batch_shards(mesh)
+    N = x_NRC.shape[0]
+    x_NRC = jnp.pad(x_NRC, ((0, -N % ways), (0, 0), (0, 0)))
+    x_NRC = rules.constrain(x_NRC, "batch", None, None)
+    return rules.constrain(function(x_NRC), "batch", None, None)[:N]
+
+
+def _to_matrices(x, spec):
+    copies, inputs, outputs = matrix_dims(spec)
+    x = x.transpose(copies + inputs + outputs)
+    rows = math.prod(spec.shape[i] for i in inputs)
+    return x.reshape(-1, rows, math.prod(spec.shape[i] for i in outputs))
+
+
+def _from_matrices(x_NRC, spec):
+    order = sum(matrix_dims(spec), ())
+    x = x_NRC.reshape(tuple(spec.shape[i] for i in order))
+    return x.transpose(tuple(order.index(i) for i in range(len(order))))

@@ -1,0 +1,61 @@
+"""The reference: a policy that does not train, and scores what was sampled. A KL penalty pulls to it, distillation learns from it.
+
+It is the policy that RL began with, or, with `objective.reference_model`, a Hugging Face checkpoint of any family and size that
+reads the same token ids (on-policy distillation: a large teacher grades what the student itself wrote).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from models import config as config_lib
+from models import hf, transformer
+from rl.batch import packing
+from rl.learner import objective as objective_lib
+from rl.learner import train_step
+from sharding import rules
+
+Score = Callable[[packing.TrainBatch], jax.Array]
+
+
+def make(
+    objective: objective_lib.Objective,
+    policy: config_lib.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    initial: Callable[[], transformer.Params],
+    *,
+    vocab_size: int,
+    share_prompts: bool,
+) -> Score | None:
+    """Returns `score(batch) -> ref_logp [M, B, T]`, at each token's own temperature; None where nothing asks for a reference.
+
+    `initial` gives the policy that RL began with. ValueError: the checkpoint is unreadable, or its vocabulary is too small.
+    """
+    if not objective.needs_reference:
+        return None
+    path, model = objective.reference_model, model_of(objective, policy, vocab_size)
+    if not path:
+        params = initial()
+    else:
+        shardings = rules.shardings(transformer.specs(model), mesh)
+        params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
+    score = train_step.make_score(model, mesh, share_prompts)
+    return lambda batch: score(params, batch)
+
+
+def model_of(
+    objective: objective_lib.Objective, policy: config_lib.ModelConfig, vocab_size: int
+) -> config_lib.ModelConfig:
+    """The reference's config: the policy's own, or that of the checkpoint, computing as the policy does."""
+    path = objective.reference_model
+    if not path:
+        return policy
+    model = hf.read_config(path, dtype=policy.param_dtype, scan_layers=policy.scan_layers)
+    if model.vocab_size < vocab_size:
+        raise ValueError(
+            f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
+            f"{vocab_size}: a reference must read the same ids; choose one of the same tokenizer"
+        )
+    how = ("dtype", "attention", "grouped_matmul")
+    return dataclasses.replace(model, **{field: getattr(policy, field) for field in how})

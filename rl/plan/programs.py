@@ -1,0 +1,327 @@
+"""The compiled programs of a run, as functions of arrays that have a shape and a sharding but no content.
+
+1. `create_mesh` lays a mesh over the devices of a TPU topology that is not there.
+2. Each `*_program` names a function that training or serving calls, and what it takes: how to lower it, the bytes per chip of
+   its arguments by kind, and the work of one run.
+
+The learner's are those of rl/learner/train_step.py as rl/train.py makes them; a server's are those of inference/engine/engine.py, with the
+weights in the dtype of the activations. The batch is the largest there can be: every rollout as long as it may be.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from ml_collections import config_dict
+
+from inference.engine import decode_state, engine, kv_cache, weights
+from models import flops, moe_experts, transformer
+from rl.batch import packing
+from rl.experiment import experiment
+from rl.learner import reference, train_step
+from rl.plan import roofline
+from sharding import mesh as mesh_lib
+from sharding import rules
+
+HOST_MEMORY = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a run: how to lower it, what its arguments hold, how much work it is."""
+
+    name: str  # a key of LEARNER or SERVER
+    title: str
+    mesh: jax.sharding.Mesh
+    lower: Callable[[], jax.stages.Lowered]
+    held: dict[str, float]  # bytes per chip of the arguments, by kind
+    needed: dict[
+        str, float
+    ]  # bytes per chip that it will hold besides, roughly: gradients, saved layer inputs, a layer
+    num_tokens: int  # of one run (of one step, in decode)
+    executed_flops: float  # of one run, all chips
+    model_flops: float  # what MFU counts; 0 where there is no such thing
+    read_bytes: float  # per chip, of one run, from its memory
+    turns: tuple[int, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
+    cache: tuple[tuple[int, ...], ...] = ()  # dims that no copy in the program may have: a chip's part of the cache
+
+    @property
+    def estimated_bytes(self) -> float:
+        """What it will hold, roughly: good enough to tell what is not worth compiling."""
+        return sum(self.held.values()) + sum(self.needed.values())
+
+
+def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
+    """The experiment of a config whose tokenizer is not on this machine, and whose servers are not up yet."""
+    config = config.copy_and_resolve_references()  # ConfigDict(config) would share what is nested
+    config.tokenizer = "byte_chatml"
+    config.topology.mode = "local"
+    return experiment.resolve(config)
+
+
+def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh over the devices of a topology that is not there.
+
+    Raises:
+      ValueError: no TPU compiler, a topology it does not know, or axes that cannot be laid out on it.
+    """
+    roofline.chip_of(topology)
+    if not os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) and importlib.util.find_spec("libtpu") is None:
+        raise ValueError("planning needs the TPU compiler; pip install -r third_party/plan-requirements.txt")
+    # Without these libtpu asks a metadata server that is there only on a TPU machine, and says so for minutes.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_WORKER_ID", "0"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # its lock guards chips, and none is opened here
+    ):
+        os.environ.setdefault(name, value)
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except jax.errors.JaxRuntimeError as error:
+        sizes = ", ".join(roofline.chip_of(topology).sizes)
+        raise ValueError(f"the compiler refuses topology {topology!r} ({error}); sizes of that kind: {sizes}") from None
+    return mesh_lib.create(axes, devices)
+
+
+def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
+    """rl/learner/train_step.py's step, as rl/train.py makes it, on a batch in which every rollout is as long as it may be."""
+    config, model = exp.raw, exp.model
+    optimizer = train_step.make_optimizer(exp.optimizer, model, exp.lora)
+    state = train_step.abstract_state(model, optimizer, mesh, exp.lora)
+    step = train_step.make_train_step(
+        model,
+        optimizer,
+        exp.loss,
+        exp.loss_options,
+        mesh,
+        exp.objective,
+        exp.lora,
+        share_prompts=config.train.share_prompts,
+    )
+    batch, num_micro_batches = abstract_batch(exp, mesh)
+    rows, T = batch.tokens.shape[1:]
+    num_tokens = num_micro_batches * rows * T
+    work = flops.ModelFlops.of(model)
+    gathered = _gathered_bytes(model, mesh)
+    passes = 4 if model.remat in ("block", "offload") else 3
+    scored_flops = 0.0
+    if exp.objective.old_logprobs == "learner":
+        passes, scored_flops = passes + 1, work.forward_flops(num_tokens, T)
+    held = {
+        "parameters": bytes_per_chip((state.params, state.frozen)),
+        "optimizer": bytes_per_chip(state.opt_state),
+        "batch": bytes_per_chip(batch),
+    }
+    if exp.objective.needs_reference:  # it stays beside the policy
+        held["reference"] = bytes_per_chip(
+            transformer.abstract(reference.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size), mesh)
+        )
+    num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
+    return Program(
+        name="train",
+        title=(
+            f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens (all rollouts at "
+            f"{config.inference.max_model_len} tokens)"
+        ),
+        mesh=mesh,
+        lower=lambda: _lower(mesh, step.jitted, state, batch),
+        held=held,
+        needed={
+            "gradients": bytes_per_chip(state.params),
+            "saved layer inputs": _saved_bytes(model, mesh, rows, T),
+            "a layer": 5
+            * _layer_bytes(model, mesh, rows, T),  # with its gradient; so compiled for configs/intellect2.py
+        },
+        num_tokens=num_tokens,
+        executed_flops=work.executed_flops(num_tokens, T) + scored_flops,
+        model_flops=work.model_flops(num_tokens, min(config.inference.max_model_len, T)),
+        read_bytes=num_micro_batches * passes * gathered + num_steps * 2 * (held["parameters"] + held["optimizer"]),
+        turns=(num_steps, math.ceil(num_micro_batches / num_steps)),
+    )
+
+
+def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
+    """rl/learner/train_step.py's scoring of a batch without gradient, as for a reference policy."""
+    model = exp.model
+    params = transformer.abstract(model, mesh)
+    score = train_step.make_score(model, mesh, share_prompts=exp.raw.train.share_prompts)
+    batch, num_micro_batches = abstract_batch(exp, mesh)
+    rows, T = batch.tokens.shape[1:]
+    num_tokens = num_micro_batches * rows * T
+    return Program(
+        name="logprobs",
+        title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
+        mesh=mesh,
+        lower=lambda: _lower(mesh, score.jitted, params, batch),
+        held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
+        needed={"a layer": _layer_bytes(model, mesh, rows, T)},
+        num_tokens=num_tokens,
+        executed_flops=flops.ModelFlops.of(model).forward_flops(num_tokens, T),
+        model_flops=0.0,
+        read_bytes=num_micro_batches * _gathered_bytes(model, mesh),
+        turns=(num_micro_batches,),
+    )
+
+
+def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
+    """inference/engine/engine.py's prefill of the longest prompts: a chunk of one, or a whole bucket of several."""
+    server, params = _server(exp, mesh)
+    chunk, capacity = exp.engine.prefill_chunk, exp.engine.capacity
+    if capacity > chunk:
+        shape, keys = (1, chunk), capacity
+        cache = _placed(jax.eval_shape(server.empty_prefix), mesh)
+        title = f"prefill: a chunk of {chunk} tokens of one prompt, against {capacity} keys"
+        function = jax.jit(
+            lambda params, tokens, cache: server.prefill_chunk(params, tokens, 0, cache), donate_argnums=2
+        )
+        tokens_PT, *rest = jax.ShapeDtypeStruct(shape, jnp.int32), cache
+        held = {"parameters": bytes_per_chip(params), "cache": bytes_per_chip(cache)}
+    else:
+        shape, keys = (exp.engine.prefill_batch, capacity), capacity
+        title = f"prefill: {shape[0]} prompts of {capacity} tokens"
+        function = jax.jit(server.prefill_batch)
+        tokens_PT, *rest = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+        held = {"parameters": bytes_per_chip(params)}
+    num_tokens = math.prod(shape)
+    work = flops.ModelFlops.of(exp.model)
+    return Program(
+        name="prefill",
+        title=title,
+        mesh=mesh,
+        lower=lambda: _lower(mesh, function, params, tokens_PT, *rest),
+        held=held,
+        needed={},
+        num_tokens=num_tokens,
+        executed_flops=num_tokens * (2 * (work.multiplied - work.head) + work.attention_flops(keys)),
+        model_flops=0.0,
+        read_bytes=sum(held.values()),
+    )
+
+
+def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
+    """inference/engine/engine.py's decode of all slots; figures are of one of its steps."""
+    server, params = _server(exp, mesh)
+    slots = exp.engine.num_slots
+    # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
+    cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
+    state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
+    work = flops.ModelFlops.of(server.model)
+    held = {
+        "parameters": bytes_per_chip(params),
+        "cache": bytes_per_chip(state.cache),
+        "other state": bytes_per_chip(state.replace(cache=())),
+    }
+    read_share = work.read_parameters(slots) / work.held
+    return Program(
+        name="decode",
+        title=f"decode: {slots} slots of {exp.engine.capacity} tokens, {exp.engine.steps_per_call} steps per call",
+        mesh=mesh,
+        lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, state),
+        held=held,
+        needed={},
+        num_tokens=slots,
+        executed_flops=slots * (2 * work.multiplied + work.attention_flops(exp.engine.capacity)),
+        model_flops=0.0,
+        read_bytes=read_share * held["parameters"] + held["cache"],
+        turns=(1,),
+        cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x)})),
+    )
+
+
+LEARNER = {"train": train_program, "logprobs": logprobs_program}  # on config.mesh
+SERVER = {"prefill": prefill_program, "decode": decode_program}  # on config.plan.server_mesh
+
+
+def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
+    """The batch of rl/train.py without content, and how many micro-batches are in use if all rollouts are at full length."""
+    config = exp.raw
+    num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
+    length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
+    streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())
+    layout = packing.Layout.for_streams(
+        num_streams, length, row_length=T, rows=rows, streams=streams, router_replay=exp.credit.router_replay
+    )
+    rows_in_use = math.ceil(num_streams / max(T // length, 1))
+    return packing.abstract(layout, mesh), math.ceil(rows_in_use / rows)
+
+
+def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:
+    """An engine, and the weights it is given: those published, in the dtype of the activations."""
+    model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
+    engine.check_mesh(exp.engine, mesh)
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        transformer.abstract(model),
+        weights.shardings(model, mesh),
+    )
+    return engine.Engine(model, exp.engine, exp.tokenizer), params
+
+
+def _placed(tree, mesh: jax.sharding.Mesh):
+    """A state or a cache of an engine, laid out as its programs return it."""
+    layout = decode_state.layout(tree, mesh)
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)),
+        tree,
+        layout,
+    )
+
+
+def _whole_and_layer(x) -> list[tuple[int, ...]]:
+    """Dims of one chip's part of an array of the cache, and of one layer of it where layers are stacked."""
+    dims = x.sharding.shard_shape(x.shape)
+    return [dims[i:] for i in range(x.ndim - 3)] if math.prod(dims) else []
+
+
+def _lower(mesh, function, *args) -> jax.stages.Lowered:
+    with jax.set_mesh(mesh):
+        return function.lower(*args)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_chip(tree) -> float:
+    """Of a tree of `ShapeDtypeStruct` with shardings; what lives in host memory does not count."""
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+            if x.sharding.memory_kind != HOST_MEMORY
+        )
+    )
+
+
+def _gathered_bytes(model, mesh: jax.sharding.Mesh) -> float:
+    """Bytes of all weights as a chip multiplies with them: gathered over `fsdp`, in the dtype of the activations."""
+    split = math.prod(mesh.shape[axis] for axis in rules.RULES["model"])
+    item = jnp.dtype(model.dtype).itemsize / jnp.dtype(model.param_dtype).itemsize
+    return bytes_per_chip(transformer.abstract(model, mesh)) * split * item
+
+
+def _saved_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
+    """Layer inputs that the backward pass needs, at least: one per layer, unless they are offloaded."""
+    if model.remat == "offload":
+        return 0.0
+    item = jnp.dtype(model.dtype).itemsize
+    return _local_tokens(mesh, rows, T) * model.model_dim * model.num_layers * item
+
+
+def _layer_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
+    """What the ffn of a layer holds at a time: its rows and results, gate, up and their product; of a mixture, per expert."""
+    tokens, item = _local_tokens(mesh, rows, T), jnp.dtype(model.dtype).itemsize
+    dense = tokens * (2 * model.model_dim + 3 * model.ffn_dim / mesh.shape["tensor"])
+    assignments = min(tokens * model.experts_per_token, moe_experts.ROWS)
+    return item * max(dense, assignments * (2 * model.model_dim + 3 * model.expert_ffn_dim))
+
+
+def _local_tokens(mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
+    return rows * T / (rules.num_batch_shards(mesh) * math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"]))

@@ -1,0 +1,126 @@
+"""What a TPU could do at best: chips, the arithmetic of a model, and the times that follow.
+
+1. `CHIPS` are the published rates of each kind of chip; memory is what the compiler allows a program.
+2. `Work` counts a model's floating point operations, from its parameters and its attention, per token.
+3. `link_bytes_per_s` is the rate of a collective's ring over the torus, from the coordinates of its group.
+4. `Bounds` puts the three times together. With everything overlapped a step takes the longest of them; if the links wait for
+   the rest, their time comes on top. Both are at the chip's full rate, so that both are floors of what will be measured.
+
+Formulas (N tokens of a step in sequences of s tokens, L layers, H heads of C dims, V_c of values):
+  matmul FLOPs of a forward pass    2 N x (parameters that multiply; of experts, the part that a token uses)
+  attention FLOPs of a forward pass 2 N L H (C + V_c) (s + 1) / 2: each token reads itself and what is before it
+  model FLOPs of a step             3 x forward: the backward pass is two matmuls for each one
+  MFU                               model FLOPs / (chips x peak x time); PaLM, arXiv 2204.02311, appendix B, but causal
+
+Left out: networks between slices, and rates below peak (shapes that do not fill the matrix unit, kernels that wait).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of TPU chip. Rates by Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026)."""
+
+    memory_bytes: int  # that a program may use, as the compiler states it when one does not fit
+    flops_per_s: float  # bfloat16
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # of one port in one direction
+    wrap: int  # a dim of the topology that is a multiple of this closes to a ring
+    host: str  # topology of one host, on which a server runs
+    sizes: tuple[str, ...]  # topologies one can ask for, by size
+
+
+GIB = 2**30
+CHIPS = {
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 50e9, 16, "2x4", ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "v6e": Chip(
+        int(31.25 * GIB), 918e12, 1638e9, 100e9, 16, "2x4", ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+    ),
+    "v5p": Chip(
+        int(95.74 * GIB),
+        459e12,
+        2765e9,
+        100e9,
+        4,
+        "2x2x1",
+        ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16"),
+    ),
+}
+
+
+def chip_of(topology: str) -> Chip:
+    """The chip of `<kind>:<dims>`; ValueError if the form or the kind is unknown."""
+    kind, _, dims = topology.partition(":")
+    if kind not in CHIPS:
+        raise ValueError(
+            f"topology {topology!r} is of an unknown kind; choose one of {', '.join(CHIPS)}, as in v5p:4x4x4"
+        )
+    if not dims or not all(part.isdigit() and int(part) > 0 for part in dims.split("x")):
+        raise ValueError(f"topology {topology!r} is malformed; write <kind>:<dims>, as in v5p:4x4x4 or v5e:2x4")
+    return CHIPS[kind]
+
+
+def num_chips(topology: str) -> int:
+    return math.prod(int(part) for part in topology.partition(":")[2].split("x"))
+
+
+def larger(topology: str) -> list[str]:
+    """The topologies of the same kind with more chips, smallest first."""
+    kind, _, _ = topology.partition(":")
+    names = [f"{kind}:{size}" for size in chip_of(topology).sizes]
+    return [name for name in names if num_chips(name) > num_chips(topology)]
+
+
+def others(topology: str) -> list[str]:
+    """The topologies of all other kinds of chip, fewest chips first."""
+    kind = topology.partition(":")[0]
+    names = [f"{other}:{size}" for other, chip in CHIPS.items() if other != kind for size in chip.sizes]
+    return sorted(names, key=num_chips)
+
+
+# ---- links and times -------------------------------------------------------------------------------------------------
+
+
+def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> float:
+    """Rate at which a chip sends in a ring collective of a group; `coords` [chips, dims] within a topology of `extent`.
+
+    A dim that the group fills and that closes to a ring gives both of its ports, any other dim the group spans gives one:
+    at the end of a line everything comes through one port.
+    """
+    ports = 0
+    for dim, size in enumerate(extent):
+        spanned = len(set(coords[:, dim].tolist()))
+        if spanned > 1:
+            ports += 2 if spanned == size and size % chip.wrap == 0 else 1
+    return max(ports, 1) * chip.link_bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Seconds of one run of a program, by what takes them, at full rate."""
+
+    compute_s: float
+    memory_s: float
+    links_s: float
+
+    @property
+    def overlapped_s(self) -> float:
+        return max(self.compute_s, self.memory_s, self.links_s)
+
+    @property
+    def serial_s(self) -> float:
+        return max(self.compute_s, self.memory_s) + self.links_s
+
+    @property
+    def limit(self) -> str:
+        times = {"compute": self.compute_s, "memory": self.memory_s, "links": self.links_s}
+        return max(times, key=times.get)
+
+
+def mfu(model_flops: float, num_chips: int, chip: Chip, seconds: float) -> float:
+    return model_flops / (num_chips * chip.flops_per_s * seconds)

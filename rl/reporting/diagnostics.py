@@ -1,0 +1,161 @@
+"""Why is nothing learned? Numbers that tell, and one line of plain advice when a run shows a known pathology.
+
+1. `module_norms` runs inside the train step: the gradient's norm by kind of parameter.
+2. `derived` turns the step's additive metrics into what is read: effective sample size, mismatch of kept and dropped tokens.
+3. `of_groups` looks at what was sampled, before packing: staleness, lengths, groups that teach nothing.
+4. `advice(history)` reads the last steps' metrics and names the first pathology of `PATHOLOGIES` that holds, or none.
+
+All are pure functions. A pathology is a line of a table: what holds, and what to do about it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rl.reporting import metrics
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+def not_finite(values: dict[str, float]) -> str | None:
+    """The first metric that is infinite or no number at all; None where there is none."""
+    return next((name for name, value in values.items() if not math.isfinite(value)), None)
+
+
+def derived(values: dict[str, float]) -> dict[str, float]:
+    """What follows from a step's metrics; absent where the loss has no ratios.
+
+    loss/effective_sample_frac     (mean r)^2 / mean r^2: the part of the tokens that an unweighted sample of the same
+                                   variance would have (Kish 1965); 1 on policy
+    loss/mismatch_kl_per_dropped   mean k3 of the tokens whose gradient the loss took away, and of those it kept
+    """
+    if "loss/ratio_sq_mean" not in values:
+        return {}
+    kl, dropped_kl, dropped = (values[f"loss/{name}"] for name in ("mismatch_kl", "mismatch_kl_dropped", "clip_frac"))
+    second = values["loss/ratio_sq_mean"]
+    return {
+        "loss/effective_sample_frac": values["loss/ratio_mean"] ** 2 / second if second > 0 else 0.0,
+        "loss/mismatch_kl_per_dropped": dropped_kl / dropped if dropped > 0 else 0.0,
+        "loss/mismatch_kl_per_kept": (kl - dropped_kl) / (1 - dropped) if dropped < 1 else 0.0,
+    }
+
+
+def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict[str, float]:
+    """Metrics of the groups of rollouts (inference/rollouts/rollout.py) that batch `step` was made of.
+
+    rollout/all_lowest_frac, rollout/all_highest_frac: groups whose rewards all equal the least (greatest) of the batch.
+    rollout/length_p10, _p50, _p90 in tokens, rollout/length_of_best: mean length of samples above their group's mean.
+    sync/lag_0, sync/lag_1, ...: histogram of how many versions a sample's oldest token lags behind the batch, as parts of the
+    samples; the last bin, 8, counts all beyond.
+    """
+    rewards = [np.array([r.reward for r in group]) for group in groups]
+    everything, rollouts = np.concatenate(rewards), [r for group in groups for r in group]
+    tokens = np.array([int(r.sampled_mask.sum()) for r in rollouts])
+    lag = np.array([min(step - 1 - int(r.versions[r.sampled_mask].min()), 8) for r in rollouts])
+    spread = everything.max() > everything.min()
+    above = np.concatenate([r > r.mean() for r in rewards])
+    bins = np.bincount(lag) / len(lag)
+    return {
+        "rollout/all_lowest_frac": float(np.mean([spread and (r == everything.min()).all() for r in rewards])),
+        "rollout/all_highest_frac": float(np.mean([spread and (r == everything.max()).all() for r in rewards])),
+        "rollout/length_at_limit_frac": float(np.mean(tokens >= max_tokens)),
+        "rollout/length_of_best": float(tokens[above].mean()) if above.any() else 0.0,
+        **{f"rollout/length_{name}": float(np.quantile(tokens, q)) for name, q in QUANTILES.items()},
+        **{f"sync/lag_{lag}": float(part) for lag, part in enumerate(bins)},
+    }
+
+
+def advice(history: Sequence[dict[str, float]], *, window: int = 5) -> str | None:
+    """One line on what is wrong with a run's last `window` steps, or None; `history` holds the steps' metrics, oldest first."""
+    last = list(history)[-window:]
+    if len(last) < window:
+        return None
+    for holds, text in PATHOLOGIES:
+        if (values := holds(last, history)) is not None:
+            return text.format(*values)
+    return None
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _mean(steps, name) -> float:
+    found = [step[name] for step in steps if name in step and math.isfinite(step[name])]
+    return float(np.mean(found)) if found else math.nan
+
+
+def _above(name: str, bound: float) -> Callable:
+    """Holds where the mean of `name` over the window is above `bound`."""
+
+    def holds(last, history):
+        value = _mean(last, name)
+        return (value,) if value > bound else None
+
+    return holds
+
+
+def _flat_rewards(last, history):
+    flat = _mean(last, "rollout/zero_advantage_frac")
+    return (flat, _mean(last, "rollout/reward")) if flat > 0.9 else None
+
+
+def _collapsed(last, history):
+    first, now = _mean(history[: len(last)], "loss/entropy"), _mean(last, "loss/entropy")
+    return (first, now) if len(history) >= 2 * len(last) and now < 0.1 * first and first > 0 else None
+
+
+def _off_at_once(last, history):
+    """A ratio away from 1 with hardly any staleness is an error of numbers, not of policy."""
+    kl, lag = _mean(last, metrics.sampler_kl(last[-1])), _mean(last, "sync/lag")
+    return (kl, lag) if lag < 0.5 and kl > 0.01 else None
+
+
+def _no_gradient(last, history):
+    norm = _mean(last, "loss/grad_norm")
+    return (norm,) if norm < 1e-8 else None
+
+
+def _few_effective(last, history):
+    part = _mean(last, "loss/effective_sample_frac")
+    return (part,) if part < 0.3 else None
+
+
+PATHOLOGIES = (  # the first that holds is told: causes before consequences
+    (
+        _flat_rewards,
+        "in {:.0%} of the groups all rewards are equal (mean reward {:.2f}), so there is nothing to prefer: make the tasks "
+        "easier or harder, raise rl.samples_per_prompt, or give partial credit",
+    ),
+    (
+        _off_at_once,
+        "learner and sampler disagree (mismatch KL {:.3g} at a lag of {:.1f}): check that temperature, tokenizer and dtype are "
+        "the same on both sides before looking at the algorithm",
+    ),
+    (
+        _few_effective,
+        "importance ratios vary so much that only {:.0%} of the tokens count: lower rl.max_lag, or optimizer.learning_rate",
+    ),
+    (
+        _above("loss/clip_frac", 0.3),
+        "{:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or widen the bounds of the loss",
+    ),
+    (
+        _collapsed,
+        "entropy fell from {:.3g} to {:.3g}: the policy has stopped exploring; lower optimizer.learning_rate, widen clip_high, "
+        "or set objective.entropy_coef",
+    ),
+    (
+        _above("rollout/truncated_frac", 0.5),
+        "{:.0%} of the samples end at the length limit before they can be rewarded: raise sampling.max_tokens, or shape long answers",
+    ),
+    (
+        _above("loss/optimizer_steps_missing", 0.0),
+        "a batch fills too few micro-batches: {:.1f} of objective.optimizer_steps found none; lower train.rows or "
+        "train.row_length, or take fewer steps",
+    ),
+    (
+        _no_gradient,
+        "the gradient's norm is {:.1g}: no token trains; look at loss masks and advantages",
+    ),
+)

@@ -1,0 +1,23 @@
+"""Runs the validator: `python -m rl.validator serve` judges rollout files over HTTP, `calibrate` measures its tolerance bands."""
+
+import sys
+
+from rl.validator import calibrate, routes
+from sharding.system import cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    routes.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
+    calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
+    args = parser.parse_args(argv)
+    try:
+        return {"serve": routes.serve, "calibrate": calibrate.run}[args.command](args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

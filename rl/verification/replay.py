@@ -1,0 +1,383 @@
+"""Rollouts run again: one prefill instead of one step per token, with the noise of their seeds.
+
+1. Rollouts of one policy version are packed without padding between them: samples of a group are branches of one prompt,
+   which is computed once (as the learner does), and trees share rows. Rows go through the model in blocks of one shape,
+   a call each; only columns that predict a sampled token get logits.
+2. A rollout that spans several versions takes one pass per version over a cache of keys: each position's keys are written
+   by the version that wrote them in the engine, so that it is replayed exactly as it was made.
+3. Where rollouts say which experts ran (router replay), these run here, too, so that a tie between experts that was
+   broken the other way changes nothing that follows; and per token, how far they are from what the routers choose.
+4. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden
+   state behind it, and how likely it is under tempered copies of the distribution (rl/verification/sequential_test.py bets on those).
+
+Letters: G rollouts, T padded length, M blocks, B rows of a block, N sampled tokens (of a block, padded), S tokens scored
+together, V vocabulary, D model, K tempered distributions, L mixture layers, X experts per token.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from inference.engine import kv_cache, sampler
+from inference.rollouts import rollout as rollout_lib
+from models import config as config_lib
+from models import transformer
+from rl.batch import router_replay
+from rl.verification import sequential_test
+
+BLOCK_TOKENS = 1024  # of a block: enough rows for an efficient matmul; 5 to 15 % quicker than 2048 on two cores
+ROW_LENGTHS = (1.0, 1.5, 2.0, 3.0)  # tried, in units of the longest rollout: longer ones share more of a prompt
+SCORED_ENTRIES = 2**20  # logits and noise of so many tokens times the vocabulary exist at one time,
+SCORED_MULTIPLE = 128  # or of so many tokens, where that is more
+LENGTH_MULTIPLE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Row t is about token t where that was sampled: host arrays [G, T] (hidden [G, T, D] bfloat16, tilt [G, T, K])."""
+
+    margin: np.ndarray  # max of the noised logits minus that of the token, nats
+    logp: np.ndarray  # of the token, under the distribution sampled from
+    tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
+    hidden: np.ndarray  # the state that predicted the token
+    gap: np.ndarray | None = (
+        None  # of token t, sampled or not: `Routing.gap`, the largest of all layers; None without claims
+    )
+
+
+@struct.dataclass
+class _Targets:
+    """Sampled tokens, in any order; arrays [..., N]. `column` is where the hidden state that predicts it lies."""
+
+    column: jax.Array
+    token: jax.Array
+    position: jax.Array  # in its sequence
+    seed: jax.Array
+    temperature: jax.Array
+
+
+@struct.dataclass
+class _Blocks:
+    """Packed rows [M, B, T] as in rl/batch/packing.py, and their targets [M, N], of which the first `num_targets` are some."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    branch_ids: jax.Array
+    targets: _Targets
+    num_targets: jax.Array  # [M]
+    routed_experts: jax.Array | None = None  # [M, B, T, L, X], if any rollout claims them
+
+
+def replay(
+    model: config_lib.ModelConfig,
+    weights: Callable[[int], transformer.Params],
+    filters: dict[str, float],
+    rollouts: Sequence[rollout_lib.Rollout],
+    max_model_len: int,
+) -> Replay:
+    """What the rollouts' sampled tokens look like from here; what `weights` raises for a version goes through.
+
+    `filters` are top_k, top_p, min_p. No rollout may be longer than max_model_len.
+    """
+    longest = max(len(r.tokens) for r in rollouts)
+    assert longest <= max_model_len
+    T = min(max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+    shape = (len(rollouts), T)
+    out = Replay(
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.float32),
+        np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
+        np.zeros((*shape, model.model_dim), jnp.bfloat16),
+        np.zeros(shape, np.float32) if _any_claim(rollouts) else None,
+    )
+    by_version: dict[int, list[int]] = {}
+    mixed = []
+    for i, rollout in enumerate(rollouts):
+        versions = np.unique(writers(rollout))
+        (by_version.setdefault(int(versions[0]), []) if len(versions) == 1 else mixed).append(i)
+    for version, members in sorted(by_version.items()):
+        _replay_packed(model, weights(version), filters, [rollouts[i] for i in members], members, out)
+    if mixed:
+        _replay_mixed(model, weights, filters, [rollouts[i] for i in mixed], mixed, out)
+    return out
+
+
+def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
+    """Which version ran each position but the last: the one that sampled the next token, or else prefilled it."""
+    return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
+
+
+def _any_claim(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+    return any(rollout.routed_experts is not None for rollout in rollouts)
+
+
+# ---- one version: packed ---------------------------------------------------------------------------------------------
+
+
+def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
+    blocks, places, spans = _pack(rollouts, model)
+    which, position, block, n = places.T
+    rows = np.asarray(rows_of_out)[which]
+
+    def take(m: int, scores: dict[str, jax.Array]) -> None:
+        mine = block == m
+        if (gap_BT := scores.pop("gap", None)) is not None:
+            gap_N = np.asarray(gap_BT).reshape(-1)
+            for i, first, at, num in spans[m]:
+                out.gap[rows_of_out[i], first : first + num] = gap_N[at : at + num]
+        for name, values in scores.items():
+            _bits(getattr(out, name))[rows[mine], position[mine]] = _bits(np.asarray(values))[n[mine]]
+
+    before = None
+    for m in range(len(blocks.tokens)):
+        scores = _run_block(model, params, jax.tree.map(lambda x, m=m: x[m], blocks), _filters(filters))
+        if before is not None:  # while this one runs; and no third one is in memory
+            take(m - 1, before)
+        before = scores
+    take(m, before)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16: numpy is slow at moving what it does not know."""
+    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
+
+
+def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig) -> tuple[_Blocks, np.ndarray, list]:
+    """The blocks, and where each sampled token went: [(rollout, its position, block, target)].
+
+    And where all tokens went, per block: [(rollout, its position, flat column, how many from there on)].
+    """
+    longest = max(len(r.tokens) for r in rollouts)
+    step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little that is empty
+    unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
+    layouts = [(T, _rows(groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
+    # Work in tokens: one each, and as much again for every 3 D keys that it reads.
+    T, rows = min(layouts, key=lambda layout: len(layout[1]) * layout[0] * (1 + layout[0] / (3 * model.model_dim)))
+    B = max(1, BLOCK_TOKENS // T)
+    M = -(-len(rows) // B)
+    layout = {name: np.zeros((M, B, T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
+    claims = router_replay.RouterReplay.of(model)
+    experts = claims.empty(M, B, T) if _any_claim(rollouts) else None
+    found: list[list[np.ndarray]] = [[] for _ in range(M)]
+    spans: list[list[tuple[int, int, int, int]]] = [[] for _ in range(M)]
+    for row, trees in enumerate(rows):
+        m, b = divmod(row, B)
+        at = {name: array[m, b] for name, array in layout.items()}
+        start = 0
+        for segment, (prompt_len, members) in enumerate(trees, start=1):
+            begin = start + prompt_len
+            at["tokens"][start:begin] = rollouts[members[0]].tokens[:prompt_len]
+            at["positions"][start:begin] = np.arange(prompt_len)
+            for branch, i in enumerate(members, start=1):
+                length = len(rollouts[i].tokens) - prompt_len
+                span = slice(begin, begin + length)
+                at["tokens"][span] = rollouts[i].tokens[prompt_len:]
+                at["positions"][span] = np.arange(prompt_len, prompt_len + length)
+                at["branch_ids"][span] = branch
+                position = np.flatnonzero(rollouts[i].sampled_mask)
+                column = begin + position - prompt_len - 1
+                column[position == prompt_len] = start + prompt_len - 1  # the prompt's end predicts every first token
+                found[m].append(np.stack([np.full_like(position, i), position, column + b * T]))
+                spans[m] += [(i, 0, b * T + start, prompt_len), (i, prompt_len, b * T + span.start, length)]
+                if rollouts[i].routed_experts is not None:
+                    rows_TLX = claims.rows(rollouts[i])
+                    experts[m, b, start : start + prompt_len], experts[m, b, span] = np.split(rows_TLX, [prompt_len])
+                begin = span.stop
+            at["segment_ids"][start:begin] = segment
+            start = begin
+    merged = [np.concatenate(of_block, axis=1) for of_block in found]
+    N = _padded(max(block.shape[1] for block in merged), model)
+    targets = _Targets(
+        *(np.zeros((M, N), dtype) for dtype in (np.int32, np.int32, np.int32, np.uint32)), np.ones((M, N), np.float32)
+    )
+    seeds = np.array([r.seed for r in rollouts], np.uint32)
+    temperatures = np.array([r.temperature for r in rollouts], np.float32)
+    lengths = np.array([len(r.tokens) for r in rollouts])
+    joined, first = np.concatenate([r.tokens for r in rollouts]), np.cumsum(lengths) - lengths
+    places = []
+    for m, (which, position, column) in enumerate(merged):
+        n = np.arange(len(which))
+        targets.column[m, n], targets.position[m, n] = column, position
+        targets.token[m, n] = joined[first[which] + position]
+        targets.seed[m, n], targets.temperature[m, n] = seeds[which], temperatures[which]
+        places.append(np.stack([which, position, np.full_like(which, m), n], axis=1))
+    counts = np.array([block.shape[1] for block in merged], np.int32)
+    blocks = _Blocks(**layout, targets=targets, num_targets=counts, routed_experts=experts)
+    return blocks, np.concatenate(places), spans
+
+
+def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
+    """N: a multiple of the parts in which they are scored, and those of SCORED_MULTIPLE."""
+    parts = _num_parts(num_targets, model)
+    return parts * SCORED_MULTIPLE * -(-num_targets // (parts * SCORED_MULTIPLE))
+
+
+def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
+    return -(
+        -num_targets // max(SCORED_MULTIPLE, SCORED_ENTRIES // model.vocab_size // SCORED_MULTIPLE * SCORED_MULTIPLE)
+    )
+
+
+def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Per prompt (its length, [(rollout, tokens behind the prompt)]).
+
+    With a claim, what is shared ends before the prompt's last token, which each sample ran for itself.
+    """
+    groups: dict[tuple[bytes, bytes | None], tuple[int, list[tuple[int, int]]]] = {}
+    for i, rollout in enumerate(rollouts):
+        prompt_len, experts = int(np.argmax(rollout.sampled_mask)), None
+        if rollout.routed_experts is not None:
+            prompt_len -= 1
+            experts = rollout.routed_experts[:prompt_len].tobytes()
+        group = groups.setdefault((rollout.tokens[:prompt_len].tobytes(), experts), (prompt_len, []))
+        group[1].append((i, len(rollout.tokens) - prompt_len))
+    return list(groups.values())
+
+
+def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[tuple[int, list[int]]]]:
+    """Rows of trees (prompt length, rollouts), first-fit decreasing; a tree that is longer than a row is split."""
+    trees = []
+    for prompt_len, branches in groups:
+        size = T + 1
+        for i, length in branches:
+            if size + length > T:
+                size = prompt_len
+                trees.append([prompt_len, [], 0])
+            size += length
+            trees[-1][1].append(i)
+            trees[-1][2] = size
+    rows, room = [], []
+    for prompt_len, members, size in sorted(trees, key=lambda tree: -tree[2]):
+        row = next((row for row, free in enumerate(room) if free >= size), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(T)
+        rows[row].append((prompt_len, members))
+        room[row] -= size
+    return rows
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
+    """One block's scores [N, ...], and with claims the gap of every token, [B, T]."""
+    hidden_BTD, routing = transformer.apply_routed(
+        params,
+        model,
+        block.tokens,
+        positions_BT=block.positions,
+        segment_ids_BT=block.segment_ids,
+        branch_ids_BT=block.branch_ids,
+        experts_LBTX=router_replay.given(block.routed_experts),
+    )
+    hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[block.targets.column]
+    scores = _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
+    return scores if block.routed_experts is None else scores | {"gap": routing.gap.max(axis=0)}
+
+
+def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
+    """`_score` of N tokens, S at a time, up to `num_targets`."""
+    N = len(targets.token)
+    S = N // _num_parts(N, model)
+    assert N % S == 0
+    if N == S:
+        return _score(model, params, hidden_ND, targets, filters)
+
+    def some(i, out):
+        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * S, S), (hidden_ND, targets))
+        scores = _score(model, params, *part, filters)
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * S, 0), out, scores)
+
+    shapes = jax.eval_shape(
+        lambda: _score(model, params, hidden_ND[:S], jax.tree.map(lambda x: x[:S], targets), filters)
+    )
+    blank = jax.tree.map(lambda x: jnp.zeros((N, *x.shape[1:]), x.dtype), shapes)
+    return jax.lax.fori_loop(0, -(-num_targets // S), some, blank)
+
+
+def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
+    """What the module's docstring lists, of S tokens and the hidden states before them."""
+    repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
+    sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
+    logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
+    noise_SV = sampler.noise(targets.seed, targets.position, logp_SV.shape[-1])
+    noised_SV = logp_SV + jnp.where(targets.temperature > 0, 1.0, 0.0)[:, None] * noise_SV
+    at_S1 = targets.token[:, None]
+    logp_S = jnp.take_along_axis(logp_SV, at_S1, axis=-1)[:, 0]
+    tilts = [(b - 1) * logp_S - jax.nn.logsumexp(b * logp_SV, axis=-1) for b in sequential_test.TILTS]
+    return {
+        "margin": noised_SV.max(axis=-1) - jnp.take_along_axis(noised_SV, at_S1, axis=-1)[:, 0],
+        "logp": logp_S,
+        "tilt": jnp.stack(tilts, axis=-1),
+        "hidden": hidden_SD.astype(jnp.bfloat16),
+    }
+
+
+def _filters(filters: dict[str, float]) -> dict[str, np.ndarray]:
+    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    return {name: np.asarray(filters[name], dtype) for name, dtype in dtypes.items()}
+
+
+# ---- several versions: one pass of each over the same keys -----------------------------------------------------------
+
+
+def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -> None:
+    G, T = 1 << (len(rollouts) - 1).bit_length(), out.margin.shape[1]
+    tokens_GT, writer_GT = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
+    for i, rollout in enumerate(rollouts):
+        n = len(rollout.tokens)
+        tokens_GT[i, :n], writer_GT[i, : n - 1] = rollout.tokens, writers(rollout)
+    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
+    which, position = np.repeat(np.arange(len(rollouts)), [len(p) for p in positions]), np.concatenate(positions)
+    sampler_version, rows = writer_GT[which, position - 1], np.asarray(rows_of_out)
+    seeds = np.array([r.seed for r in rollouts], np.uint32)
+    temperatures = np.array([r.temperature for r in rollouts], np.float32)
+    cache, experts = kv_cache.create(model, G, T), None
+    if _any_claim(rollouts):
+        claims = router_replay.RouterReplay.of(model)
+        experts = claims.empty(G, T)
+        for i, rollout in enumerate(rollouts):
+            if rollout.routed_experts is not None:
+                experts[i, : len(rollout.tokens)] = claims.rows(rollout)
+    for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
+        params = weights(version)
+        hidden_ND, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
+        if gap_GT is not None:
+            i, t = np.nonzero(writer_GT == version)
+            out.gap[rows[i], t] = np.asarray(gap_GT)[i, t]
+        i, t = which[sampler_version == version], position[sampler_version == version]
+        if not len(i):  # it prefilled a prompt, no more
+            continue
+        targets = _Targets(i * T + t - 1, tokens_GT[i, t], t, seeds[i], temperatures[i])
+        N = _padded(1 << (len(i) - 1).bit_length(), model)
+        targets = jax.tree.map(lambda x, N=N: np.concatenate([x, np.zeros(N - len(x), x.dtype)]), targets)
+        scores = _run_scores(model, params, hidden_ND, targets, np.int32(len(i)), _filters(filters))
+        for name in ("margin", "logp", "tilt", "hidden"):
+            getattr(out, name)[rows[i], t] = np.asarray(scores[name])[: len(i)]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
+    """One version's pass: its keys go where it wrote; other positions keep theirs. Hidden states of all positions, flat.
+
+    And with claims the gap of every token, [G, T].
+    """
+    G, T = tokens_GT.shape
+    attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
+    positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
+    given = router_replay.given(experts_GTLX)
+    hidden_GTD, cache, routed = transformer.extend_routed(
+        params, model, tokens_GT, positions_GT, cache, attend, experts_LBTX=given
+    )
+    return hidden_GTD.reshape(G * T, -1), cache, None if given is None else routed[1].max(axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_scores(model, params, hidden_ND, targets: _Targets, num_targets, filters):
+    return _score_all(model, params, hidden_ND[targets.column], targets, num_targets, filters)

@@ -1,0 +1,156 @@
+"""What changed between two versions of a chunk, small: the xor of the bit patterns. Bytes in, bytes out.
+
+An Adam step of reinforcement learning (learning rate 1e-6) moves most bfloat16 weights by less than half of their last bit, so
+that 1 to 4 of 100 change at all (PULSE, arXiv 2602.03839). Xor is exact where a difference of floats is not, and needs fewer
+bits than the new values: sign and exponent rarely change. A patch takes the smaller of two forms:
+
+* sparse: the gaps between changed elements, one byte each (255: skip 255 elements), and the xor of each changed element;
+* dense: the xor of every element.
+
+The xors are split into byte planes (all low bytes, then the next), and each plane and the gaps are compressed (zstd level 1) by
+themselves: their statistics differ. A stream that zstd does not shrink is stored as it is.
+
+`apply` reads hostile bytes: it allocates at most a few times the chunk. Whether the patched chunk is the right one is for
+the caller's hash to say. Left out: positions by run lengths (no better at these densities) and dictionaries (chunks are large).
+"""
+
+import struct
+
+import numpy as np
+import pyarrow as pa
+
+SPARSE, DENSE = 1, 2
+LEVEL = 1
+SPARSE_BELOW = 0.45  # of the elements changed: there both forms are the same size (tests/sharding/format/test_delta.py)
+ESCAPE = 255
+_HEAD = struct.Struct("<BB")  # form, bytes per element
+_STREAM = struct.Struct("<QQ")  # bytes before and after compression; equal: not compressed
+
+
+class CorruptDelta(ValueError):
+    """A patch that no encoder wrote, or one for another chunk."""
+
+
+def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
+    """The patch from `old` to `new`, both uint8 [n], n a multiple of `item_bytes`; None where they are equal."""
+    if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
+        raise ValueError(
+            f"chunks are {old.dtype}{old.shape} and {new.dtype}{new.shape}: pass two uint8 vectors of one length"
+        )
+    unit = _unit(item_bytes, len(new))
+    xor = np.zeros(-(-len(new) // 8), np.uint64) if len(new) % 8 else np.empty(len(new) // 8, np.uint64)
+    np.bitwise_xor(old, new, out=xor.view(np.uint8)[: len(new)])
+    positions, values = _changed(xor, unit)
+    if not len(positions):
+        return None
+    if len(positions) * unit < SPARSE_BELOW * len(new):
+        form, streams = SPARSE, [_gaps(positions), *_planes(values, unit)]
+    else:
+        form, streams = DENSE, _planes(xor.view(np.uint8)[: len(new)], unit)
+    parts = [_HEAD.pack(form, unit)]
+    for stream in streams:
+        packed = _codec().compress(stream, asbytes=True)
+        stored = packed if len(packed) < len(stream) else stream.tobytes()
+        parts += [_STREAM.pack(len(stream), len(stored)), stored]
+    return b"".join(parts)
+
+
+def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None:
+    """Changes `chunk` (uint8 [n], writable) in place; `CorruptDelta`, with the chunk as it was, for a bad patch."""
+    unit = _unit(item_bytes, len(chunk))
+    if len(patch) < _HEAD.size:
+        raise CorruptDelta(f"patch has {len(patch)} bytes: too short for a header")
+    form, stated = _HEAD.unpack_from(patch)
+    if form not in (SPARSE, DENSE) or stated != unit:
+        raise CorruptDelta(f"patch has form {form} with {stated} bytes per element, not form 1 or 2 with {unit}")
+    num_items = len(chunk) // unit
+    # Gaps: one byte per changed element, and one per 255 unchanged ones.
+    sizes = [num_items + num_items // ESCAPE] if form == SPARSE else []
+    streams = _read_streams(memoryview(patch)[_HEAD.size :], sizes + [num_items] * unit)
+    planes = streams[-unit:]
+    if len({len(plane) for plane in planes}) != 1:
+        raise CorruptDelta(f"patch has byte planes of {[len(plane) for plane in planes]} bytes")
+    values = np.empty((len(planes[0]), unit), np.uint8)
+    for i, plane in enumerate(planes):
+        values[:, i] = plane
+    if form == DENSE:
+        if len(values) != num_items:
+            raise CorruptDelta(f"dense patch has {len(values)} elements for a chunk of {num_items}")
+        np.bitwise_xor(chunk, values.reshape(-1), out=chunk)
+        return
+    positions = _positions(streams[0])
+    if len(positions) != len(values):
+        raise CorruptDelta(f"patch has {len(positions)} positions for {len(values)} values")
+    if len(positions) and positions[-1] >= num_items:
+        raise CorruptDelta(f"patch changes element {positions[-1]} of a chunk of {num_items}")
+    chunk.view(f"u{unit}")[positions] ^= values.view(f"u{unit}")[:, 0]  # ascending, hence each position once
+
+
+def _unit(item_bytes: int, num_bytes: int) -> int:
+    """Bytes of what is compared: an element, or half of a complex128."""
+    if item_bytes not in (1, 2, 4, 8, 16) or num_bytes % item_bytes:
+        raise ValueError(f"chunk of {num_bytes} bytes with {item_bytes} per element: no whole number of known elements")
+    return min(item_bytes, 8)
+
+
+def _changed(xor: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """(Indices int64 [k] ascending, xors uint8 [k * unit]) of the nonzero elements of uint64 words."""
+    where = np.flatnonzero(xor != 0)  # word by word first: 4 bfloat16 are skipped at once
+    words = xor[where]
+    items = words.view(f"u{unit}")
+    per_word = 8 // unit
+    if per_word == 1:
+        return where, words.view(np.uint8)
+    inside = np.flatnonzero(items != 0)
+    positions = where[inside // per_word] * per_word + inside % per_word
+    return positions, items[inside].view(np.uint8)
+
+
+def _planes(values: np.ndarray, unit: int) -> list[np.ndarray]:
+    return [np.ascontiguousarray(values[i::unit]) for i in range(unit)]
+
+
+def _gaps(positions: np.ndarray) -> np.ndarray:
+    gaps = np.diff(positions, prepend=-1) - 1
+    if gaps.max() < ESCAPE:
+        return gaps.astype(np.uint8)
+    skips, rest = np.divmod(gaps, ESCAPE)
+    ends = np.cumsum(skips + 1) - 1
+    out = np.full(ends[-1] + 1, ESCAPE, np.uint8)
+    out[ends] = rest
+    return out
+
+
+def _positions(gaps: np.ndarray) -> np.ndarray:
+    steps = gaps.astype(np.int64)
+    is_item = gaps != ESCAPE
+    steps += is_item
+    return (np.cumsum(steps) - 1)[is_item]
+
+
+def _codec() -> pa.Codec:
+    return pa.Codec("zstd", compression_level=LEVEL)
+
+
+def _read_streams(patch: memoryview, largest: list[int]) -> list[np.ndarray]:
+    """One uint8 vector per entry of `largest`, the bytes it may have at most."""
+    streams = []
+    for limit in largest:
+        if len(patch) < _STREAM.size:
+            raise CorruptDelta("patch ends within the header of a stream")
+        size, num_stored = _STREAM.unpack_from(patch)
+        if size > limit or num_stored > size or num_stored > len(patch) - _STREAM.size:
+            raise CorruptDelta(f"patch has a stream of {size} bytes in {num_stored}, where {limit} are possible")
+        stored, patch = patch[_STREAM.size : _STREAM.size + num_stored], patch[_STREAM.size + num_stored :]
+        if num_stored < size:
+            try:
+                stored = _codec().decompress(stored, decompressed_size=size)
+            except (pa.ArrowException, OSError) as error:
+                raise CorruptDelta(f"a stream is no zstd of {size} bytes: {error}") from error
+        stream = np.frombuffer(stored, np.uint8)
+        if len(stream) != size:
+            raise CorruptDelta(f"a stream has {len(stream)} bytes, not {size}")
+        streams.append(stream)
+    if len(patch):
+        raise CorruptDelta(f"patch has {len(patch)} bytes after its end")
+    return streams

@@ -1,0 +1,126 @@
+"""One query per sequence over blocks of keys, against float64, and against itself beside other neighbours."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import cpu_decode_attention, kv_cache
+from tests.support import tiny
+
+S, NUM_BLOCKS = 16, 3
+POSITIONS = (0, 15, 16, 40)  # the first and the last of a block, and one amid the last
+HOWS = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"window": 5}, {"window": 20}, {"sinks": True}]
+
+
+def case(K, G, C, V, dtype=jnp.float32, positions=POSITIONS):
+    """Blocks that hold keys up to before `positions` and rubbish behind them, a new token of each sequence, and all its keys."""
+    rng = np.random.default_rng(K * G + C)
+    B = len(positions)
+    k, v = (rng.standard_normal((B, K, S * NUM_BLOCKS, dim)).astype(dtype) for dim in (C, V))
+    q, new_k, new_v = (rng.standard_normal((B, 1, *shape)).astype(dtype) for shape in ((K * G, C), (K, C), (K, V)))
+    blocks = cpu_decode_attention.Blocks(
+        jnp.asarray(np.moveaxis(k.reshape(B, K, NUM_BLOCKS, S, C), 2, 0).swapaxes(3, 4)),
+        jnp.asarray(np.moveaxis(v.reshape(B, K, NUM_BLOCKS, S, V), 2, 0)),
+    )
+    for b, position in enumerate(positions):
+        k[b, :, position], v[b, :, position] = new_k[b, 0], new_v[b, 0]
+    return blocks, (q, new_k, new_v), np.array(positions, np.int32), k, v
+
+
+def step(blocks, new, positions, **how):
+    return jax.jit(lambda *args: cpu_decode_attention.step(*args, **how))(blocks, *new, positions)
+
+
+def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, softcap=0.0, window=0, sinks_H=None):
+    """float64, one head after the other."""
+    G = len(q_HC) // len(k_KSC)
+    first = max(0, position - window + 1) if window else 0
+    out = []
+    for h, q in enumerate(np.asarray(q_HC, np.float64)):
+        k, v = (np.asarray(x[h // G, first : position + 1], np.float64) for x in (k_KSC, v_KSV))
+        scores = k @ q * (len(q) ** -0.5 if scale is None else scale)
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores)
+        out.append(weights @ v / (weights.sum() + (0 if sinks_H is None else np.exp(np.float64(sinks_H[h])))))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize(("K", "G", "C", "V"), [(2, 2, 64, 64), (1, 16, 24, 40), (3, 1, 5, 5)])
+def test_it_is_attention(K, G, C, V, how):
+    how = dict(how)
+    if how.pop("sinks", False):
+        how["sinks_H"] = np.linspace(-1, 2, K * G, dtype=np.float32)
+    blocks, new, positions, k, v = case(K, G, C, V)
+    got, _ = step(blocks, new, positions, **how)
+    for b, position in enumerate(positions):
+        # float32 sums of 64 products and 41 weights, of order 1
+        np.testing.assert_allclose(got[b, 0], expected(new[0][b, 0], k[b], v[b], position, **how), rtol=0, atol=3e-6)
+
+
+def test_the_new_token_is_written_and_nothing_else():
+    blocks, new, positions, k, v = case(2, 2, 8, 8)
+    _, after = step(blocks, new, positions)
+    keys = np.moveaxis(np.asarray(after.keys_NBKCS), 0, 2).swapaxes(3, 4).reshape(k.shape)
+    values = np.moveaxis(np.asarray(after.values_NBKSV), 0, 2).reshape(v.shape)
+    np.testing.assert_array_equal(keys, k)
+    np.testing.assert_array_equal(values, v)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"window": 5}, {"sinks_H": np.ones(4, np.float32)}], ids=["plain", "window", "sinks"]
+)
+def test_bits_do_not_depend_on_how_many_blocks_the_neighbours_fill(how):
+    run = jax.jit(lambda *args: cpu_decode_attention.step(*args, **how))
+    for own in POSITIONS:
+        outs = []
+        for neighbour in POSITIONS:  # one, two and three blocks are read
+            blocks, new, _, *_ = case(2, 2, 64, 64)
+            out, _ = run(blocks, *new, np.array([own] + [neighbour] * 3, np.int32))
+            outs.append(np.asarray(out[0]))
+        for out in outs[1:]:
+            np.testing.assert_array_equal(out.view(np.int32), outs[0].view(np.int32))
+
+
+def test_bfloat16():
+    blocks, new, positions, k, v = case(2, 2, 32, 32, jnp.bfloat16)
+    got, after = step(blocks, new, positions)
+    assert got.dtype == after.keys_NBKCS.dtype == after.values_NBKSV.dtype == jnp.bfloat16
+    for b, position in enumerate(positions):
+        wanted = expected(new[0][b, 0], k[b], v[b], position)
+        np.testing.assert_allclose(np.float64(got[b, 0]), wanted, rtol=2**-8, atol=1e-5)  # rounded once, at the end
+
+
+@pytest.mark.parametrize("length", [8, 16, 48])
+def test_prompts_are_laid_in_blocks(length):
+    """Part of a block, a whole one, several; rows in any order, those out of range skipped, other sequences untouched."""
+    rng = np.random.default_rng(length)
+    k, v = (rng.standard_normal((2, 3, length, 4)).astype(np.float32) for _ in range(2))
+    old = cpu_decode_attention.Blocks(jnp.full((NUM_BLOCKS, 4, 3, 4, S), 7.0), jnp.full((NUM_BLOCKS, 4, 3, S, 4), 7.0))
+    (new,) = kv_cache.copy_rows(((k, v),), np.array([1, 0, 0]), (old,), np.array([3, 0, 4]))
+    keys = np.moveaxis(np.asarray(new.keys_NBKCS), 0, 2).swapaxes(3, 4).reshape(4, 3, -1, 4)
+    values = np.moveaxis(np.asarray(new.values_NBKSV), 0, 2).reshape(4, 3, -1, 4)
+    for got, wanted in ((keys, k), (values, v)):
+        np.testing.assert_array_equal(got[3, :, :length], wanted[1])
+        np.testing.assert_array_equal(got[0, :, :length], wanted[0])
+        assert (got[1:3] == 7).all() and (got[:, :, length:] == 7).all()
+
+
+@pytest.mark.parametrize(("capacity", "blocks", "size"), [(1, 1, 16), (96, 1, 96), (129, 2, 80), (288, 3, 96)])
+def test_blocks_hold_the_capacity(capacity, blocks, size):
+    model = tiny.model()
+    made = jax.eval_shape(lambda: kv_cache.create_slots(model, 4, capacity))
+    assert len(made) == model.num_layers
+    assert made[0].keys_NBKCS.shape == (blocks, 4, model.num_kv_heads, model.head_dim, size)
+    assert made[0].values_NBKSV.shape == (blocks, 4, model.num_kv_heads, size, model.v_dim)
+
+
+def test_where_it_is_used():
+    model = tiny.model()
+    assert cpu_decode_attention.fits(model)
+    assert not cpu_decode_attention.fits(dataclasses.replace(model, scan_layers=True))
+    with jax.set_mesh(jax.make_mesh((2,), ("tensor",))):
+        assert not cpu_decode_attention.fits(model)

@@ -1,0 +1,130 @@
+"""Slots in two lanes: the bits of an engine that has one lane's slots, whatever lane a request came to.
+
+The oracle is an engine of half as many slots, which runs one call at a time.
+"""
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import shapes
+from inference.engine import cpu_decode_attention, cpu_lanes
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
+from models import transformer
+from models.text import tokenizer as tokenizer_lib
+from sharding import rules
+from tests.support import tiny
+
+MODEL = tiny.model()
+WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8)
+WAIT_S = 60
+Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), max_tokens=40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_blocks():
+    """Of keys, in the cache of so small an engine (decode_attention.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
+        yield
+
+
+def params(model):
+    rng = np.random.default_rng(5)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(spec.shape) * model.model_dim**-0.5, jnp.float32)
+
+    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+
+
+def engine(model=MODEL, **changes):
+    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml(), params(model))
+
+
+def complete(made, requests, cancelled=()):
+    """What each request gets, all of them asked for at once; some more are given up while they run."""
+    scheduler = scheduler_lib.Scheduler(made, made.load_params(), 0)
+    others = [scheduler.submit(request) for request in cancelled]
+    futures = [scheduler.submit(request) for request in requests]
+    for other in others:
+        other.cancel()
+    results = [future.result(WAIT_S) for future in futures]
+    assert scheduler.num_running == scheduler.num_pending == 0
+    scheduler.close()
+    return results
+
+
+def test_a_request_gets_the_bits_of_an_engine_of_one_lane():
+    """Of every kind, in slots of both lanes: proofs, also of windows that only the host sees end, and what few ask for."""
+    requests = [Ask(seed=seed, proofs=seed % 2 == 0, max_tokens=30 + seed) for seed in range(7)]
+    requests += [Ask(seed=seed, num_samples=3, raw_logprobs=True, top_logprobs=4, temperature=0.7) for seed in (20, 30)]
+    text = complete(engine(num_slots=4), [Ask(seed=41)])[0][0].tokens
+    stop = tokenizer_lib.byte_chatml().decode(text[19:21]) or "e"
+    requests += [Ask(seed=41, stop_texts=(stop,), proofs=True) for _ in range(6)]
+    made = engine()
+    assert isinstance(made.init_decode_state(), cpu_lanes.Lanes)
+    assert isinstance(engine(num_slots=4).init_decode_state(), engine_lib.state_lib.DecodeState)
+    cancelled = [Ask(seed=seed, max_tokens=90) for seed in range(50, 54)]
+    assert complete(made, requests, cancelled) == complete(engine(num_slots=4), requests)
+
+
+def test_experts_are_those_of_the_slot():
+    mixture = tiny.model(num_layers=1, num_experts=5, experts_per_token=2, expert_ffn_dim=16)
+    requests = [Ask(seed=seed, routed_experts=True) for seed in range(8)]
+    got, alone = (complete(engine(mixture, num_slots=n, routed_experts=True), requests) for n in (8, 4))
+    for (a,), (b,) in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(a.experts, b.experts)
+        assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)
+
+
+@pytest.mark.parametrize("slot", [1, 6])
+def test_one_slot_of_either_lane(slot):
+    """JetStream's contract: the other lane's slots stay empty."""
+    made, alone = engine(), engine(num_slots=4)
+    tokens_T = np.array([104, 101, 108, 108, 111, 0, 0, 0], np.int32)
+    got = []
+    for one, where in ((made, slot), (alone, slot % 4)):
+        prefix = one.prefill(params=one.load_params(), padded_tokens=tokens_T, true_length=5)
+        state = one.insert(prefix, one.init_decode_state(), where)
+        state, result = one.generate(one.load_params(), state)
+        tokens, logprobs, counts = one.read(result)
+        assert counts.tolist() == [8 * (n == where) for n in range(len(counts))]
+        values = one.top_values(state, *(np.array([x], np.int32) for x in (where, 0, 5)))
+        got.append((tokens[where], logprobs[where], *(np.asarray(x)[0] for x in values)))
+        stopped = np.full((len(counts),), len(counts), np.int32)
+        stopped[0] = where
+        state, result = one.generate(one.load_params(), one.deactivate(state, stopped))
+        assert not one.read(result)[2].any()
+    for a, b in zip(*got, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_how_many_lanes():
+    assert cpu_lanes.count(MODEL, 8) == cpu_lanes.count(shapes.model("4m"), 64) == 2
+    assert cpu_lanes.count(MODEL, 6) == cpu_lanes.count(MODEL, 9) == 1  # too few, or no halves
+    assert cpu_lanes.count(shapes.model("100m"), 64) == 1  # weights that no cache holds
+    assert cpu_lanes.count(dataclasses.replace(MODEL, scan_layers=True), 64) == 1
+
+
+def test_lanes_run_at_the_same_time():
+    """Each waits for the other; one after the other, the barrier breaks. The first time, the first compiles for all."""
+    barrier = threading.Barrier(2, timeout=WAIT_S)
+    states = engine().init_decode_state()
+    assert isinstance(states, cpu_lanes.Lanes)
+    calls, side_by_side = [], cpu_lanes.SideBySide()
+
+    def run(state):
+        calls.append(threading.current_thread().name)
+        return len(calls) <= 2 or barrier.wait()
+
+    assert side_by_side(run, states) == [True, True] and len(set(calls)) == 1
+    assert sorted(side_by_side(run, states)) == [0, 1] and len(set(calls[2:])) == 2

@@ -1,0 +1,227 @@
+"""The sampler: noise against a threefry written in numpy, filters against sets, frequencies against the softmax.
+
+A rollout is replayed by whoever doubts it, maybe on another version of JAX: noise that changes is a broken proof, so its
+bits are pinned here.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import sampler
+
+noise = jax.jit(sampler.noise, static_argnums=2)
+scores = jax.jit(sampler.scores)
+sample = jax.jit(sampler.sample)
+
+
+def sampling(size, *, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    def column(value, dtype):
+        return np.broadcast_to(np.asarray(value, dtype), (size,))
+
+    return sampler.Sampling(
+        seed=column(seed, np.uint32),
+        temperature=column(temperature, np.float32),
+        top_k=column(top_k, np.int32),
+        top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
+    )
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def threefry2x32(key, count):
+    """Twenty rounds (Salmon et al. 2011, table 2 and figure 4); Python integers."""
+    mask, keys = 0xFFFFFFFF, [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    a, b = (count[0] + keys[0]) & mask, (count[1] + keys[1]) & mask
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            a = (a + b) & mask
+            b = ((b << rotation | b >> (32 - rotation)) & mask) ^ a
+        a = (a + keys[(group + 1) % 3]) & mask
+        b = (b + keys[(group + 2) % 3] + group + 1) & mask
+    return a, b
+
+
+def oracle_bits(seed, position, vocab_size):
+    key = threefry2x32((0, seed), (0, position))
+    blocks = [threefry2x32(key, (0, v)) for v in range(vocab_size)]
+    return [high ^ low for high, low in blocks]
+
+
+def oracle_noise(seed, position, vocab_size):
+    uniform = [((bits >> 9) + 0.5) * 2.0**-23 for bits in oracle_bits(seed, position, vocab_size)]
+    return np.array([-math.log(-math.log(u)) for u in uniform])
+
+
+def test_the_oracle_is_threefry():
+    """Known answers of the Random123 distribution (kat_vectors, threefry2x32 20)."""
+    assert threefry2x32((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)
+    assert threefry2x32((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2) == (0x1CB996FC, 0xBB002BE7)
+    assert threefry2x32((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3)) == (0xC4923A9C, 0x483DF7A0)
+
+
+SEEDS = np.array([0, 1, 7, 7, 2**31 - 1, 2**31, 2**32 - 1], np.uint32)
+POSITIONS = np.array([0, 1, 1, 2, 131071, 5, 2**31 - 1], np.int32)
+
+
+def test_noise_equals_the_oracle():
+    got = noise(SEEDS, POSITIONS, 33)
+    assert got.dtype == jnp.float32 and np.isfinite(got).all()
+    for row, seed, position in zip(got, SEEDS.tolist(), POSITIONS.tolist(), strict=True):
+        # Two float32 logarithms of an exact uniform: a few units in the last place of a value up to 17.
+        np.testing.assert_allclose(row, oracle_noise(seed, position, 33), rtol=1e-6, atol=1e-6)
+
+
+def test_noise_bits_are_pinned():
+    """The uniform bits behind (seed 7, position 1), read back from the noise; no release of anything may change them."""
+    pinned = [2899676959, 3548400998, 1692160380, 1822441453, 900059358, 2247291750]
+    assert oracle_bits(7, 1, 6) == pinned
+    uniform = np.exp(-np.exp(-np.asarray(noise(SEEDS[2:3], POSITIONS[2:3], 6)[0], np.float64)))
+    # 24 bits of a float32 go through two logarithms: the top 18 come back.
+    np.testing.assert_allclose(uniform * 2.0**32, pinned, rtol=0, atol=2.0**14)
+
+
+def test_noise_is_a_function_of_seed_and_position_alone():
+    """Bitwise the same alone, among others, and in another order."""
+    together = np.asarray(noise(SEEDS, POSITIONS, 33))
+    order = np.random.default_rng(0).permutation(len(SEEDS))
+    np.testing.assert_array_equal(noise(SEEDS[order], POSITIONS[order], 33), together[order])
+    for i in range(len(SEEDS)):
+        np.testing.assert_array_equal(noise(SEEDS[i : i + 1], POSITIONS[i : i + 1], 33)[0], together[i])
+    rows = {row.tobytes() for row in together}
+    assert len(rows) == len(SEEDS)  # (7, 1), (7, 2), (1, 1), ...: each its own
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+def oracle_kept(logits, temperature, top_k, top_p, min_p):
+    """The ids that may be sampled, and their log-probabilities; float64."""
+    p = np.exp((logits - logits.max()) / (temperature or 1.0))
+    ranked = sorted(range(len(p)), key=lambda v: -p[v])[: top_k or len(p)]
+    total, mass, kept = sum(p[v] for v in ranked), 0.0, []
+    for v in ranked:
+        if kept and (mass >= top_p * total or p[v] < min_p * p[ranked[0]]):
+            break
+        kept.append(v)
+        mass += p[v]
+    return {v: math.log(p[v] / mass) for v in kept}
+
+
+def test_kept_sets_and_log_probabilities_equal_the_oracle():
+    rng = np.random.default_rng(0)
+    B, V = 128, 24
+    logits = (rng.standard_normal((B, V)) * rng.choice([0.3, 2.0, 6.0], (B, 1))).astype(np.float32)
+    settings = {
+        "temperature": rng.choice([0.0, 0.5, 1.0, 1.5], B),
+        "top_k": rng.choice([0, 1, 3, 10, 24, 100], B),
+        "top_p": rng.choice([1.0, 0.95, 0.7, 0.2, 1e-6], B),
+        "min_p": rng.choice([0.0, 0.02, 0.3, 1.0], B),
+    }
+    got = np.asarray(scores(logits, sampling(B, **settings)))
+    sizes = set()
+    for b in range(B):
+        kept = oracle_kept(logits[b].astype(np.float64), *(x[b].item() for x in settings.values()))
+        assert set(np.flatnonzero(np.isfinite(got[b]))) == set(kept), b
+        for v, logp in kept.items():
+            assert got[b, v] == pytest.approx(logp, abs=2e-5)  # float32 logits of size 40 at temperature 0.5
+        assert np.exp(got[b].astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
+        sizes.add(len(kept))
+    assert {1, 3, 10, V} < sizes  # the draw did exercise every filter
+
+
+def test_ties_at_a_threshold_are_kept():
+    logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
+    assert np.isfinite(scores(logits, sampling(1, top_k=2))).tolist() == [[True] * 4]
+    assert np.isfinite(scores(logits, sampling(1, top_p=0.5))).tolist() == [[True] * 4]
+    assert np.isfinite(scores(logits, sampling(1, top_p=0.3))).tolist() == [[True, False, False, False]]
+
+
+def test_a_row_without_filters_does_not_see_its_neighbours_filters():
+    """Bitwise. Row 1 is so peaked that the float32 mass of its best entry is 1: no other may be cut off for it."""
+    logits = np.random.default_rng(1).standard_normal((3, 24)).astype(np.float32)
+    logits[1] *= 12
+    alone = np.asarray(scores(logits, sampling(3)))
+    beside = np.asarray(scores(logits, sampling(3, top_k=[0, 0, 2])))
+    np.testing.assert_array_equal(beside[:2], alone[:2])
+    assert np.isfinite(alone[1]).all() and np.isfinite(beside[2]).sum() == 2
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_is_the_argmax_of_score_plus_noise_and_logp_is_its_score():
+    rng = np.random.default_rng(2)
+    B, V = 7, 33
+    logits = rng.standard_normal((B, V)).astype(np.float32) * 2
+    settings = sampling(B, seed=SEEDS, temperature=0.7, top_k=rng.choice([0, 5], B), top_p=rng.choice([1.0, 0.8], B))
+    token, logp = sample(logits, POSITIONS, settings)
+    assert token.dtype == jnp.int32 and logp.dtype == jnp.float32
+    for b in range(B):
+        kept = oracle_kept(logits[b].astype(np.float64), 0.7, int(settings.top_k[b]), float(settings.top_p[b]), 0.0)
+        drawn = oracle_noise(int(SEEDS[b]), int(POSITIONS[b]), V)
+        best = max(kept, key=lambda v: kept[v] + drawn[v])
+        assert token[b] == best and logp[b] == pytest.approx(kept[best], abs=1e-5)
+
+
+def test_temperature_zero_is_greedy_and_reports_the_untempered_distribution():
+    logits = np.random.default_rng(3).standard_normal((4, 24)).astype(np.float32) * 3
+    token, logp = sample(logits, np.arange(4, dtype=np.int32), sampling(4, seed=np.arange(4), temperature=0.0))
+    np.testing.assert_array_equal(token, logits.argmax(axis=1))
+    logits64 = logits.astype(np.float64)
+    np.testing.assert_allclose(logp, logits64.max(axis=1) - np.log(np.exp(logits64).sum(axis=1)), atol=1e-5)
+    cold, _ = sample(logits, np.arange(4, dtype=np.int32), sampling(4, seed=np.arange(4), temperature=1e-4))
+    np.testing.assert_array_equal(cold, token)  # and it is the limit of cold sampling
+
+
+N = 8192  # draws; the seeds are fixed, so each test below passes always or never
+
+# The 99.9 % points of chi-square: below them for a good generator in all but one choice of constants in a thousand.
+CHI2_999 = {3: 16.27, 7: 24.32, 9: 27.88}
+
+
+@pytest.mark.parametrize("varied", ["seed", "position"])
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({}, 8), ({"temperature": 0.6}, 8), ({"temperature": 2.0, "top_k": 4}, 4)], ids=str
+)
+def test_frequencies_are_the_softmax(varied, settings, kept):
+    """Gumbel-max over N seeds at one position, and over N positions of one seed."""
+    logits_V = np.array([1.3, 0.1, -0.7, 0.4, 0.9, -1.2, 0.0, -0.2], np.float32)
+    count, fixed = np.arange(N), np.full(N, 12345)
+    seed, position = (count, fixed) if varied == "seed" else (fixed, count)
+    tokens, _ = sample(np.tile(logits_V, (N, 1)), position.astype(np.int32), sampling(N, seed=seed, **settings))
+    expected = np.zeros(8)
+    filters = {"temperature": 1.0, "top_k": 0} | settings
+    for v, logp in oracle_kept(logits_V.astype(np.float64), *filters.values(), 1.0, 0.0).items():
+        expected[v] = N * math.exp(logp)
+    counts = np.bincount(tokens, minlength=8)
+    assert (expected > 0).sum() == kept and counts[expected == 0].sum() == 0
+    chi2 = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert chi2 < CHI2_999[kept - 1]
+
+
+@pytest.mark.parametrize(("d_seed", "d_position"), [(1, 0), (0, 1), (1, 1), (1, -1)])
+def test_neighbouring_draws_are_independent(d_seed, d_position):
+    """Samples i and i + 1 of a group, positions t and t + 1 of a sample: a 4 x 4 table of pairs, 9 degrees of freedom."""
+    seed, position = np.divmod(np.arange(N), 64)
+    logits = np.zeros((N, 4), np.float32)
+
+    def draw(seed, position):
+        return np.asarray(sample(logits, position.astype(np.int32), sampling(N, seed=seed))[0])
+
+    a, b = draw(seed * 2 + 1000, position * 2 + 1), draw(seed * 2 + 1000 + d_seed, position * 2 + 1 + d_position)
+    table = np.histogram2d(a, b, bins=(4, 4))[0]
+    expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / N
+    assert ((table - expected) ** 2 / expected).sum() < CHI2_999[9]
+
+
+def test_the_argmax_is_numpys():
+    """The first of equal entries, the first NaN where there are any, entry 0 where nothing is left."""
+    x = np.random.default_rng(0).integers(0, 9, (6, 40)).astype(np.float32)
+    x[1, [7, 30]], x[2], x[3, 1:], x[4, 17:] = np.nan, -np.inf, -np.inf, np.inf
+    np.testing.assert_array_equal(jax.jit(sampler._argmax)(x), x.argmax(axis=-1))

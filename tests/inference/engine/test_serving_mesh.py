@@ -1,0 +1,226 @@
+"""A server over a mesh: the tokens of one device, a state that stays where it is, and meshes that cannot be.
+
+Meshes are of fake CPU devices, in float32. The oracle is the same scheduler on one device, without a mesh.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from inference.engine import decode_state, kv_cache, programs, weights
+from inference.engine import engine as engine_lib
+from inference.proofs import toploc
+from inference.scheduler import scheduler as scheduler_lib
+from inference.server import service
+from models import transformer
+from models.text import tokenizer as tokenizer_lib
+from rl import launch
+from rl.experiment import experiment
+from sharding import mesh as mesh_lib
+from sharding import rules
+from tests.support import tiny
+
+DENSE = tiny.model()
+MIXED = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
+MODELS = {
+    "dense": DENSE,
+    "mixed": MIXED,
+    "stacked": dataclasses.replace(MIXED, scan_layers=True, num_layers=3),
+    "latent": tiny.model(kv_latent_dim=16, rope_dim=4, head_dim=12, num_kv_heads=4, qk_norm=False),
+}
+CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=5, prefill_chunk=32)
+WAIT_S = 120
+HELLO = tuple(b"hello")
+Request = scheduler_lib.GenerateRequest
+ASKS = (
+    Request(HELLO, num_samples=3, max_tokens=40, seed=5, proofs=True),
+    Request(tuple(range(70)), num_samples=2, max_tokens=20, seed=9, temperature=0.8, prompt_logprobs=True),  # chunks
+    Request(tuple(b"sieved"), max_tokens=12, seed=1, top_k=20, top_p=0.9, raw_logprobs=True, top_logprobs=3),
+    Request(tuple(b"biased"), max_tokens=9, seed=2, logit_bias=((5, 3.0), (271, -9.0))),
+    Request(tuple(b"cold"), max_tokens=12, temperature=0.0),
+)
+
+
+@functools.cache
+def params(name, version=0):
+    model, rng = MODELS[name], np.random.default_rng(version)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(spec.shape) * model.model_dim**-0.5, jnp.float32)
+
+    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+
+
+def make(name, config=CONFIG, **axes):
+    """(engine, weights) on a mesh; of no axes: on one device, without any."""
+    if not axes:
+        return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), params(name)), params(name)
+    mesh = mesh_lib.create(axes, jax.devices()[: int(np.prod(list(axes.values())))])
+    placed = jax.device_put(params(name), weights.shardings(MODELS[name], mesh))
+    return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), placed, mesh), placed
+
+
+def answers(engine, placed, asks):
+    scheduler = scheduler_lib.Scheduler(engine, placed, 0)
+    try:
+        return [future.result(WAIT_S) for future in [scheduler.submit(ask) for ask in asks]]
+    finally:
+        scheduler.close()
+
+
+@functools.cache
+def on_one_device(name):
+    return answers(*make(name), ASKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("dense", dict(tensor=2, data=2)),
+        ("dense", dict(tensor=4, data=2)),  # two key heads: whole everywhere
+        ("mixed", dict(expert=2, tensor=2)),
+        ("mixed", dict(fsdp=2, expert=2, tensor=2)),
+        ("mixed", dict(expert=4, data=2)),  # a prompt of 2 rows over 8 shards
+        ("stacked", dict(expert=2, tensor=2, data=2)),
+        ("latent", dict(tensor=4, data=2)),
+    ],
+)
+def test_a_mesh_gives_the_tokens_of_one_device(name, axes):
+    """Batched and chunked prefill, shared prefixes, every sampling field; and one compilation of generate."""
+    engine, placed = make(name, **axes)
+    before = programs.generate._cache_size()
+    got = answers(engine, placed, ASKS)
+    assert programs.generate._cache_size() == before + 1
+    for ask, expected, found in zip(ASKS, on_one_device(name), got, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert other.tokens == one.tokens and other.finish_reason == one.finish_reason
+            for field in ("logprobs", "raw_logprobs", *(["prompt_logprobs"] if ask.prompt_logprobs else [])):
+                np.testing.assert_allclose(getattr(other, field), getattr(one, field), rtol=0, atol=1e-5)
+            assert [[t for t, _ in top] for top in other.top] == [[t for t, _ in top] for top in one.top]
+    for sample in got[0]:  # proofs are of the hidden states of `apply`
+        tokens_1T = np.array([[*HELLO, *sample.tokens]], np.int32)
+        hidden_TD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(name), MODELS[name], tokens_1T))[0]
+        rows_ND = hidden_TD[len(HELLO) - 1 : -1]
+        results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
+        assert [result.reason for result in results] == ["ok"] * 2 and all(result.accepted for result in results)
+
+
+COLLECTIVE = re.compile(
+    r"= [a-z0-9]+\[([\d,]*)\][^ ]* (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("dense", dict(tensor=2, data=2)),
+        pytest.param("dense", dict(tensor=4, data=2), marks=pytest.mark.slow),
+        pytest.param("mixed", dict(fsdp=2, expert=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param("stacked", dict(expert=2, tensor=2, data=2), marks=pytest.mark.slow),
+    ],
+)
+def test_the_state_stays_where_it_is(name, axes):
+    """generate: as it came in, so it goes out, in place; and nothing as large as a layer's keys travels."""
+    capacity = 768  # a layer of keys is then larger than logits, or the windows that proofs are made of
+    engine, placed = make(name, dataclasses.replace(CONFIG, max_model_len=capacity), **axes)
+    state = engine.init_decode_state()
+    keys = jax.tree.leaves(state.cache)[0]
+    with jax.set_mesh(engine.mesh):
+        compiled = programs.generate.lower(engine.model, 5, capacity, False, placed, state).compile()
+    came, went = compiled.input_shardings[0][1], compiled.output_shardings[0]
+    same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
+    assert all(jax.tree.leaves(same)), same
+    rows = 8 // rules.num_batch_shards(engine.mesh)
+    heads = 2 if axes["tensor"] == 4 else 1
+    assert keys.sharding.shard_shape(keys.shape)[-4:-2] == (rows, heads)
+    num_bytes = sum(x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes > 0.99 * num_bytes  # donated
+    largest_layer = rows * heads * capacity * 8
+    travels = [np.prod([int(n) for n in dims.split(",") if n]) for dims in COLLECTIVE.findall(compiled.as_text())]
+    assert travels and max(travels) < largest_layer, sorted(travels)[-3:]
+
+
+@pytest.mark.slow
+def test_calls_between_generates_leave_the_layout_alone():
+    """insert, deactivate, a chunk and a swap of weights: the next generate finds what it was compiled for."""
+    engine, placed = make("mixed", expert=2, tensor=2, data=2)
+    scheduler = scheduler_lib.Scheduler(engine, placed, 0)
+    scheduler.submit(ASKS[1]).result(WAIT_S)
+    compiled = programs.generate._cache_size(), programs.insert._cache_size()
+    again = jax.device_put(params("mixed", 1), weights.shardings(MIXED, engine.mesh))
+    long = scheduler.submit(dataclasses.replace(ASKS[1], max_tokens=26))
+    scheduler.update(again, 1).result(WAIT_S)
+    long.cancel()
+    scheduler.submit(ASKS[1]).result(WAIT_S)
+    scheduler.submit(dataclasses.replace(ASKS[1], stop_texts=("e",))).result(WAIT_S)
+    assert (programs.generate._cache_size(), programs.insert._cache_size()) == compiled
+    scheduler.close()
+
+
+def test_the_engine_names_its_mesh():
+    engine, _ = make("dense", tensor=2)
+    assert engine.mesh.shape["tensor"] == 2 and engine.mesh.size == 2
+    assert make("dense")[0].mesh.size == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (dict(context=2, tensor=4), ["context=2", "tensor, expert or data"]),
+        (dict(data=8), ["inference.num_slots = 4", "8 batch shards", "multiple of 8"]),
+        (dict(tensor=3), ["tensor=3", "8 device(s)"]),
+        (dict(tensor=8), ["heads = 4", "8-way mesh axis tensor"]),
+    ],
+)
+def test_an_impossible_mesh_is_refused(axes, words):
+    config = dataclasses.replace(CONFIG, num_slots=4)
+    with pytest.raises(ValueError) as error:
+        weights.shardings(DENSE, service.host_mesh(axes, config))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_layouts_by_hand():
+    """What a device holds of a cache and a state, against a table."""
+    mesh = mesh_lib.create({"data": 2, "expert": 2, "tensor": 2})
+    cache = jax.eval_shape(functools.partial(kv_cache.create, DENSE, 8, 96))
+    layout = kv_cache.layout(cache, mesh)
+    sharding = jax.sharding.NamedSharding(mesh, layout[0][0])
+    assert sharding.shard_shape((8, 2, 96, 8)) == (2, 1, 96, 8)
+    one = kv_cache.layout(jax.eval_shape(functools.partial(kv_cache.create, DENSE, 1, 96)), mesh)
+    assert jax.sharding.NamedSharding(mesh, one[0][0]).shard_shape((1, 2, 96, 8)) == (1, 1, 96, 8)
+    engine, _ = make("dense", data=2, expert=2, tensor=2)
+    state = engine.init_decode_state()
+    assert state.ring.sharding.shard_shape(state.ring.shape)[0] == 2
+    assert state.request.sampling.bias.sharding.shard_shape(state.request.sampling.bias.shape)[0] == 2
+    assert decode_state.layout(state, mesh).limit == jax.sharding.PartitionSpec()
+
+
+def test_a_run_starts_its_server_on_the_mesh_of_its_config(monkeypatch, tmp_path):
+    """Whether it answers there is the affair of tests/rl/test_train.py."""
+    config = quickstart.get_config()
+    plain = experiment.resolve(config)
+    config.inference.mesh.tensor, config.inference.mesh.data = 2, -1
+    meshed = experiment.resolve(config)
+    commands = []
+
+    @contextlib.contextmanager
+    def note(name, command, workdir, on_death):
+        commands.append(command)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(launch, "_answering", note)
+    for one in (plain, meshed):
+        with launch._server(one, tmp_path, tmp_path, on_death=None):
+            pass
+    assert "--mesh" not in commands[0]
+    assert mesh_lib.parse(commands[1][commands[1].index("--mesh") + 1]) == {"tensor": 2, "data": -1}

@@ -1,0 +1,534 @@
+"""The rollout record: what was written is what is read, and what a stranger wrote is refused with a reason."""
+
+import dataclasses
+import io
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import tracemalloc
+
+import hypothesis
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
+from hypothesis import strategies as st
+
+from inference.rollouts import parquet, parquet_footer
+from inference.rollouts import rollout as rollout_lib
+
+KEY = rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+
+
+def make(number=0, /, **changes):
+    """Two turns: prompt, sampled, tool result, sampled; a weight update arrives in between."""
+    rng = np.random.default_rng(number)
+    mask = np.array([0, 0, 0, 1, 1, 1, 0, 0, 1, 1], bool)
+    fields = dict(
+        tokens=rng.integers(0, 1000, 10).astype(np.int32),
+        sampled_mask=mask,
+        logprobs=np.where(mask, -rng.exponential(1.0, 10), 0).astype(np.float32),
+        versions=np.array([7, 7, 7, 7, 7, 8, 8, 8, 8, 8], np.int32),
+        temperature=0.7,
+        seed=2**32 - 1,
+        task=rollout_lib.TaskRef(env="arithmetic", index=12, group=3, seed=2**40),
+        sample=5,
+        step=9,
+        reward=0.1,
+        rewards={"correct": 0.3, "format": -0.2},
+        finish_reason="stop",
+        proofs=bytes(range(256)),
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.Rollout(**(fields | changes))
+
+
+def assert_equal(a, b):
+    for field in dataclasses.fields(rollout_lib.Rollout):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype and np.array_equal(left, right), field.name
+        else:
+            assert type(left) is type(right) and left == right, field.name
+    assert rollout_lib.digest(a) == rollout_lib.digest(b)
+
+
+def parquet_with(**columns):
+    """A file of one good row with some columns replaced: {name: (values, type)}."""
+    table = pq.read_table(io.BytesIO(parquet.to_bytes([make()])))
+    for name, (values, dtype) in columns.items():
+        position = table.schema.get_field_index(name)
+        table = table.set_column(position, name, pa.array(values, dtype))
+    return table_bytes(table)
+
+
+def table_bytes(table, **options):
+    sink = io.BytesIO()
+    pq.write_table(table, sink, **({"use_dictionary": False, "compression": "zstd"} | options))
+    return sink.getvalue()
+
+
+# ---- there and back -------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_of_several_rows():
+    one_turn = make(1, sampled_mask=np.arange(10) >= 4, logprobs=np.where(np.arange(10) >= 4, -0.5, 0).astype("f4"))
+    rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
+    back = parquet.from_bytes(parquet.to_bytes(rollouts))
+    assert len(back) == 3
+    for before, after in zip(rollouts, back, strict=True):
+        assert_equal(before, after)
+    assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
+    assert parquet.from_bytes(parquet.to_bytes([])) == []
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    mask=st.lists(st.booleans(), min_size=1, max_size=12).map(lambda tail: [False, *tail]).filter(any),
+    data=st.data(),
+)
+def test_any_valid_stream_survives(mask, data):
+    T = len(mask)
+    numbers = st.floats(allow_nan=False, allow_infinity=False)
+    ints = st.lists(st.integers(0, 2**31 - 1), min_size=T, max_size=T)
+    logprobs = data.draw(st.lists(st.floats(-(2.0**100), 0, width=32), min_size=T, max_size=T))
+    before = make(
+        tokens=np.array(data.draw(ints), np.int32),
+        sampled_mask=np.array(mask),
+        logprobs=np.where(mask, np.array(logprobs, np.float32), np.float32(0)),
+        versions=np.array(data.draw(ints), np.int32),
+        temperature=data.draw(st.floats(0, 10)),
+        reward=data.draw(numbers),
+        rewards=data.draw(st.dictionaries(st.text("abcé/", min_size=1), numbers, max_size=3)),
+        proofs=data.draw(st.binary(max_size=20)),
+    )
+    assert rollout_lib.validate(before) is None
+    (after,) = parquet.from_bytes(parquet.to_bytes([before]))
+    assert_equal(before, after)
+
+
+def test_numpy_scalars_are_numbers():
+    rollout = make(reward=np.float32(0.1), step=np.int64(4), seed=np.uint32(7), rewards={"a": np.float64(1)})
+    (after,) = parquet.from_bytes(parquet.to_bytes([rollout]))
+    assert rollout_lib.digest(after) == rollout_lib.digest(rollout) and after.reward == float(np.float32(0.1))
+
+
+def test_columns_that_intellect_2_readers_know():
+    rollout = make()
+    table = pq.read_table(io.BytesIO(parquet.to_bytes([rollout])))
+    row = table.to_pylist()[0]
+    assert row["input_tokens"] == rollout.tokens[:3].tolist()
+    assert row["output_tokens"] == rollout.tokens[3:].tolist()  # the tool result in the gap included
+    assert row["output_logprobs"] == rollout.logprobs[3:].tolist() and row["input_logprobs"] == [0, 0, 0]
+    assert (row["advantages"], row["length_penalties"], row["target_lengths"]) == (0, 0, -1)
+    assert row["rewards"] == 0.1 and row["task_rewards"] == np.float32(0.1)
+    assert (row["task_type"], row["problem_id"], row["step"]) == ("arithmetic", "arithmetic/12", 9)
+    theirs = {"input_tokens": pa.list_(pa.int32()), "output_tokens": pa.list_(pa.int32()), "proofs": pa.binary()}
+    theirs |= {"advantages": pa.float32(), "step": pa.int32(), "target_lengths": pa.int32()}
+    assert all(table.schema.field(name).type == dtype for name, dtype in theirs.items())
+
+
+def test_a_worker_cannot_hand_in_an_advantage():
+    data = parquet_with(advantages=([99.0], pa.float32()), task_rewards=([5.0], pa.float32()))
+    (after,) = parquet.from_bytes(data)
+    assert_equal(after, make())
+
+
+def test_write_is_atomic_and_creates_the_parent(tmp_path, monkeypatch):
+    path = tmp_path / "rollouts" / "step_3" / "a.parquet"
+    parquet.write(path, [make()])
+    assert_equal(parquet.read(path)[0], make())
+    assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
+
+    def no_rename(*_):
+        assert not list(path.parent.glob("b*"))  # nobody sees it before the rename
+        raise OSError("disk is gone")
+
+    monkeypatch.setattr(os, "replace", no_rename)
+    with pytest.raises(OSError, match="disk is gone"):
+        parquet.write(path.with_name("b.parquet"), [make()])
+    assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
+
+
+# ---- the rules ------------------------------------------------------------------------------------------------------
+
+
+def array(name, position, value):
+    changed = getattr(make(), name).copy()
+    changed[position] = value
+    return {name: changed}
+
+
+BROKEN = [
+    (dict(tokens=np.zeros(9, np.int32)), "sampled_mask: must have one entry per token"),
+    (dict(tokens=np.zeros(10, np.int64)), "tokens: must be a numpy int32"),
+    (dict(tokens=[1, 2]), "tokens: must be a numpy int32"),
+    (dict(tokens=np.zeros((10, 1), np.int32)), "tokens: must be a numpy int32"),
+    (array("tokens", 9, -1), "tokens: must be >= 0, got -1"),
+    (dict(logprobs=np.zeros(11, np.float32)), "logprobs: must have one entry per token"),
+    (array("logprobs", 4, np.nan), "logprobs: must be finite and <= 1e-06, got nan at position 4"),
+    (array("logprobs", 4, -np.inf), "logprobs: must be finite"),
+    (array("logprobs", 4, 1e-5), "logprobs: must be finite and <= 1e-06"),
+    (array("logprobs", 0, -1), "logprobs: must be 0 where the token was not sampled"),
+    (dict(sampled_mask=np.zeros(10, bool)), "sampled_mask: must have at least one True"),
+    (array("sampled_mask", 0, True), "sampled_mask: position 0"),
+    (dict(versions=np.zeros(3, np.int32)), "versions: must have one entry per token"),
+    (array("versions", 2, -1), "versions: must be >= 0"),
+    (dict(temperature=float("nan")), "temperature: must be finite"),
+    (dict(temperature=-1.0), "temperature: must be finite and >= 0"),
+    (dict(seed=2**32), "seed: must be an integer in"),
+    (dict(seed=True), "seed: must be an integer in"),
+    (dict(seed=10**5000), "seed: must be an integer in"),
+    (dict(step=-1), "step: must be"),
+    (dict(sample=1.0), "sample: must be"),
+    (dict(task=None), "task: must be"),
+    (dict(task=rollout_lib.TaskRef("", 0, 0, 0)), "task.env: must be"),
+    (dict(task=rollout_lib.TaskRef("a\ud800", 0, 0, 0)), "task.env: must be"),
+    (dict(task=rollout_lib.TaskRef("a", -1, 0, 0)), "task.index: must be"),
+    (dict(reward=float("inf")), "reward: must be finite"),
+    (dict(reward="1"), "reward: must be finite"),
+    (dict(reward=10**400), "reward: must be finite"),
+    (dict(rewards={"a": float("nan")}), "rewards: must map"),
+    (dict(rewards={1: 1.0}), "rewards: must map"),
+    (dict(rewards={str(i): 1.0 for i in range(65)}), "rewards: must be a dict of at most 64"),
+    (dict(rewards=None), "rewards: must be a dict"),
+    (dict(finish_reason="tired"), "finish_reason: must be one of"),
+    (dict(finish_reason=["stop"]), "finish_reason: must be one of"),
+    (dict(proofs=None), "proofs: must be"),
+    (dict(worker="zz" * 32), "worker: must be"),
+    (dict(worker="AB" * 32), "worker: must be"),  # one key, one spelling
+    (dict(signature=b"short"), "signature: must be"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), BROKEN)
+def test_each_rule_names_its_field(changes, reason):
+    bad = make(**changes)
+    assert rollout_lib.validate(bad).startswith(reason)
+    assert rollout_lib.signature_ok(bad) is False
+    with pytest.raises(ValueError, match="rollout 1 cannot be written"):
+        parquet.to_bytes([make(), bad])
+
+
+def test_validate_is_total():
+    assert rollout_lib.validate(None).startswith("rollout: must be a Rollout")
+    junk = [
+        None,
+        0,
+        -1,
+        2**70,
+        0.5,
+        float("nan"),
+        "",
+        "x",
+        b"",
+        [],
+        {},
+        np.zeros(0),
+        np.array(3),
+        np.array(["a"]),
+        object,
+    ]
+    for field in dataclasses.fields(rollout_lib.Rollout):
+        for value in junk:
+            reason = rollout_lib.validate(make(**{field.name: value}))
+            assert reason is None or ": " in reason
+    for field in dataclasses.fields(rollout_lib.TaskRef):
+        for value in junk:
+            task = dataclasses.replace(make().task, **{field.name: value})
+            assert (rollout_lib.validate(make(task=task)) or "task.").startswith("task.")
+
+
+# ---- files from strangers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (dict(step=([9], pa.int64())), "column 14 must be step: int32, got 'step': int64"),
+        (dict(input_tokens=([[1, 2, 3]], pa.list_(pa.int64()))), "column 0 must be input_tokens"),
+        (dict(input_tokens=([None], pa.list_(pa.int32()))), "column input_tokens must not hold nulls"),
+        (dict(input_tokens=([[1, None, 3]], pa.list_(pa.int32()))), "column input_tokens must not hold nulls"),
+        (dict(rewards=([None], pa.float64())), "column rewards must not hold nulls"),
+        (dict(rewards=([float("nan")], pa.float64())), "row 0: reward: must be finite"),
+        (dict(input_tokens=([[1, 2]], pa.list_(pa.int32()))), "row 0: sampled_mask: must have one entry per token"),
+        (dict(output_logprobs=([[0.5] * 7], pa.list_(pa.float32()))), "row 0: logprobs: must be finite and <="),
+        (dict(finish_reason=(["tired"], pa.string())), "row 0: finish_reason: must be one of"),
+        (
+            dict(reward_parts=([[("a", 1.0), ("a", 2.0)]], pa.map_(pa.string(), pa.float64()))),
+            "row 0: reward_parts: names must differ",
+        ),
+        (
+            dict(input_tokens=([[1] * 4], pa.list_(pa.int32())), output_tokens=([[1] * 6], pa.list_(pa.int32()))),
+            "row 0: input_tokens: must end where the first sampled token begins",
+        ),
+        (
+            dict(
+                input_logprobs=([[0] * 2], pa.list_(pa.float32())), output_logprobs=([[0] * 8], pa.list_(pa.float32()))
+            ),
+            "row 0: input_logprobs: must have one entry per input token",
+        ),
+    ],
+)
+def test_each_refusal_names_its_column(columns, message):
+    with pytest.raises(ValueError, match="rollout file") as error:
+        parquet.from_bytes(parquet_with(**columns))
+    assert message in str(error.value)
+
+
+def test_other_layouts_are_refused():
+    table = pq.read_table(io.BytesIO(parquet.to_bytes([make()])))
+    for options in (
+        {},
+        dict(compression="snappy", data_page_version="2.0"),
+        dict(compression="none", data_page_size=1),
+    ):
+        (after,) = parquet.from_bytes(table_bytes(table, **options))  # another writer's options are fine
+        assert_equal(after, make())
+    for data, message in [
+        (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got nothing"),
+        (table_bytes(table.append_column("extra", pa.array([1]))), "column 'extra' is not in the schema"),
+        (table_bytes(table.select(table.schema.names[::-1])), "column 0 must be input_tokens"),
+        (table_bytes(table, use_dictionary=True), "only plain encoding"),
+        (table_bytes(table, compression="gzip"), "only plain encoding"),
+        (table_bytes(table, column_encoding={"step": "DELTA_BINARY_PACKED"}), "a page in encoding 5"),
+        (b"", "not readable as Parquet"),
+        (b"PAR1" * 9, "not readable as Parquet"),
+        ("text", "expected bytes, got str"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parquet.from_bytes(data)
+
+
+def test_sizes_are_bounded(monkeypatch, tmp_path):
+    bomb = make(proofs=bytes(2**22))  # compresses to nothing
+    data = parquet.to_bytes([bomb])
+    assert len(data) < 2**14
+    (tmp_path / "a.parquet").write_bytes(data)
+    for limit, value, message in [
+        ("MAX_DECODED_BYTES", 2**22, "more than 4194304 bytes decoded"),
+        ("MAX_FILE_BYTES", 1000, "at most 1000 are read"),
+        ("MAX_ROWS", 0, "1 rows, at most 0"),
+        ("MAX_TOKENS", 9, "tokens: at most 9, got 10"),
+        ("MAX_PROOF_BYTES", 100, "proofs: must be at most 100 bytes"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(parquet_footer if hasattr(parquet_footer, limit) else rollout_lib, limit, value)
+            with pytest.raises(ValueError, match=message):
+                parquet.read(tmp_path / "a.parquet")
+    assert_equal(parquet.read(tmp_path / "a.parquet")[0], bomb)
+
+
+def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
+    """Ten million empty names take 7 kB in a file, and took 1 GB of tuples."""
+    kind, N = pa.map_(pa.string(), pa.float64()), 200_000
+
+    def data_of(N):
+        names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
+        return parquet_with(
+            reward_parts=(pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N)), kind)
+        )
+
+    data = data_of(N)
+    assert len(data) < 10_000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
+        parquet.from_bytes(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * N  # of Python and numpy; a tuple of each would be 56
+    parts = {str(i): 1.0 for i in range(rollout_lib.MAX_REWARD_PARTS)}
+    data = parquet.to_bytes([make(rewards=parts)] * 3)
+    assert len(parquet.from_bytes(data)) == 3
+    monkeypatch.setattr(parquet, "MAX_FILE_PARTS", 3 * len(parts) - 1)
+    with pytest.raises(ValueError, match="entries in a row and 192 in all"):
+        parquet.from_bytes(data)
+
+
+def test_texts_are_measured_before_they_are_objects():
+    """One wide character makes every character of a Python string four bytes."""
+    wide = "x" * 2**20 + "\U0001f600"
+    for name, kind, limit in [
+        ("worker", pa.string(), 64),
+        ("finish_reason", pa.string(), 64),
+        ("task_type", pa.string(), 1024),
+    ]:
+        with pytest.raises(ValueError, match=f"column {name}: must be at most {limit} bytes, got {2**20 + 4}"):
+            parquet.from_bytes(parquet_with(**{name: ([wide], kind)}))
+    with pytest.raises(ValueError, match="column signature: must be at most 64 bytes, got 65"):
+        parquet.from_bytes(parquet_with(signature=([bytes(65)], pa.binary())))
+    with pytest.raises(ValueError, match="column reward_parts: must be at most 1024 bytes"):
+        parquet.from_bytes(parquet_with(reward_parts=([[(wide, 1.0)]], pa.map_(pa.string(), pa.float64()))))
+    longest = make(task=rollout_lib.TaskRef("\U0001f600" * rollout_lib.MAX_NAME, 2**63 - 1, 0, 0))
+    assert_equal(parquet.from_bytes(parquet.to_bytes([longest]))[0], longest)
+
+
+def test_headers_that_end_the_process_elsewhere():
+    # pyarrow 26: reading `.compression` of the first, or `.column(...)` of the second, is a C++ terminate.
+    table = pq.read_table(io.BytesIO(parquet.to_bytes([make()])))
+    data = table_bytes(table, compression="none")
+    bad_codec = data.replace(b"\x04step\x15\x00", b"\x04step\x15\x7f")
+    bad_size = data.replace(b"\x04step\x15\x00\x16\x02", b"\x04step\x15\x00\x16\x01")
+    shared_pages = data.replace(b"\x04step\x15\x00\x16\x02", b"\x04step\x15\x00\x16" + b"\xff" * 9 + b"\x01")
+    for bad in (bad_codec, bad_size, shared_pages):
+        assert bad != data
+        with pytest.raises(ValueError, match="rollout file: "):
+            parquet.from_bytes(bad)
+    chunk = {3: {4: 0, 5: 0, 7: 0, 9: 4}}
+    assert list(parquet_footer.pages(b"", chunk)) == [0]
+    for extra in ({1: b"another.file"}, {3: chunk[3] | {11: 4}}):  # a dictionary page moves where pyarrow starts
+        with pytest.raises(ValueError, match="only plain encoding"):
+            list(parquet_footer.pages(b"", chunk | extra))
+    for footer, message in [
+        (b"\x1c" * 5000 + b"\x00" * 5000, "a field of kind 12, 16 deep"),  # structs in structs
+        (b"\x19" * 5000 + b"\x00" * 5000, "a field of kind 9, 16 deep"),  # lists in lists
+        (b"\x1c\x19" * 5000 + b"\x00" * 5000, "a field of kind 12, 16 deep"),  # in turns
+        (b"\x19\xfc" + b"\xff" * 9 + b"\x01", "broken footer"),  # 2**63 structs that are not there
+        (b"\x18\xff\xff\xff\xff\x0f", "broken footer"),  # a string of 2**32 bytes
+        (b"\x16" + b"\xff" * 11, "a number of more than 64 bits"),
+        (b"\x1b\x00", "a field of kind 11"),
+        (b"\x15\x00\x05\x02\x00", "a field is there twice"),
+    ]:
+        with pytest.raises(ValueError, match=f"not readable as Parquet: {message}"):
+            parquet.from_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
+def test_mutated_files_are_refused_or_read_and_nothing_else_happens():
+    # Mutation seen to fail here: not catching OSError, or UnicodeDecodeError.
+    signed = [rollout_lib.sign(make(number), KEY) for number in range(2)]
+    plain = pq.read_table(io.BytesIO(parquet.to_bytes(signed)))
+    with_checksums = parquet.to_bytes(signed)
+    without = table_bytes(plain, compression="none")  # so that changes reach values, levels and offsets, too
+    rng = np.random.default_rng(0)
+    refused = accepted = 0
+    for trial in range(600):
+        data = bytearray(with_checksums if trial % 3 == 0 else without)
+        kind = trial % 5
+        if kind < 3:  # some bytes, half of the time in the footer
+            low = 0 if trial % 2 else len(data) - int.from_bytes(data[-8:-4], "little") - 8
+            for at in rng.integers(low, len(data), 1 + kind * 3):
+                data[at] = rng.integers(256)
+        elif kind == 3:
+            data = data[: rng.integers(len(data))]
+        else:
+            start, length = rng.integers(len(data)), rng.integers(1, 200)
+            data[start : start + length] = rng.bytes(int(rng.integers(200)))
+        try:
+            rollouts = parquet.from_bytes(bytes(data))
+        except ValueError as error:
+            assert str(error).startswith("rollout file")
+            refused += 1
+        else:
+            assert all(rollout_lib.validate(rollout) is None for rollout in rollouts)
+            accepted += 1
+            for rollout in rollouts:  # what is not refused is either what was signed, or has a broken signature
+                same = any(rollout_lib.digest(rollout) == rollout_lib.digest(original) for original in signed)
+                assert rollout_lib.signature_ok(rollout) <= same
+    assert refused > 300 and accepted > 10
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(st.binary(max_size=200), st.booleans())
+def test_garbage_is_a_value_error(data, framed):
+    if framed:
+        data = b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1"
+    with pytest.raises(ValueError, match="rollout file"):
+        parquet.from_bytes(data)
+
+
+# ---- identity -------------------------------------------------------------------------------------------------------
+
+
+def test_signature_covers_every_field_but_itself():
+    signed = rollout_lib.sign(make(), KEY)
+    assert signed.worker == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"  # RFC 8032 key of 0..31
+    assert rollout_lib.signature_ok(signed)
+    other = dict(
+        tokens=array("tokens", 3, 1001)["tokens"],
+        sampled_mask=array("sampled_mask", 6, True)["sampled_mask"],
+        logprobs=array("logprobs", 3, -9)["logprobs"],
+        versions=array("versions", 0, 6)["versions"],
+        temperature=0.70001,
+        seed=1,
+        task=[
+            dataclasses.replace(signed.task, **c) for c in (dict(env="b"), dict(index=1), dict(group=1), dict(seed=1))
+        ],
+        sample=6,
+        step=8,
+        reward=np.nextafter(0.1, 1),
+        rewards=[{"correct": 0.3, "format": -0.1}, {"correct": 0.3}, {"correct": 0.3, "formaT": -0.2}],
+        finish_reason="length",
+        proofs=signed.proofs + b"\0",
+        worker=rollout_lib.WorkerKey.generate().worker,
+        routed_experts=np.zeros((9, 1, 1), np.uint8),
+    )
+    assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
+    for name, values in other.items():
+        for value in values if isinstance(values, list) else [values]:
+            changed = dataclasses.replace(signed, **{name: value})
+            assert rollout_lib.validate(changed) is None and not rollout_lib.signature_ok(changed), name
+            assert rollout_lib.digest(changed) != rollout_lib.digest(signed), name
+    again = dataclasses.replace(signed, rewards=dict(reversed(signed.rewards.items())), signature=b"")
+    assert rollout_lib.digest(again) == rollout_lib.digest(signed)
+
+
+def test_digest_is_pinned():
+    # A change here invalidates every signature in every ledger: it wants a new preimage tag.
+    tokens = np.arange(4, dtype=np.int32)
+    rollout = make(
+        tokens=tokens,
+        sampled_mask=tokens > 1,
+        logprobs=np.array([0, 0, -0.5, -1], np.float32),
+        versions=tokens,
+    )
+    assert rollout_lib.digest(rollout).hex() == "cfe00e7c506fe6cda68798cf898e8a4ef319e28c086a3f3188b5a427eede632b"
+
+
+def test_signature_ok_is_total():
+    signed = rollout_lib.sign(make(), KEY)
+    for changes in (
+        dict(signature=b""),
+        dict(signature=bytes(64)),
+        dict(signature=b"\xff" * 64),
+        dict(signature=None),
+        dict(worker=""),
+        dict(worker="ff" * 32),  # not a point on the curve
+        dict(worker="00" * 32),
+        dict(tokens=None),
+    ):
+        assert rollout_lib.signature_ok(dataclasses.replace(signed, **changes)) is False
+    assert rollout_lib.signature_ok(None) is False
+    with pytest.raises(ValueError, match="cannot be signed: reward"):
+        rollout_lib.sign(make(reward=float("nan")), KEY)
+
+
+def test_key_file(tmp_path):
+    path = tmp_path / "keys" / "worker.pem"
+    key = rollout_lib.WorkerKey.generate()
+    key.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert rollout_lib.WorkerKey.load(path).worker == key.worker
+    assert "private" not in repr(key).lower().replace("workerkey", "")
+    with pytest.raises(FileExistsError):
+        KEY.save(path)
+    for content in (b"", b"not a key", path.read_bytes()[:60]):
+        bad = tmp_path / "bad.pem"
+        bad.write_bytes(content)
+        with pytest.raises(ValueError, match="is not an unencrypted PEM private key"):
+            rollout_lib.WorkerKey.load(bad)
+    foreign = x25519.X25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    bad.write_bytes(foreign)
+    with pytest.raises(ValueError, match="a worker key is ed25519"):
+        rollout_lib.WorkerKey.load(bad)
+
+
+def test_import_leaves_jax_out():
+    code = "import inference.rollouts.rollout, sys; assert 'jax' not in sys.modules and 'ml_dtypes' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[3], check=True, timeout=60)

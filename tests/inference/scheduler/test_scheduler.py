@@ -1,0 +1,757 @@
+"""The scheduler: what a request gets depends on the request and the weights alone, and no future is left hanging.
+
+`Stepped` engines run one `generate` call per permit, so that a test knows between which calls its message arrives.
+Equalities between two schedules of one program are bit for bit.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import cpu_decode_attention
+from inference.engine import engine as engine_lib
+from inference.proofs import toploc
+from inference.scheduler import scheduler as scheduler_lib
+from models import transformer
+from models.text import tokenizer as tokenizer_lib
+from sharding import rules
+from tests.support import tiny
+
+MODEL = tiny.model()
+K = 8
+CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=96, prefill_batch=2, steps_per_call=K)
+WAIT_S = 60  # far more than anything here takes: a future that hangs fails its test
+Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), seed=11, max_tokens=24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_blocks():
+    """Of keys, in the cache of so small an engine (decode_attention.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
+        yield
+
+
+@functools.cache
+def params(version=0):
+    """Matrices of unit gain drawn by numpy: tokens are far from uniform, and two versions far from each other."""
+    rng = np.random.default_rng(100 + version)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
+
+    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+
+
+def engine(kind=engine_lib.Engine, steps_per_call=K):
+    config = dataclasses.replace(CONFIG, steps_per_call=steps_per_call)
+    return kind(MODEL, config, tokenizer_lib.byte_chatml(), params())
+
+
+class Stepped(engine_lib.Engine):
+    """Each `generate` call waits for a permit."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.entered, self.permits, self.free = threading.Semaphore(0), threading.Semaphore(0), False
+
+    def generate(self, params, state):
+        self.entered.release()
+        assert self.free or self.permits.acquire(timeout=WAIT_S)
+        return super().generate(params, state)
+
+    def step(self, act=lambda: None):
+        """Lets one call run; what `act` sends to the scheduler is read after this call, before the next."""
+        assert self.entered.acquire(timeout=WAIT_S)
+        result = act()
+        self.permits.release()
+        return result
+
+    def run(self):
+        self.free = True
+        self.permits.release()
+
+
+@pytest.fixture
+def start():
+    """Schedulers of the test, closed at its end."""
+    started = []
+
+    def start(kind=engine_lib.Engine, steps_per_call=K, **options):
+        made = engine(kind, steps_per_call)
+        scheduler = scheduler_lib.Scheduler(made, params(), 0, **options)
+        started.append((made, scheduler))
+        return scheduler if kind is engine_lib.Engine else (scheduler, made)
+
+    yield start
+    for made, scheduler in started:
+        if isinstance(made, Stepped):
+            made.run()
+        scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What a request gets with a scheduler to itself."""
+    quiet = scheduler_lib.Scheduler(engine(), params(), 0)
+    yield functools.cache(lambda request: quiet.submit(request).result(WAIT_S))
+    quiet.close()
+
+
+# ---- what a request gets ---------------------------------------------------------------------------------------------
+
+
+def test_samples_share_a_prefill_and_count_their_seeds_up(start, alone):
+    """Five samples in four slots, over the end of uint32."""
+    scheduler = start()
+    samples = scheduler.submit(Ask(seed=2**32 - 2, num_samples=5)).result(WAIT_S)
+    assert samples == [alone(Ask(seed=(2**32 - 2 + i) % 2**32))[0] for i in range(5)]
+    assert len({tuple(sample.tokens) for sample in samples}) == 5
+    assert scheduler.stats["prefill_calls"] == 1 and scheduler.stats["prompt_tokens"] == 5
+    assert scheduler.stats["samples"] == 5 and scheduler.stats["tokens"] == 5 * 24
+
+
+MIXED = [
+    Ask(num_samples=3, proofs=True),
+    Ask(seed=2, max_tokens=1),
+    Ask(temperature=0.0, max_tokens=40, proofs=True),
+    scheduler_lib.GenerateRequest(tuple(b"the quick brown"), num_samples=2, max_tokens=33, temperature=0.7, seed=5),
+    scheduler_lib.GenerateRequest(tuple(b"sieved"), max_tokens=9, temperature=1.3, top_k=20, top_p=0.8, min_p=0.01),
+    scheduler_lib.GenerateRequest((7,), num_samples=6, max_tokens=7, seed=9, stop_ids=tuple(range(8))),
+    scheduler_lib.GenerateRequest(tuple(range(80)), num_samples=2, max_tokens=1000, seed=3, proofs=True),
+]
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_a_completion_does_not_depend_on_its_company(start, alone, order):
+    """16 samples of 7 requests in 4 slots, in any order, some of them late: tokens, log-probabilities, proofs."""
+    rng = np.random.default_rng(order)
+    scheduler, stepped = start(Stepped)
+    futures = {}
+    for index in rng.permutation(len(MIXED)):
+        futures[index] = scheduler.submit(MIXED[index])
+        if rng.random() < 0.5:
+            stepped.step()
+    stepped.run()
+    for index, future in futures.items():
+        assert future.result(WAIT_S) == alone(MIXED[index]), MIXED[index]
+    assert scheduler.num_running == scheduler.num_pending == 0
+
+
+def test_the_number_of_steps_per_call_changes_no_token(start, alone):
+    """1 against 8: programs with the same loop body, which XLA may fuse differently; hence a tolerance of a few float32
+    ulp of a log-probability near 10 (measured on CPU: 0)."""
+    assert K == 8
+    scheduler = start(steps_per_call=1)
+    one = [scheduler.submit(dataclasses.replace(request, proofs=False)) for request in MIXED[:5]]
+    one = [sample for future in one for sample in future.result(WAIT_S)]
+    for a, b in zip(one, [sample for request in MIXED[:5] for sample in alone(request)], strict=True):
+        assert a.tokens == b.tokens and a.finish_reason == b.finish_reason
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=5e-6)
+
+
+def test_where_a_completion_ends(alone):
+    """At a stop id, which is kept; after max_tokens; where the context does. The tokens are those of the longest run."""
+    (full,) = alone(Ask(max_tokens=10**9))
+    assert len(full.tokens) == CONFIG.max_model_len - 5 and full.finish_reason == "length"
+    for at in (0, K - 1, K, 17):
+        end = full.tokens.index(full.tokens[at]) + 1
+        (stopped,) = alone(Ask(max_tokens=10**9, stop_ids=(full.tokens[at],)))
+        assert (stopped.tokens, stopped.logprobs) == (full.tokens[:end], full.logprobs[:end])
+        assert stopped.finish_reason == "stop"
+        (cut,) = alone(Ask(max_tokens=at + 1))
+        assert (cut.tokens, cut.logprobs, cut.finish_reason) == (
+            full.tokens[: at + 1],
+            full.logprobs[: at + 1],
+            "length",
+        )
+    end = full.tokens.index(full.tokens[6]) + 1
+    (both,) = alone(Ask(max_tokens=end, stop_ids=(full.tokens[6],)))  # the stop id is the last token allowed
+    assert len(both.tokens) == end and both.finish_reason == "stop"
+    (short,) = alone(scheduler_lib.GenerateRequest(tuple(range(95)), max_tokens=5))
+    assert len(short.tokens) == 1 and short.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": ()}, "token_ids is empty"),
+        ({"tokens": (1, 272)}, "token id 272 is outside the vocabulary of 272"),
+        ({"tokens": (-1,)}, "token id -1 is outside"),
+        ({"tokens": (0,) * 96}, "maximum context length is 96 tokens, but the prompt has 96"),
+        ({"num_samples": 0}, "n must be in 1..1024; got 0"),
+        ({"num_samples": 1025}, "got 1025"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"temperature": -0.5}, "temperature must be 0, or in 1e-6..1e6; got -0.5"),
+        ({"temperature": float("nan")}, "got nan"),
+        ({"temperature": float("inf")}, "got inf"),
+        ({"temperature": 1e-40}, "got 1e-40"),
+        ({"top_k": -2}, "top_k must be in 0..2\\^31 - 1, or -1 for off; got -2"),
+        ({"top_k": 2**31}, "got 2147483648"),
+        ({"top_p": 0.0}, "top_p must be in \\(0, 1\\]; got 0.0"),
+        ({"top_p": float("nan")}, "got nan"),
+        ({"min_p": 1.1}, "min_p must be in \\[0, 1\\]; got 1.1"),
+        ({"seed": -1}, "seed must be in 0..2\\^32 - 1; got -1"),
+        ({"seed": 2**32}, "got 4294967296"),
+        ({"stop_ids": tuple(range(65))}, "65 stop token ids given; at most 64"),
+        ({"stop_texts": ("a",) * 65}, "65 stop strings given; at most 64"),
+        ({"stop_texts": ("a", "")}, "a stop string is empty"),
+        ({"logit_bias": ((272, 1.0),)}, "logit_bias token id 272 is outside"),
+        ({"logit_bias": ((1, float("nan")),)}, "in -100..100; got nan"),
+        ({"logit_bias": ((1, 1.0),) * 301}, "301 logit_bias entries given; at most 300"),
+        ({"top_logprobs": 21}, "top_logprobs must be in 0..20; got 21"),
+        ({"stop_ids": (1, 2**40)}, f"stop token id {2**40} is outside the vocabulary of 272"),
+    ],
+)
+def test_what_is_refused(start, changes, message):
+    scheduler = start(max_queue=1)
+    with pytest.raises(ValueError, match=message):
+        scheduler.submit(dataclasses.replace(Ask(), **changes))
+    assert scheduler.num_pending == 0 and scheduler.is_alive
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+def test_log_probabilities_are_finite_at_the_ends_of_the_temperature(alone, temperature):
+    (sample,) = alone(Ask(temperature=temperature, top_k=2**31 - 1))
+    assert np.isfinite(sample.logprobs).all() and max(sample.logprobs) <= 0
+
+
+# ---- weights change --------------------------------------------------------------------------------------------------
+
+
+def test_an_update_under_load(start, alone):
+    """Six requests, three versions: stamps rise, at a call's boundary, and nothing is lost or recomputed."""
+    scheduler, stepped = start(Stepped)
+    requests = [Ask(seed=seed, max_tokens=44 + 7 * seed, num_samples=2) for seed in range(5)]
+    futures = [scheduler.submit(request) for request in requests]
+    stepped.step()
+    stepped.step()
+    first = stepped.step(lambda: scheduler.update(params(1), 1))  # read after the third call
+    assert first.result(WAIT_S) == 1 == scheduler.version
+    futures.append(stepped.step(lambda: scheduler.submit(Ask(seed=77, max_tokens=6))))
+    second = stepped.step(lambda: (scheduler.update(params(2), 2), scheduler.update(params(3), 3))[1])
+    stepped.run()
+    assert second.result(WAIT_S) == 3
+    results = [future.result(WAIT_S) for future in futures]
+    # The four samples in slots from the start: three calls by version 0, two by 1, the rest by 3 (2 came with 3).
+    for sample in results[0] + results[1]:
+        assert sample.versions[: 5 * K] == [0] * 3 * K + [1] * 2 * K and set(sample.versions[5 * K :]) == {3}
+    for request, samples in zip(requests, results[:5], strict=True):
+        before = alone(request)
+        for sample, old in zip(samples, before, strict=True):
+            assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == request.max_tokens
+            assert sample.versions == sorted(sample.versions)
+            count = sample.versions.count(0)  # up to the change: as if there had been none
+            assert (sample.tokens[:count], sample.logprobs[:count]) == (old.tokens[:count], old.logprobs[:count])
+            assert sample.tokens != old.tokens
+    prompts = {sample.prompt_version for samples in results for sample in samples}
+    assert {sample.prompt_version for sample in results[0]} == {0} and prompts >= {0, 3}
+    assert all(s.prompt_version <= s.versions[0] for samples in results for s in samples)
+    assert scheduler.stats["weight_updates"] == 3
+    # Afterwards it serves version 3 as a scheduler that never knew another.
+    (late,) = scheduler.submit(Ask()).result(WAIT_S)
+    fresh = scheduler_lib.Scheduler(engine(), params(3), 3)
+    assert fresh.submit(Ask()).result(WAIT_S) == [late] and set(late.versions) == {3} == {late.prompt_version}
+    fresh.close()
+
+
+def test_a_prompt_keeps_the_version_that_prefilled_it(start):
+    """Samples that waited for a slot through an update: their prompt's keys are older than their first token."""
+    scheduler, stepped = start(Stepped)
+    future = scheduler.submit(Ask(num_samples=6, max_tokens=2 * K))
+    stepped.step()
+    stepped.step(lambda: scheduler.update(params(1), 1))
+    stepped.run()
+    samples = future.result(WAIT_S)
+    assert [sample.prompt_version for sample in samples] == [0] * 6
+    assert [set(sample.versions) for sample in samples] == [{0}] * 4 + [{1}] * 2
+
+
+# ---- proofs ----------------------------------------------------------------------------------------------------------
+
+
+def test_proofs_are_of_the_hidden_states_of_apply(alone):
+    prompt, completions = tuple(b"hello"), alone(Ask(num_samples=2, max_tokens=70, proofs=True))
+    tokens = np.array([[*prompt, *sample.tokens] for sample in completions], np.int32)
+    hidden_BTD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(), MODEL, tokens))
+    for sample, hidden_TD in zip(completions, hidden_BTD, strict=True):
+        rows_ND = hidden_TD[len(prompt) - 1 : -1]  # row j predicted new token j
+        results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
+        assert [result.reason for result in results] == ["ok"] * 3
+        # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are there.
+        assert max(result.exp_mismatches for result in results) <= 2
+        assert max(result.mantissa_mean for result in results) < 0.1
+        shifted_ND = hidden_TD[len(prompt) :]  # the wrong rows
+        results = toploc.verify_proofs(shifted_ND, toploc.split(sample.proofs, *shifted_ND.shape))
+        assert not any(result.accepted for result in results)
+    assert alone(Ask())[0].proofs == b""  # not asked for
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_frees_its_slots(start, alone):
+    scheduler, stepped = start(Stepped)
+    running = scheduler.submit(Ask(num_samples=7, max_tokens=90))  # four in slots, three ready behind them
+    other = stepped.step(lambda: scheduler.submit(Ask()))
+    waiting = scheduler.submit(Ask(seed=99))
+    assert scheduler.num_pending == 3 and scheduler.num_running == 4
+    stepped.step(lambda: (running.cancel(), waiting.cancel()))
+    assert scheduler.num_pending == 1
+    stepped.run()
+    assert other.result(WAIT_S) == alone(Ask())
+    assert scheduler.stats["aborted"] == 4 and scheduler.stats["samples"] == 1 and scheduler.is_alive
+
+
+def test_a_full_queue_says_so(start):
+    scheduler, stepped = start(Stepped, max_queue=2)
+    futures = [scheduler.submit(Ask(seed=seed)) for seed in range(2)]
+    with pytest.raises(scheduler_lib.Overloaded, match="2 requests are pending"):
+        scheduler.submit(Ask())
+    futures[1].cancel()
+    futures[1] = scheduler.submit(Ask(seed=1))  # there is room again
+    stepped.run()
+    assert all(future.result(WAIT_S) for future in futures)
+
+
+def test_close_fails_what_is_pending(start):
+    scheduler, stepped = start(Stepped)
+    futures = [scheduler.submit(Ask(num_samples=3, max_tokens=90, seed=seed)) for seed in range(4)]
+    closer = threading.Thread(target=scheduler.close)
+    stepped.step(closer.start)
+    stepped.run()
+    closer.join(WAIT_S)
+    for future in futures:
+        with pytest.raises(scheduler_lib.Closed, match="before the request was finished|shutting down"):
+            future.result(WAIT_S)
+    assert not scheduler.is_alive and scheduler.num_pending == 0
+    with pytest.raises(scheduler_lib.Closed):
+        scheduler.submit(Ask())
+    with pytest.raises(scheduler_lib.Closed):
+        scheduler.update(params(1), 1)  # nobody would ever answer it
+    scheduler.close()  # again
+
+
+def test_no_future_hangs_when_submitters_race_with_close(start):
+    scheduler, futures = start(max_queue=10**9), []
+
+    def submit():
+        with pytest.raises(scheduler_lib.Closed):
+            while True:
+                futures.append(scheduler.submit(Ask(max_tokens=1)))
+                futures.append(scheduler.update(params(), 0))
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(futures) < 50:
+        pass
+    scheduler.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+    done, hanging = concurrent.futures.wait(futures, WAIT_S)
+    assert len(done) >= 50 and not hanging
+
+
+@pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "read_proofs"])
+def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, monkeypatch, method):
+    """Those in slots, those prefilled, those in the very call, and those that wait."""
+
+    class Broken(Exception):
+        pass
+
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+    scheduler, stepped = start(Stepped)
+    ask = functools.partial(Ask, num_samples=2, max_tokens=2 * K, proofs=True)
+    futures = [scheduler.submit(dataclasses.replace(ask(), tokens=(seed, 65, 66))) for seed in range(4)]
+    futures.append(scheduler.submit(scheduler_lib.GenerateRequest(tuple(range(20)), num_samples=3)))
+
+    def broken(*args):
+        raise Broken
+
+    stepped.step(lambda: monkeypatch.setattr(stepped, method, broken))
+    stepped.run()
+    done, hanging = concurrent.futures.wait(futures, WAIT_S)
+    assert not hanging
+    for future in futures[2:]:  # the first two had their slots, and need neither prefill nor insert
+        with pytest.raises(scheduler_lib.Closed, match="stopped before the request was finished"):
+            future.result()
+    scheduler._thread.join(WAIT_S)
+    assert raised == [Broken] and not scheduler.is_alive
+    with pytest.raises(scheduler_lib.Closed):
+        scheduler.submit(Ask())
+
+
+# ---- prompts that begin alike ----------------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(CONFIG, prefill_chunk=16)
+TURN = tuple(np.random.default_rng(1).integers(0, 256, 70).tolist())
+
+
+@pytest.fixture
+def chunked():
+    """Schedulers whose prompts beyond 16 tokens are prefilled in chunks of 16."""
+    started = []
+
+    def chunked(**options):
+        started.append(
+            scheduler_lib.Scheduler(
+                engine_lib.Engine(MODEL, LONG, tokenizer_lib.byte_chatml(), params()), params(), 0, **options
+            )
+        )
+        return started[-1]
+
+    yield chunked
+    for scheduler in started:
+        scheduler.close()
+
+
+def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(chunked, alone):
+    """Other programs, so log-probabilities agree to float32 (measured 2e-6); the noise draws the same tokens."""
+    scheduler = chunked()
+    assert LONG.capacity == 96 and LONG.buckets == (16,)
+    for length in (15, 16, 17, 32, 33, 64, 70):
+        request = scheduler_lib.GenerateRequest(TURN[:length], max_tokens=1000, seed=length, proofs=True)
+        (got,), (expected,) = scheduler.submit(request).result(WAIT_S), alone(request)
+        assert got.tokens == expected.tokens and len(got.tokens) == 96 - length
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    assert scheduler.stats["prefill_calls"] == 2  # 15 and 16
+    assert scheduler.stats["prefill_chunks"] == 2 + 1 + 1 + 2 + 1  # of 17, then what 32, 33, 64, 70 have beyond those
+
+
+def test_reuse_changes_no_bit(chunked):
+    """The turns of a conversation, on one that keeps prefixes and on one that keeps none; tokens, logp and proofs."""
+    reusing, plain = chunked(), chunked(prefix_cache_bytes=0)
+    requests = [
+        scheduler_lib.GenerateRequest(TURN[:length], max_tokens=9, seed=seed, proofs=True)
+        for seed, length in enumerate((20, 40, 40, 41, 70, 48, 5, 5, 16))
+    ]
+    got = [reusing.submit(request).result(WAIT_S) for request in requests]
+    assert got == [plain.submit(request).result(WAIT_S) for request in requests]
+    other = scheduler_lib.GenerateRequest((1, *TURN[1:40]), max_tokens=9)  # one token differs, at the start
+    assert reusing.submit(other).result(WAIT_S) == plain.submit(other).result(WAIT_S)
+    assert plain.stats["prefix_hits"] == 0 and plain.prefix_bytes == 0
+    # 16 of 40, all of 40 again, 32 of 41, 32 of 70, all 48 (three chunks of the 70), 5 again; nothing of the 16 and the other
+    assert reusing.stats["prefix_hits"] == 16 + 40 + 32 + 32 + 48 + 5
+    assert reusing.stats["prefix_queries"] == sum(len(r.tokens) for r in requests) + 40
+    assert reusing.stats["prompt_tokens"] == reusing.stats["prefix_queries"] - reusing.stats["prefix_hits"]
+
+
+def test_new_weights_forget_old_prefixes(chunked):
+    scheduler = chunked()
+    request = scheduler_lib.GenerateRequest(TURN[:40], max_tokens=5)
+    (old,) = scheduler.submit(request).result(WAIT_S)
+    assert scheduler.prefix_bytes > 0
+    scheduler.update(params(1), 0).result(WAIT_S)  # the same number, other weights
+    (new,) = scheduler.submit(request).result(WAIT_S)
+    assert new.tokens != old.tokens and scheduler.stats["prefix_hits"] == 0
+    fresh = chunked()
+    fresh.update(params(1), 0).result(WAIT_S)
+    assert fresh.submit(request).result(WAIT_S) == [new]
+
+
+def test_prefixes_obey_their_limit(chunked):
+    one = 2 * 2 * 2 * 96 * 8 * 4  # layers, k and v, heads, positions, dims, bytes
+    scheduler = chunked(prefix_cache_bytes=3 * one)
+    for first in (1, 2, 3, 4, 2):
+        scheduler.submit(scheduler_lib.GenerateRequest((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
+        assert scheduler.prefix_bytes <= 3 * one
+    assert (
+        scheduler.stats["prefix_hits"] == 20 and scheduler.prefix_bytes == 3 * one
+    )  # the 2 was still there, the 1 not
+    scheduler.submit(scheduler_lib.GenerateRequest((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
+    assert scheduler.stats["prefix_hits"] == 20
+
+
+def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
+    """Its keys must not be of two versions."""
+    scheduler = chunked()
+    extend, seen = scheduler._engine.prefill_chunk, []
+
+    def slow(*args):
+        seen.append(args[2])
+        if len(seen) == 2:
+            scheduler.update(params(1), 1)  # read before the next chunk
+        return extend(*args)
+
+    scheduler._engine.prefill_chunk = slow
+    (got,) = scheduler.submit(scheduler_lib.GenerateRequest(TURN[:60], max_tokens=5)).result(WAIT_S)
+    assert seen == [0, 16, 0, 16, 32, 48] and got.prompt_version == 1 and set(got.versions) == {1}
+    fresh = chunked()
+    fresh.update(params(1), 1).result(WAIT_S)
+    assert fresh.submit(scheduler_lib.GenerateRequest(TURN[:60], max_tokens=5)).result(WAIT_S) == [got]
+
+
+def test_duplicates_in_the_queue_share_a_row(start, alone):
+    scheduler, stepped = start(Stepped)
+    blocker = scheduler.submit(dataclasses.replace(Ask(num_samples=4, max_tokens=K), tokens=(9, 9)))
+    asks = [scheduler_lib.GenerateRequest((5, 6, 7), max_tokens=6, seed=seed) for seed in range(4)]
+    futures = stepped.step(lambda: [scheduler.submit(ask) for ask in asks])
+    stepped.run()
+    assert [f.result(WAIT_S) for f in futures] == [alone(ask) for ask in asks] and blocker.result(WAIT_S)
+    assert scheduler.stats["prefill_calls"] == 2 and scheduler.stats["prompt_tokens"] == 2 + 3
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_request_leaves_half_of_the_slots_to_others(start):
+    scheduler, stepped = start(Stepped)
+    large = scheduler.submit(Ask(num_samples=40, max_tokens=K))
+    small = stepped.step(
+        lambda: scheduler.submit(dataclasses.replace(Ask(seed=5, max_tokens=2 * K, num_samples=2), tokens=(3, 4)))
+    )
+    for _ in range(3):
+        assert not small.done() and not large.done()
+        stepped.step()
+    assert len(small.result(WAIT_S)) == 2 and not large.done()  # its turn came with the second call, and took two
+    stepped.run()
+    assert len(large.result(WAIT_S)) == 40
+
+
+def test_calls_end_where_a_slot_is_due(start):
+    """Skewed lengths: while requests wait, no slot stands empty; the steps are those of a perfect packing."""
+    scheduler, stepped = start(Stepped)
+    lengths = [3, 17, 8, 30, 5, 11, 2, 26, 9, 14]
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=n)) for seed, n in enumerate(lengths)]
+    stepped.run()
+    for n, future in zip(lengths, futures, strict=True):
+        assert len(future.result(WAIT_S)[0].tokens) == n
+    ends = [0] * 4  # greedy list scheduling of the lengths over four slots, in order of arrival
+    for n in lengths:
+        slot = ends.index(min(ends))
+        ends[slot] += n
+    assert scheduler.stats["decode_steps"] == max(ends)
+
+
+# ---- ends that the device does not know of ---------------------------------------------------------------------------
+
+
+def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
+    scheduler, stepped = start(Stepped)
+    monkeypatch.setattr(scheduler_lib, "RECENT_S", 1e9)
+    future, seen = scheduler.submit(Ask(max_tokens=24)), []
+    for recent_s in (1e9, 0.0, 0.0, 0.0):  # the steps of the call that waits now were chosen before
+
+        def look(recent_s=recent_s):
+            seen.append(scheduler.stats["decode_steps"])
+            monkeypatch.setattr(scheduler_lib, "RECENT_S", recent_s)
+
+        stepped.step(look)
+    stepped.run()
+    assert seen == [0, K // 4, 2 * (K // 4), 2 * (K // 4) + K] and len(future.result(WAIT_S)[0].tokens) == 24
+
+
+def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
+    """Up to as many as there are slots; not for one who comes late, and not for ever."""
+    monkeypatch.setattr(scheduler_lib, "GAP_S", WAIT_S)
+    scheduler, stepped = start(Stepped)
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=1)) for seed in range(3)]
+    assert not stepped.entered.acquire(timeout=0.2)
+    futures.append(scheduler.submit(Ask(seed=3, max_tokens=1)))
+
+    def late():
+        monkeypatch.setattr(scheduler_lib, "GATHER_S", 0.0)
+        return scheduler.submit(Ask(seed=4, max_tokens=1))
+
+    last = stepped.step(late)
+    concurrent.futures.wait(futures, WAIT_S)
+    assert scheduler.stats["generate_calls"] == 1 and scheduler.stats["samples"] == 4
+    stepped.run()
+    last.result(WAIT_S)
+    scheduler.submit(Ask(seed=5, max_tokens=1)).result(WAIT_S)
+    monkeypatch.setattr(scheduler_lib, "GATHER_S", 2 * WAIT_S)
+    monkeypatch.setattr(scheduler_lib, "GAP_S", 0.1)
+    scheduler.submit(Ask(seed=6, max_tokens=1)).result(WAIT_S)
+    assert scheduler.stats["generate_calls"] == 4
+
+
+@pytest.mark.parametrize("at", [2, K - 1, K, 19])
+def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
+    """Before, at and after the border of a call. The slot is free for another."""
+    ask = Ask(max_tokens=40, stop_texts=("never said",), proofs=True)
+    (full,) = alone(ask)
+    assert full.finish_reason == "length"
+    byte = next(token for token in full.tokens[at:] if token < 128)  # a character of its own, whatever is around it
+    text, end = chr(byte), full.tokens.index(byte) + 1
+    scheduler, stepped = start(Stepped)
+    future = scheduler.submit(dataclasses.replace(ask, stop_texts=("never said", text)))
+    others = [scheduler.submit(Ask(seed=seed, max_tokens=12)) for seed in range(5)]
+    stepped.run()
+    (cut,) = future.result(WAIT_S)
+    assert (cut.tokens, cut.logprobs, cut.finish_reason) == (full.tokens[:end], full.logprobs[:end], "stop")
+    assert len(cut.versions) == end
+    rows = [min(32, end - start) for start in range(0, end, 32)]
+    assert len(cut.proofs) == sum(2 + 2 * min(128, n * MODEL.model_dim) for n in rows)
+    assert [f.result(WAIT_S) for f in others] == [alone(Ask(seed=seed, max_tokens=12)) for seed in range(5)]
+
+
+def test_more_stop_ids_than_the_device_holds(alone):
+    (full,) = alone(Ask(max_tokens=30))
+    unused = [t for t in range(200, 272) if t not in full.tokens][:20]
+    stop = full.tokens[20]
+    end = full.tokens.index(stop) + 1
+    (cut,) = alone(Ask(max_tokens=30, stop_ids=(*unused, stop)))
+    assert (cut.tokens, cut.finish_reason) == (full.tokens[:end], "stop")
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(Stepped):
+    """Reads a NaN for slot 0, as a log-probability or as the top value of a window, while told to."""
+
+    logprob = hidden = False
+
+    def read(self, result):
+        tokens, logprobs, counts = super().read(result)
+        if self.logprob:
+            logprobs = logprobs.copy()
+            logprobs[0, 0] = np.nan
+        return tokens, logprobs, counts
+
+    def read_proofs(self, result):
+        indices, bits = super().read_proofs(result)
+        if self.hidden:
+            bits = bits.copy()
+            bits[:, 0, 5] = 0x7FC0  # NaN in bfloat16
+        return indices, bits
+
+
+@pytest.mark.parametrize("what", ["logprob", "hidden"])
+def test_what_is_not_finite_fails_its_request_only(start, alone, what):
+    scheduler, engine = start(Poisoned)
+    bad = scheduler.submit(Ask(num_samples=2, max_tokens=2 * K, proofs=True))
+    good = scheduler.submit(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
+    setattr(engine, what, True)
+    engine.run()
+    with pytest.raises(scheduler_lib.Fault, match="not finite"):
+        bad.result(WAIT_S)
+    setattr(engine, what, False)
+    assert good.result(WAIT_S) == alone(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
+    assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
+    assert scheduler.num_running == scheduler.num_pending == 0 and scheduler.stats["faults"] >= 1
+
+
+def test_a_device_that_fails_once_fails_what_it_held(start, alone, monkeypatch):
+    """Its state was donated and is gone; the next request finds a new one."""
+    scheduler, stepped = start(Stepped)
+    running = [scheduler.submit(Ask(seed=seed, max_tokens=3 * K)) for seed in range(6)]
+
+    def fails(*args):
+        monkeypatch.undo()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    stepped.step(lambda: monkeypatch.setattr(stepped, "generate", fails))
+    stepped.run()
+    for future in running:
+        with pytest.raises(scheduler_lib.Fault, match="RESOURCE_EXHAUSTED"):
+            future.result(WAIT_S)
+    assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
+
+
+def test_messages_that_were_given_up_are_not_answered(start, alone):
+    """A cancelled update is not made; it must not break the thread either."""
+    scheduler, stepped = start(Stepped)
+    running = scheduler.submit(Ask())
+
+    def act():
+        update, pause = scheduler.update(params(1), 1), scheduler.pause()
+        assert update.cancel() and pause.cancel()
+        return scheduler.resume()
+
+    resumed = stepped.step(act)
+    stepped.run()
+    assert running.result(WAIT_S) == alone(Ask()) and resumed.result(WAIT_S) == 0
+    assert scheduler.version == 0 and scheduler.stats["weight_updates"] == 0 and not scheduler.is_paused
+
+
+def test_close_waits_for_what_is_running(start, alone):
+    scheduler = start()
+    futures = [scheduler.submit(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
+    scheduler.close(drain_s=WAIT_S)
+    assert [f.result(0) for f in futures] == [alone(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
+
+
+# ---- many, in any order ----------------------------------------------------------------------------------------------
+
+
+def random_requests(rng, count):
+    """Requests of every kind: filters, biases, stops, several samples, prompts that share beginnings."""
+    made = []
+    for _ in range(count):
+        base = TURN[: int(rng.integers(1, 60))] if rng.random() < 0.5 else rng.integers(0, 256, rng.integers(1, 40))
+        made.append(
+            scheduler_lib.GenerateRequest(
+                tuple(int(t) for t in base),
+                num_samples=int(rng.integers(1, 4)),
+                max_tokens=int(rng.integers(1, 30)),
+                temperature=float(rng.choice([0.0, 0.5, 1.0, 1.3])),
+                top_k=int(rng.choice([0, 0, 5])),
+                top_p=float(rng.choice([1.0, 1.0, 0.8])),
+                min_p=float(rng.choice([0.0, 0.0, 0.05])),
+                seed=int(rng.integers(2**32)),
+                stop_ids=tuple(rng.integers(0, 272, 2).tolist()),
+                stop_texts=("e",) if rng.random() < 0.2 else (),
+                logit_bias=((65, 3.0),) if rng.random() < 0.2 else (),
+                proofs=bool(rng.random() < 0.3),
+                raw_logprobs=bool(rng.random() < 0.2),
+                top_logprobs=int(rng.choice([0, 0, 4])),
+            )
+        )
+    return made
+
+
+def orders_agree(count, num_orders, config=LONG):
+    """The same requests in several random orders and paces, with aborted ones between, other steps per call, and midway
+    the same weights swapped in, a pause, and in every other order a restart that takes up what was in flight again."""
+    rng = np.random.default_rng(7)
+    requests = random_requests(rng, count)
+    first = None
+    for order in range(num_orders):
+        varied = dataclasses.replace(config, steps_per_call=(8, 3, 1, 5)[order % 4])
+        made = engine_lib.Engine(MODEL, varied, tokenizer_lib.byte_chatml(), params())
+        scheduler = scheduler_lib.Scheduler(made, params(), 0)
+        futures, aborted, num_again = {}, [], 0
+        for position, index in enumerate(rng.permutation(count).tolist()):
+            futures[index] = scheduler.submit(requests[index])
+            if rng.random() < 0.2:
+                aborted.append(scheduler.submit(dataclasses.replace(requests[index], seed=1, max_tokens=25)))
+            if rng.random() < 0.1:
+                futures[index].result(300)
+            if aborted and rng.random() < 0.5:
+                aborted.pop().cancel()
+            if position % max(count // 4, 1) == 5:
+                scheduler.update(params(), 0)
+                scheduler.pause()
+                scheduler.resume().result(300)
+            if position == count // 2 and order % 2:
+                scheduler.close()
+                scheduler = scheduler_lib.Scheduler(made, params(), 0)
+                for again in [i for i, future in futures.items() if future.exception(300)]:
+                    futures[again], num_again = scheduler.submit(requests[again]), num_again + 1
+        results = [futures[index].result(300) for index in range(count)]
+        scheduler.close()
+        assert num_again > 0 or order % 2 == 0
+        first = first or results
+        for request, a, b in zip(requests, first, results, strict=True):
+            assert a == b, request
+
+
+def test_any_order_and_any_number_of_steps_gives_the_same_bits():
+    orders_agree(24, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_slots", [4, 8])  # one lane, and two (lanes.py)
+def test_a_thousand_requests_in_any_order(num_slots):
+    orders_agree(1000, 4, dataclasses.replace(LONG, num_slots=num_slots))

@@ -1,0 +1,42 @@
+"""After a warm-up no request waits for a compiler."""
+
+import jax
+import numpy as np
+import pytest
+
+from inference.engine import engine as engine_lib
+from inference.engine import programs
+from inference.scheduler import scheduler as scheduler_lib
+from inference.scheduler import warmup
+from models.text import tokenizer as tokenizer_lib
+from tests.support import tiny
+
+MODEL = tiny.model(head_dim=24)  # of its own: nothing is compiled for it yet
+CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=64, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
+PROGRAMS = ("prefill", "prefill_chunk", "insert", "generate", "deactivate")
+WAIT_S = 120
+
+
+def num_compiled():
+    return {name: getattr(programs, name)._cache_size() for name in PROGRAMS}
+
+
+@pytest.mark.parametrize("every_length", [False, True])
+def test_what_is_compiled(every_length):
+    params = jax.device_put(tiny.params(MODEL, 0))
+    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params)
+    scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.largest(engine, params))
+    for request in warmup.requests(CONFIG, every_length=every_length):
+        scheduler.submit(request).result(WAIT_S)
+    before = num_compiled()
+    rng = np.random.default_rng(0)
+    lengths = (1, 9, 16, 17, 32, 33, 63) if every_length else (1, 9, 16)
+    for length in lengths:
+        for num_samples in (1, 2, 3, 9, 10):
+            prompt = tuple(rng.integers(0, 256, length).tolist())
+            scheduler.submit(scheduler_lib.GenerateRequest(prompt, num_samples, 5)).result(WAIT_S)
+    assert num_compiled() == before
+    longer = scheduler_lib.GenerateRequest((1,) * 20)
+    scheduler.submit(longer).result(WAIT_S)
+    scheduler.close()
+    assert (num_compiled()["prefill"] > before["prefill"]) == (not every_length)

@@ -1,0 +1,74 @@
+"""Turns: what one party can take of a few threads, and that the others are served meanwhile."""
+
+import threading
+from concurrent import futures
+
+import pytest
+
+from inference.server import fair_pool
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def four():
+    made = fair_pool.Turns(4, "test")
+    yield made
+    made.close()
+
+
+def blocked(pool, party, count, go):
+    """`count` calls that last until `go`, and how many of them have begun."""
+    begun = threading.Semaphore(0)
+
+    def call():
+        begun.release()
+        assert go.wait(WAIT_S)
+
+    return [pool.submit(party, call) for _ in range(count)], begun
+
+
+def test_one_party_takes_half_and_others_are_served(four):
+    go = threading.Event()
+    slow, begun = blocked(four, "slow", 9, go)
+    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
+    assert not begun.acquire(timeout=0.1)
+    more, of_other = blocked(four, "other", 9, go)
+    assert of_other.acquire(timeout=WAIT_S) and not of_other.acquire(timeout=0.1)
+    assert four.submit("new", lambda: 3).result(WAIT_S) == 3  # one is always left for who comes new
+    assert four.submit("newer", lambda: 4).result(WAIT_S) == 4
+    go.set()
+    assert not futures.wait(slow + more, WAIT_S).not_done
+
+
+def test_parties_take_turns_and_each_keeps_its_order():
+    pool, done, go = fair_pool.Turns(1, "test"), [], threading.Event()
+    (first,), begun = blocked(pool, "x", 1, go)
+    assert begun.acquire(timeout=WAIT_S)
+    calls = [
+        pool.submit(party, done.append, f"{party}{i}") for party in "abc" for i in range(3) if party != "b" or i < 1
+    ]
+    go.set()
+    futures.wait(calls, WAIT_S)
+    assert done == ["a0", "b0", "c0", "a1", "c1", "a2", "c2"] and first.done()
+    pool.close()
+
+
+def test_what_a_call_raises_is_for_who_waits(four):
+    def fail():
+        raise KeyError("it")
+
+    with pytest.raises(KeyError, match="it"):
+        four.submit("a", fail).result(WAIT_S)
+    assert four.submit("a", lambda: 1).result(WAIT_S) == 1 and four._num_free == 4 and not four._held
+
+
+def test_what_waits_when_it_closes_is_cancelled():
+    pool, go = fair_pool.Turns(1, "test"), threading.Event()
+    (running,), begun = blocked(pool, "a", 1, go)
+    assert begun.acquire(timeout=WAIT_S)
+    waiting = pool.submit("b", lambda: 1)
+    pool.close()
+    assert waiting.cancelled() and not running.done() and pool.submit("c", lambda: 1).cancelled()
+    go.set()
+    running.result(WAIT_S)

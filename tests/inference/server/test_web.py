@@ -1,0 +1,279 @@
+"""The budget of request bodies: what strangers can make a server hold, and that others are served meanwhile.
+
+A real server of a few routes, and raw clients on several loopback addresses, each of which counts as another peer.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+
+import fastapi
+import httpx
+import pytest
+
+from inference.server import web
+from sharding.system import sockets
+
+BUDGET, BODY, WAIT_S = 2**20, 2**18, 30
+PARTS = 16  # of a body, as it is sent
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """(URL, the budget, an event that lets /held answer)."""
+    app, gate = fastapi.FastAPI(), threading.Event()
+
+    @app.post("/read")
+    async def read(request: fastapi.Request):
+        return {"bytes": len(await web.read_body(request))}
+
+    @app.post("/held")
+    async def held(request: fastapi.Request):
+        size = len(await web.read_body(request, hold=True))
+        await asyncio.to_thread(gate.wait, WAIT_S)
+        return {"bytes": size}
+
+    @app.post("/json")
+    async def small(request: fastapi.Request):
+        return await web.read_json(request, 100)
+
+    @app.exception_handler(ValueError)
+    async def refuse(request, error):
+        return web.error(400, str(error), "invalid_request_error")
+
+    server = web.server(app, max_bodies_bytes=BUDGET)
+    sock = sockets.listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    yield sockets.address(sock), server.config.app._budget, gate
+    gate.set()
+    server.should_exit = True
+    thread.join(WAIT_S)
+
+
+def client(url, address):
+    return httpx.AsyncClient(base_url=url, transport=httpx.AsyncHTTPTransport(local_address=address), timeout=WAIT_S)
+
+
+async def body(size, until):
+    """In parts; the last one is sent when `until` is set."""
+    for part in range(PARTS):
+        if part == PARTS - 1:
+            await until.wait()
+        yield bytes(size // PARTS)
+        await asyncio.sleep(0.001)
+
+
+async def filled(budget, held):
+    while sum(budget.held.values()) < held:
+        await asyncio.sleep(0.001)
+
+
+def all_given_back(budget):
+    return budget.free == BUDGET and not budget.held
+
+
+def test_one_address_takes_half_and_another_is_served(running):
+    url, budget, _ = running
+
+    async def main():
+        until = asyncio.Event()
+        async with client(url, "127.0.0.1") as greedy, client(url, "127.0.0.2") as other:
+            tasks = [asyncio.create_task(greedy.post("/read", content=body(BODY, until))) for _ in range(8)]
+            await asyncio.sleep(1)  # all have come as far as they can
+            assert BODY // 2 < budget.held["127.0.0.1"] <= BUDGET // 2
+            assert (await other.post("/read", content=bytes(BODY))).json() == {"bytes": BODY}
+            until.set()
+            answers = await asyncio.gather(*tasks)
+            refused = [answer for answer in answers if answer.status_code == 503]
+            assert len(refused) in (6, 7) and {a.status_code for a in answers} == {200, 503}
+            assert all(r.headers["retry-after"] == str(web.RETRY_S) for r in refused)
+            said = refused[0].json()["error"]
+            assert "request bodies of your address take" in said["message"] and said["type"] == "overloaded"
+            assert (await greedy.post("/read", content=bytes(BODY))).status_code == 200
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_many_addresses_together_leave_room(running):
+    url, budget, _ = running
+
+    async def main():
+        until = asyncio.Event()
+        greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
+        tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
+        await asyncio.sleep(1)
+        assert BUDGET / 4 < sum(budget.held.values()) <= BUDGET * 7 / 8 and len(budget.held) == 7
+        async with client(url, "127.0.0.1") as new:
+            assert (await new.post("/read", content=bytes(BODY // 4))).status_code == 200
+        until.set()
+        answers = await asyncio.gather(*tasks)
+        assert {answer.status_code for answer in answers} == {200, 503}
+        for c in greedy:
+            await c.aclose()
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_an_address_is_that_of_the_connection(running):
+    """A header names no other, through which one client would have as many parts as it likes."""
+    url, budget, gate = running
+
+    async def main():
+        async with client(url, "127.0.0.1") as http:
+            sent = [http.post("/held", content=bytes(9), headers={"x-forwarded-for": f"10.0.0.{i}"}) for i in range(3)]
+            held = asyncio.gather(*sent)
+            await asyncio.wait_for(filled(budget, 27), WAIT_S)
+            assert dict(budget.held) == {"127.0.0.1": 27}
+            gate.set()
+            await held
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+@pytest.mark.parametrize(
+    ("host", "party"),
+    [
+        ("10.0.0.9", "10.0.0.9"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
+        ("2001:db8:1:3::1", "2001:db8:1:3::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("::ffff:10.0.0.9", "10.0.0.9"),
+        ("", ""),
+    ],
+)
+def test_a_network_of_ipv6_is_one_address(host, party):
+    assert web._network(host) == party
+
+
+def test_what_a_route_holds_counts_until_it_answers(running):
+    url, budget, gate = running
+
+    async def main():
+        async with client(url, "127.0.0.1") as http:
+            held = [asyncio.create_task(http.post("/held", content=bytes(BODY))) for _ in range(2)]
+            await asyncio.wait_for(filled(budget, 2 * BODY), WAIT_S)
+            assert (await http.post("/read", content=bytes(BODY))).status_code == 503
+            gate.set()
+            assert [(await task).json() for task in held] == [{"bytes": BODY}] * 2
+            assert (await http.post("/read", content=bytes(BODY))).status_code == 200
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_who_hangs_up_or_sends_too_much_gives_it_back(running):
+    url, budget, _ = running
+    host, port = url.removeprefix("http://").split(":")
+    rng = random.Random(0)
+
+    async def leave():
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY}\r\n\r\n".encode())
+        writer.write(bytes(rng.randrange(BODY)))
+        await writer.drain()
+        writer.close()
+
+    async def main():
+        await asyncio.gather(*(leave() for _ in range(30)))
+        async with client(url, "127.0.0.1") as http:
+            for _ in range(50):
+                if all_given_back(budget):
+                    break
+                await asyncio.sleep(0.1)
+            assert (
+                (await http.post("/json", content=b"[" * 101))
+                .json()["error"]["message"]
+                .startswith("the request body exc")
+            )
+            assert (await http.post("/json", content=json.dumps({"a": 1}))).json() == {"a": 1}
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
+    url, budget, _ = running
+    monkeypatch.setattr(web, "BODY_PAUSE_S", 0.2)
+
+    async def main():
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n"), WAIT_S)
+        writer.close()
+        assert head == b"HTTP/1.1 408 Request Timeout\r\n"
+
+    asyncio.run(main())
+    assert all_given_back(budget)
+
+
+def test_an_address_leaves_connections_to_others():
+    """Who opens one after another is cut, a client elsewhere is served, and who closes some may open others."""
+    server = web.server(fastapi.FastAPI(), max_connections=20)
+    sock = sockets.listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    host, port = sockets.address(sock).removeprefix("http://").split(":")
+
+    def answers(source):
+        """A connection from there, and whether the server lets it ask."""
+        opened = socket.create_connection((host, int(port)), WAIT_S, source_address=(source, 0))
+        with contextlib.suppress(ConnectionError):
+            opened.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+            return opened, opened.recv(100).startswith(b"HTTP/1.1 200")
+        return opened, False
+
+    greedy = [answers("127.0.0.2") for _ in range(14)]
+    assert [served for _, served in greedy] == [True] * 10 + [False] * 4
+    other, served = answers("127.0.0.3")
+    assert served
+    for opened, _ in greedy[:5]:
+        opened.close()
+    deadline = time.monotonic() + WAIT_S
+    while not (again := answers("127.0.0.2"))[1]:
+        assert time.monotonic() < deadline
+    for opened in (other, again[0], *(opened for opened, _ in greedy[5:])):
+        opened.close()
+    server.should_exit = True
+    thread.join(WAIT_S)
+
+
+def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
+    """A byte at a time keeps no part of the budget; a body at the least rate passes, however long it takes."""
+    url, budget, _ = running
+    monkeypatch.setattr(web, "BODY_GRACE_S", 0.5)
+    monkeypatch.setattr(web, "MIN_BODY_RATE", 10_000)
+    host, port = url.removeprefix("http://").split(":")
+
+    async def send(chunk, pause_s, count):
+        """(Seconds, the answer) of a body that is sent in such parts."""
+        begun = asyncio.get_running_loop().time()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {count * len(chunk)}\r\n\r\n".encode())
+        answer = asyncio.create_task(reader.read(2000))
+        for _ in range(count):
+            if answer.done():
+                break
+            writer.write(chunk)
+            await asyncio.sleep(pause_s)
+        text = (await asyncio.wait_for(answer, WAIT_S)).decode()
+        writer.close()
+        return asyncio.get_running_loop().time() - begun, text
+
+    async def main():
+        slow, fast = await asyncio.gather(send(b"x", 0.02, 10_000), send(bytes(1000), 0.04, 40))
+        assert 0.4 < slow[0] < 5 and slow[1].startswith("HTTP/1.1 408 Request Timeout")
+        assert "bytes of the request body came in" in slow[1] and "at least 10000 bytes per second" in slow[1]
+        assert fast[0] > 1.5 and fast[1].startswith("HTTP/1.1 200") and '{"bytes":40000}' in fast[1]
+
+    asyncio.run(main())
+    assert all_given_back(budget)

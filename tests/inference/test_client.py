@@ -1,0 +1,250 @@
+"""The client of several servers: where requests go, what is tried again, and what a server may not say."""
+
+import asyncio
+import base64
+import collections
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from inference import client as client_lib
+
+A, B = "http://a:1", "http://b:2"
+
+
+def choice(**changes):
+    tokens = [5, 6, 258]
+    good = {
+        "index": 0,
+        "token_ids": tokens,
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]},
+        "policy_versions": [[3, 1], [4, 2]],
+        "prompt_policy_version": 2,
+        "proofs": base64.b64encode(b"proof").decode(),
+    }
+    return {key: value for key, value in (good | changes).items() if value is not ...}
+
+
+def run(handler, use, urls=(A, B), give_up_s=60.0):
+    """`use(client)` against servers that `handler(request)` speaks for; returns (result or exception, client)."""
+
+    async def main():
+        async with client_lib.Client(urls, give_up_s=give_up_s) as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
+            try:
+                return await use(client), client
+            except (ValueError, RuntimeError) as error:
+                return error, client
+
+    return asyncio.run(asyncio.wait_for(main(), 60))  # a loop without end fails its test
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Sleeps take no time, and are written down."""
+    slept, sleep = [], asyncio.sleep
+
+    async def fake(seconds):
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(client_lib.asyncio, "sleep", fake)
+    return slept
+
+
+def generate(client):
+    return client.generate((1, 2), {"max_tokens": 3, "temperature": 0.7}, proofs=True)
+
+
+def test_a_sample_as_it_was_sent():
+    seen = []
+
+    def handler(request):
+        seen.append((str(request.url), json.loads(request.content)))
+        return httpx.Response(200, json={"choices": [choice()]})
+
+    (sample,), client = run(handler, generate, urls=(A + "/",))
+    assert sample == client_lib.Sample([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof")
+    sampling = {"max_tokens": 3, "temperature": 0.7}
+    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling, "proofs": True}
+    assert seen == [(f"{A}/inference/v1/generate", body)] and client.num_retries == 0
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503, "refused", "timeout"])
+def test_a_failure_is_tried_on_another_server_and_counted(pauses, failure):
+    def handler(request):
+        if request.url.host == "b":
+            return httpx.Response(200, json={"choices": [choice()]})
+        if failure == "refused":
+            raise httpx.ConnectError("refused")
+        if failure == "timeout":
+            raise httpx.ReadTimeout("slow")
+        return httpx.Response(failure, json={"error": {"message": "busy"}})
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 1 and pauses == []  # no pause while a server is untried
+    assert set(client._in_flight.values()) == {0}
+
+
+def test_pauses_grow_and_the_last_reason_is_told(pauses):
+    calls = collections.Counter()
+
+    def handler(request):
+        calls[request.url.host] += 1
+        return httpx.Response(503) if sum(calls.values()) < 9 else httpx.Response(200, json={"choices": [choice()]})
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 8 and calls == {"a": 5, "b": 4}
+    assert pauses == [0.2, 0.2, 0.4, 0.4, 0.8, 0.8, 1.6]  # from the second failure on: one server is tried per round
+
+    error, client = run(lambda request: httpx.Response(503), generate, give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable) and "http://a:1: HTTP 503" in str(error)
+    assert client.num_retries == 1
+
+
+def test_requests_go_where_fewest_are_in_flight():
+    hosts, gate = [], asyncio.Event()
+
+    async def handler(request):
+        hosts.append(request.url.host)
+        await gate.wait()
+        return httpx.Response(200, json={"choices": [choice()]})
+
+    async def use(client):
+        tasks = [asyncio.create_task(generate(client)) for _ in range(5)]
+        while len(hosts) < 5:
+            await asyncio.sleep(0)
+        gate.set()
+        return await asyncio.gather(*tasks)
+
+    results, _ = run(handler, use)
+    assert len(results) == 5 and hosts == ["a", "b", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_our_mistake_is_raised_in_the_servers_words(status):
+    body = {"error": {"message": "token id 999 is outside the vocabulary of 272 entries"}}
+    error, client = run(lambda request: httpx.Response(status, json=body), generate)
+    assert isinstance(error, ValueError) and client.num_retries == 0
+    assert str(error) == f"{A}/inference/v1/generate refused the request: {body['error']['message']}"
+    error, _ = run(lambda request: httpx.Response(status, text="<html>what?" + "x" * 5000), generate)
+    assert isinstance(error, ValueError) and "<html>what?" in str(error) and len(str(error)) < 600
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ({"choices": [choice(token_ids=[5, 6, 7], policy_versions=[[3, 2]])]}, "3 tokens, 3 logprobs and 2 versions"),
+        ({"choices": [choice(logprobs={"content": []})]}, "3 tokens, 0 logprobs and 3 versions"),
+        ({"choices": [choice(policy_versions=[[3, 2 * 10**9]])]}, "which are for more"),
+        ({"choices": [choice(policy_versions=[[3, -1], [3, 4]])]}, "not an integer in"),
+        ({"choices": [choice(policy_versions=[["3", 3]])]}, "not an integer in"),
+        ({"choices": [choice(policy_versions=[3, 3, 3])]}, "malformed reply"),
+        ({"choices": [choice(prompt_policy_version=None)]}, "not an integer in"),
+        ({"choices": [choice(prompt_policy_version=2**31)]}, "not an integer in"),
+        ({"choices": [choice(token_ids=["5", "6", "7"])]}, "not an integer in"),
+        ({"choices": [choice(token_ids=[5, 6, -7])]}, "not an integer in"),
+        ({"choices": [choice(token_ids=[], policy_versions=[], logprobs={"content": []})]}, "an empty completion"),
+        ({"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, float("nan"), -1)]})]}, "not finite"),
+        ({"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, -float("inf"), -1)]})]}, "not finite"),
+        (
+            {"choices": [choice(logprobs={"content": [{"logprob": x} for x in (-1, -1e39, -1)]})]},
+            "not finite",
+        ),  # float32
+        (
+            {
+                "choices": [
+                    choice(token_ids=[5] * 4, policy_versions=[[3, 4]], logprobs={"content": [{"logprob": -1}] * 4})
+                ]
+            },
+            "4 tokens; at most 3 were",
+        ),
+        ({"choices": [choice(finish_reason="tool_calls")]}, "the finish_reason 'tool_calls'"),
+        ({"choices": [choice(finish_reason=["stop"])]}, "the finish_reason"),
+        ({"choices": [choice(policy_versions=[[3, 1, 2]])]}, "too many values"),
+        ({"choices": [choice(logprobs={"content": [{"logprob": "-1"}] * 3})]}, "malformed reply"),
+        ({"choices": [choice(logprobs={"content": [{"logprob": -(10**400)}] * 3})]}, "malformed reply"),
+        ({"choices": [choice(logprobs=None)]}, "malformed reply"),
+        ({"choices": [choice(proofs="a-b_")]}, "base64|Non-base64"),
+        ({"choices": [choice(proofs=5)]}, "malformed reply"),
+        ({"choices": ["no object"]}, "malformed reply"),
+        ({"choices": 5}, "malformed reply"),
+        ({"choices": []}, "0 samples; 1 were asked for"),
+        ({"choices": [choice(), choice()]}, "2 samples; 1 were asked for"),
+        ({}, "malformed reply: KeyError: 'choices'"),
+        ([], "malformed reply"),
+        (b"not json", "Expecting value"),
+        (b"\xff\xfe\xff", "decode|JSON|value"),
+        (b"[" * 100_000, "malformed reply: RecursionError|Expecting value"),
+        *(
+            ({"choices": [choice(**{key: ...})]}, f"malformed reply: KeyError: '{key}'")
+            for key in choice()
+            if key != "index"
+        ),
+    ],
+)
+def test_a_malformed_reply_is_a_failed_server(pauses, reply, message):
+    content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+
+    def handler(request):
+        return httpx.Response(200, content=content if request.url.host == "a" else json.dumps({"choices": [choice()]}))
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 1 and pauses == []  # the other one answered
+    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable) and re.search(message, str(error)), error
+
+
+def test_a_broken_encoding_is_a_failed_server(pauses):
+    def handler(request):
+        if request.url.host == "a":
+            return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip"))
+        return httpx.Response(200, json={"choices": [choice()]})
+
+    samples, client = run(handler, generate)
+    assert len(samples) == 1 and client.num_retries == 1
+    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable) and "DecodingError" in str(error)
+
+
+def test_every_server_is_told_of_new_weights():
+    seen = []
+
+    def handler(request):
+        seen.append((request.url.host, request.url.path, json.loads(request.content)))
+        if request.url.host == "b" and seen[-1][2]["version"] == 4:
+            return httpx.Response(500, json={"error": {"message": "v00000004/manifest.json: corrupt"}})
+        return httpx.Response(200, json={"status": "ok"})
+
+    result, _ = run(handler, lambda client: client.update_weights(3))
+    assert result is None and sorted(seen) == [(host, "/update_weights", {"version": 3}) for host in "ab"]
+    error, _ = run(handler, lambda client: client.update_weights(4))
+    assert isinstance(error, ValueError) and "http://b:2/update_weights" in str(error) and "corrupt" in str(error)
+
+
+def test_no_server_is_refused():
+    with pytest.raises(ValueError, match="pass at least one URL"):
+        client_lib.Client([])
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "sent"), [("k", None, "Bearer k"), (None, "e", "Bearer e"), (None, None, None)]
+)
+def test_the_api_key_is_sent(monkeypatch, given, environment, sent):
+    if environment is None:
+        monkeypatch.delenv("INTELLAX_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("INTELLAX_API_KEY", environment)
+    assert client_lib.Client([A], api_key=given)._http.headers.get("authorization") == sent
+
+
+def test_it_imports_no_jax():
+    code = "import inference.client, sys; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2], check=True, timeout=60)

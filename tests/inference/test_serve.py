@@ -1,0 +1,600 @@
+"""The rollout server: the wire contract of RL clients, refusals in the server's own words, and weights that change.
+
+In process over ASGI, and once as the real process that `rl.train` starts.
+"""
+
+import asyncio
+import base64
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from inference import client as client_lib
+from inference import serve
+from inference.engine import engine as engine_lib
+from inference.engine import kv_cache
+from inference.scheduler import scheduler as scheduler_lib
+from inference.server import schemas, service, web
+from models import hf, transformer
+from models.text import tokenizer as tokenizer_lib
+from sharding import broadcast, rules
+from tests.support import tiny
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = tiny.model()
+CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=48, prefill_batch=2, steps_per_call=4)
+METADATA = {"model": dataclasses.asdict(MODEL), "tokenizer": "byte_chatml"}
+PROMPT = list(b"hello")
+START_S = 120  # to import, compile and answer, beside other work
+
+
+def publish(root, version, **options):
+    rng = np.random.default_rng(version)
+
+    def draw(spec):
+        return (1 + rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5).astype(np.float32) - (len(spec.shape) > 1)
+
+    params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    broadcast.publish(params, version, str(root), metadata=METADATA, **options)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    root = tmp_path_factory.mktemp("weights")
+    publish(root, 0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(weights):
+    server = service.start(str(weights), CONFIG)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def ask(server):
+    """ask(method, path, **kwargs of httpx) -> response, within a process."""
+    transport = httpx.ASGITransport(app=serve.make_app(server))
+
+    def ask(method, path, **kwargs):
+        async def exchange():
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(exchange())
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def generate(ask):
+    def generate(body=None, **sampling):
+        body = {"model": "policy", "token_ids": PROMPT, "sampling_params": sampling} | (body or {})
+        return ask(
+            "POST", "/inference/v1/generate", content=json.dumps(body)
+        )  # json.dumps writes NaN, as some clients do
+
+    return generate
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == status and error["type"] and set(error) == {"message", "type", "code", "param"}
+    return error["message"]
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------
+
+
+def test_the_reply_is_what_rl_clients_check(generate, server):
+    """The checks of verifiers' client: lengths, `token_id:<id>`, finite log-probabilities, the stop token included."""
+    body = {"request_id": "abc", "cache_salt": "0", "priority": 3, "proofs": True, "unheard_of": {"x": [1]}}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 12, "seed": 7, "n": 3}
+    extra = {"logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 0, "stop": [], "what": None}
+    response = generate(body, **sampling, stop_token_ids=[258, 256], **extra)
+    assert response.status_code == 200
+    reply = response.json()
+    assert reply["request_id"] == "abc" and [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    num_new = 0
+    for choice in reply["choices"]:
+        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+        assert 1 <= len(tokens) == len(content) <= 12 and all(type(token) is int for token in tokens)
+        assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in tokens]
+        assert all(np.isfinite(entry["logprob"]) and entry["logprob"] != -9999.0 for entry in content)
+        stopped = tokens[-1] in (258, 256)
+        assert choice["finish_reason"] == ("stop" if stopped else "length") and (stopped or len(tokens) == 12)
+        assert choice["policy_versions"] == [[server.scheduler.version, len(tokens)]]
+        assert choice["prompt_policy_version"] == server.scheduler.version
+        assert len(base64.b64decode(choice["proofs"], validate=True)) == 258
+        num_new += len(tokens)
+    usage = {"prompt_tokens": 5, "completion_tokens": num_new, "total_tokens": 5 + num_new}
+    assert reply["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    # The same seed, the same answer; sample i is a request of its own with seed + i.
+    again = generate(body, **sampling, stop_token_ids=[258, 256]).json()
+    assert again["choices"] == reply["choices"]
+    assert again["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 5}}
+    alone = generate(body, **(sampling | {"n": 1, "seed": 8}), stop_token_ids=[258, 256]).json()["choices"][0]
+    assert alone == reply["choices"][1] | {"index": 0}
+
+
+def test_defaults(generate, server):
+    """max_tokens: what is left of the context. Stop ids: the tokenizer's. A seed is drawn, and proofs are not made."""
+    first, second = (generate({"sampling_params": {}}).json()["choices"][0] for _ in range(2))
+    assert first["token_ids"] != second["token_ids"] and first["proofs"] == ""
+    request = server.request(schemas.SamplingParams(), PROMPT)
+    assert request.stop_ids == server.engine.tokenizer.stop_ids and request.max_tokens == 48 - 5
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (1.0, 0, 1.0, 0.0)
+    assert request.num_samples == 1 and not request.proofs
+    request = server.request(schemas.SamplingParams(seed=-1, top_k=-1), PROMPT)
+    assert request.seed == 2**32 - 1 and request.top_k == 0
+    request = server.request(schemas.SamplingParams(ignore_eos=True, stop_token_ids=[7, 7], stop="x"), PROMPT)
+    assert request.stop_ids == (7,) and request.stop_texts == ("x",)
+    request = server.request(schemas.SamplingParams(stop_token_ids=[7]), PROMPT)
+    assert request.stop_ids == (7, *server.engine.tokenizer.stop_ids)  # given beside the model's own
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling", "message"),
+    [
+        ({"token_ids": None}, {}, "token_ids: Input should be a valid array; got None"),
+        ({"token_ids": "hello"}, {}, "token_ids: Input should be a valid array"),
+        ({"token_ids": [1, 2.0]}, {}, "token_ids.1: Input should be a valid integer; got 2.0"),
+        ({"token_ids": [True]}, {}, "token_ids.0: Input should be a valid integer; got True"),
+        ({"token_ids": []}, {}, "token_ids is empty"),
+        ({"token_ids": [272]}, {}, "token id 272 is outside the vocabulary of 272"),
+        ({"token_ids": [-1]}, {}, "token id -1 is outside"),
+        ({"token_ids": [10**30]}, {}, "is outside the vocabulary"),
+        ({"token_ids": [1] * 48}, {}, "maximum context length is 48 tokens, but the prompt has 48"),
+        ({"sampling_params": [1]}, {}, "sampling_params: Input should be an object; got"),
+        ({"proofs": "yes"}, {}, "proofs: Input should be a valid boolean"),
+        ({}, {"temperature": float("nan")}, "temperature: Input should be a finite number; got nan"),
+        ({}, {"temperature": float("inf")}, "got inf"),
+        ({}, {"temperature": 10**400}, "temperature"),
+        ({}, {"temperature": "1"}, "temperature: Input should be a valid number; got '1'"),
+        ({}, {"temperature": -1}, "temperature must be 0, or in"),
+        ({}, {"top_p": 1.5}, "top_p must be in \\(0, 1\\]; got 1.5"),
+        ({}, {"top_k": 2**40}, "top_k must be in"),
+        ({}, {"top_k": 1.0}, "top_k: Input should be a valid integer; got 1.0"),
+        ({}, {"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({}, {"max_tokens": True}, "max_tokens: Input should be a valid integer; got True"),
+        ({}, {"n": 0}, "n must be in 1..1024; got 0"),
+        ({}, {"n": 10**9}, "n must be in 1..1024"),
+        ({}, {"seed": 0.5}, "seed: Input should be a valid integer"),
+        ({}, {"stop_token_ids": "x"}, "stop_token_ids: Input should be a valid array"),
+        ({}, {"stop_token_ids": [1.5]}, "stop_token_ids.0: Input should be a valid integer"),
+        ({}, {"stop_token_ids": [2**40]}, "stop token id 1099511627776 is outside the vocabulary"),
+        ({}, {"stop_token_ids": list(range(65))}, "67 stop token ids given; at most 64"),
+        ({}, {"stop": ["a", ""]}, "a stop string is empty"),
+        ({}, {"stop": [5]}, "stop"),
+        ({}, {"logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
+        ({}, {"logit_bias": {"-1": 1}}, "logit_bias has the key '-1'"),
+        ({}, {"logit_bias": {"300": 1}}, "logit_bias token id 300 is outside the vocabulary"),
+        ({}, {"logit_bias": {"3": 101}}, "a logit_bias must be in -100..100; got 101"),
+        ({}, {"frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported"),
+        ({}, {"repetition_penalty": 1.1}, "repetition_penalty = 1.1 is not supported"),
+    ],
+)
+def test_what_is_refused(generate, server, body, sampling, message):
+    assert re.search(message, refused(generate(body, **sampling)))
+    assert server.scheduler.is_alive
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1, 2]", "the request body: Input should be an object"),
+        (b'{"token_ids": [' + b"9" * 5000 + b"]}", "is not JSON"),
+        (b"", "is not JSON"),
+        (b"{}", "token_ids is missing"),
+    ],
+)
+def test_a_body_that_is_no_request(ask, content, message):
+    assert message in refused(ask("POST", "/inference/v1/generate", content=content))
+
+
+def test_a_body_that_never_ends_is_cut_off(ask, monkeypatch):
+    size = serve.MAX_BODY_BYTES
+    assert f"exceeds {size} bytes" in refused(ask("POST", "/inference/v1/generate", content=b" " * (size + 1)))
+    monkeypatch.setattr(web.read_body, "__defaults__", (1000,))
+    assert "exceeds 1000 bytes" in refused(ask("POST", "/update_weights", content=b" " * 1001))
+
+
+def test_a_full_queue_is_429(generate, server, monkeypatch):
+    monkeypatch.setattr(server.scheduler, "_max_queue", 0)
+    assert "0 requests are pending" in refused(generate(), 429)
+
+
+def test_models_and_health(ask, server):
+    cards = ask("GET", "/v1/models").json()
+    assert cards["object"] == "list" and [card["id"] for card in cards["data"]] == [server.model_name]
+    assert cards["data"][0]["max_model_len"] == 48 and cards["data"][0]["policy_version"] == server.scheduler.version
+    response = ask("GET", "/health")
+    health = response.json()
+    assert response.status_code == 200 and health["status"] == "ok"
+    assert health["running"] == health["pending"] == 0 and health["stats"]["tokens"] > 0
+
+
+def test_a_client_that_hangs_up_frees_its_slots(server):
+    """Straight to the ASGI app: the body, then `http.disconnect`."""
+    body = json.dumps({"token_ids": PROMPT, "sampling_params": {"n": 1000, "ignore_eos": True}}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/inference/v1/generate", "headers": [], "query_string": b""}
+    asyncio.run(serve.make_app(server)(scope, receive, send))
+    assert sent[0]["status"] == 499
+    deadline = time.monotonic() + START_S
+    while (server.scheduler.num_running or server.scheduler.num_pending) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.scheduler.num_running == server.scheduler.num_pending == 0
+    assert server.scheduler.stats["samples"] < 500  # of a thousand
+
+
+def test_a_scheduler_that_stopped_is_503(weights, server):
+    scheduler = scheduler_lib.Scheduler(server.engine, server.engine.load_params(), 0)
+    scheduler.close()
+    app = serve.make_app(service.Server(str(weights), scheduler, server.engine, server.store))
+
+    async def exchange():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+            generate = await client.post("/inference/v1/generate", json={"token_ids": PROMPT})
+            update = await client.post("/update_weights", json={"version": 0})
+            return generate, update, await client.get("/health")
+
+    generate, update, health = asyncio.run(exchange())
+    assert "shutting down" in refused(generate, 503)
+    assert update.json()["version"] == 0  # it is in force: nothing to do
+    assert health.status_code == 503 and "stopped" in health.json()["status"]
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_update_weights(ask, generate, weights, server, tmp_path):
+    """A newer version swaps in; one that is corrupt, absent or nonsense leaves the old one serving, and says why."""
+    fixed = {"seed": 3, "max_tokens": 8, "ignore_eos": True}
+
+    def answer():
+        return generate(**fixed).json()["choices"][0]
+
+    def update(**body):
+        return ask("POST", "/update_weights", json=body)
+
+    assert update(version=None).json() == {"status": "ok", "version": 0}  # nothing newer
+    before = answer()
+    publish(weights, 1)
+    assert answer() == before  # published is not yet served
+    assert update(version=1).json() == {"status": "ok", "version": 1}
+    after = answer()
+    assert after["token_ids"] != before["token_ids"] and after["policy_versions"] == [[1, 8]]
+    assert update(version=0).json()["version"] == 0 and answer() == before  # back, by name
+    assert update().json()["version"] == 1
+
+    publish(weights, 2)
+    objects = [path for path in (weights / "v00000002").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    largest = max(objects, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    message = refused(update(version=2), 500)
+    assert "v00000002" in message and message.endswith("the weights in force go on serving")
+    assert "no version 9" in refused(update(version=9), 500)
+    for body, text in (
+        ({"version": -1}, "got -1"),
+        ({"version": "1"}, "got '1'"),
+        ({"version": True}, "got True"),
+        ({"version": 0, "weight_dir": 5}, "weight_dir: Input should be a valid string; got 5"),
+    ):
+        assert text in refused(update(**body))
+    assert answer() == after and ask("GET", "/health").json()["policy_version"] == 1
+
+    publish(tmp_path, 7)  # another root, by name
+    assert update(weight_dir=str(tmp_path)).json()["version"] == 7
+    assert answer()["policy_versions"] == [[7, 8]]
+
+
+def test_an_update_under_requests(weights, server):
+    """Requests that run while weights change are all answered, with versions that rise."""
+    old = server.scheduler.version
+    publish(weights, 100)
+
+    async def both():
+        transport = httpx.ASGITransport(app=serve.make_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=START_S) as client:
+            body = {"token_ids": PROMPT, "sampling_params": {"n": 40, "ignore_eos": True}}
+            requests = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for _ in range(2)]
+            while not server.scheduler.num_running:
+                await asyncio.sleep(0.001)
+            update = await client.post("/update_weights", json={"version": 100})
+            return update, [await request for request in requests]
+
+    update, responses = asyncio.run(both())
+    assert update.json()["version"] == 100
+    choices = [choice for response in responses for choice in response.json()["choices"]]
+    assert len(choices) == 80
+    for choice in choices:
+        versions = [version for version, _ in choice["policy_versions"]]
+        assert versions == sorted(set(versions)) and set(versions) <= {old, 100}
+        assert sum(count for _, count in choice["policy_versions"]) == len(choice["token_ids"])
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_1(weights, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["--weights", str(weights), "--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+    assert "choose another port" in error
+    assert serve.main(["--weights", str(weights), "--port", "0", "--num_slots", "0"]) == 1
+    assert capsys.readouterr().err == "error: inference.num_slots = 0 must be at least 1\n"
+
+
+@pytest.mark.slow
+def test_the_process_answers_and_ends_with_its_parent(weights, tmp_path):
+    address_file = tmp_path / "address"
+    command = [sys.executable, "-m", "inference.serve", "--weights", str(weights), "--port", "0", "--exit_with_parent"]
+    command += ["--address_file", str(address_file), "--num_slots", "2", "--max_model_len", "32"]
+    command += ["--prefill_batch", "1", "--steps_per_call", "4"]
+    newest = broadcast.latest(str(weights))
+    if newest == 2:  # the corrupt one, had no test published after it
+        publish(weights, 3)
+        newest = 3
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            deadline = time.monotonic() + START_S
+            while not address_file.exists():
+                assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+                time.sleep(0.05)
+
+            async def exchange():
+                async with client_lib.Client([address_file.read_text()]) as client:
+                    sampling = {"n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True}
+                    samples = await client.generate(PROMPT, sampling, proofs=True)
+                    return samples, await client.health()
+
+            samples, (health,) = asyncio.run(exchange())
+            assert len(samples) == 2 and health["policy_version"] == newest
+            for sample in samples:
+                assert len(sample.tokens) == 5 or sample.tokens[-1] == 271
+                assert set(sample.versions) == {newest} and len(sample.proofs) in (258, 2 + 2 * 32 * len(sample.tokens))
+            process.stdin.close()
+            assert process.wait(timeout=30) == 0
+            assert f"serving policy version {newest} on http://127.0.0.1:" in process.stdout.read().decode()
+        finally:
+            process.kill()
+
+
+def test_an_update_that_cannot_be_leaves_the_old_weights(ask, generate, server, tmp_path):
+    """Nothing published, another model's tensors, a folder of one version."""
+    in_force, fixed = server.scheduler.version, {"seed": 3, "max_tokens": 4, "ignore_eos": True}
+    before = generate(**fixed).json()["choices"]
+
+    def update(**body):
+        return ask("POST", "/update_weights", json=body)
+
+    assert "no published version under" in refused(update(weight_dir=str(tmp_path / "nowhere")), 500)
+    assert "no published version under" in refused(update(weight_dir=str(tmp_path)), 500)
+    other = dataclasses.replace(MODEL, ffn_dim=72)
+    params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), transformer.specs(other), is_leaf=rules.is_spec)
+    broadcast.publish(params, 5, str(tmp_path), metadata=METADATA)
+    message = refused(update(weight_dir=str(tmp_path)))
+    assert "['layers']['000']['mlp']['down'] as float32[72, 32]" in message and "needs float32[64, 32]" in message
+    del params["final_norm"]
+    broadcast.publish(params, 6, str(tmp_path), metadata=METADATA)
+    assert update(weight_dir=str(tmp_path)).status_code in (400, 500)
+    assert server.scheduler.version == in_force and generate(**fixed).json()["choices"] == before
+    publish(tmp_path / "good", 1000)
+    own = str(tmp_path / "good" / "v00001000")  # one version's own folder, as prime-rl names it
+    assert update(weight_dir=own).json() == {"status": "ok", "version": 1000}
+
+
+def swaps_under_load(server, root, *, num_requests, num_swaps):
+    """Requests in flight while versions change; each token's log-probability is that of the version stamped on it."""
+    prompts = [[int(t) for t in np.random.default_rng(i).integers(0, 256, 4 + i % 9)] for i in range(num_requests)]
+    start = server.scheduler.version
+    first = start + 1000
+    for version in range(first, first + num_swaps):
+        publish(root, version, keep=num_swaps)
+
+    async def main():
+        transport = httpx.ASGITransport(app=serve.make_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=600) as client:
+            swapped = asyncio.Event()
+
+            async def ask(i):
+                """Again and again until all versions have been in force: nobody knows how long a swap takes."""
+                choices = []
+                for turn in itertools.count():
+                    sampling = {"n": 2, "seed": i + turn * num_requests, "ignore_eos": True}
+                    body = {"token_ids": prompts[i], "sampling_params": sampling}
+                    response = await client.post("/inference/v1/generate", json=body)
+                    assert response.status_code == 200, response.text
+                    choices += response.json()["choices"]
+                    if swapped.is_set():
+                        return choices
+
+            tasks = [asyncio.create_task(ask(i)) for i in range(num_requests)]
+            for version in range(first, first + num_swaps):
+                generated = server.scheduler.stats["tokens"]
+                while server.scheduler.stats["tokens"] < generated + 40:
+                    for task in filter(asyncio.Task.done, tasks):
+                        task.result()  # raises what went wrong: none is done before the last swap
+                    await asyncio.sleep(0.001)
+                body = {"version": version, "weight_dir": str(root)}
+                response = await client.post("/update_weights", json=body)
+                assert response.json().get("version") == version, response.text
+            swapped.set()
+            return [await task for task in tasks]
+
+    results = asyncio.run(main())
+    used, mixed = collections.Counter(), 0
+    trees = {v: broadcast.pull(str(root), v).params for v in range(first, first + num_swaps)}
+    trees[start] = server.engine.load_params() if start == 0 else None  # an earlier test's are gone
+    replay = _Replay(trees)
+    for prompt, choices in zip(prompts, results, strict=True):
+        # Those that saw the most versions: to score all, token by token, takes longer than to roll them out.
+        for choice in sorted(choices, key=lambda choice: -len(choice["policy_versions"]))[:2]:
+            versions = [v for v, count in choice["policy_versions"] for _ in range(count)]
+            assert versions == sorted(versions) and len(versions) == len(choice["token_ids"])
+            used.update(versions)
+            mixed += len(set(versions)) > 1
+            if trees[start] is None and start in (*versions, choice["prompt_policy_version"]):
+                continue
+            expected = replay(prompt, choice["token_ids"], choice["prompt_policy_version"], versions)
+            got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            # float32 programs of other shapes, log-probabilities of order 10, keys of up to every version
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+    assert mixed > num_requests // 4 and len(used) > num_swaps // 2, (mixed, used)
+
+
+class _Replay:
+    """Each token by the weights stamped on it, over the keys as they were written: one token at a time, no engine."""
+
+    def __init__(self, trees):
+        self._trees = {version: params for version, params in trees.items() if params is not None}
+        self._step = jax.jit(self._run)
+
+    def __call__(self, prompt, tokens, prompt_version, versions):
+        cache = kv_cache.create(MODEL, 1, CONFIG.max_model_len)
+        sequence, logps = [*prompt, *tokens], []
+        # The last prompt token is run again by the first decode step, hence by the first token's version.
+        writers = [prompt_version] * (len(prompt) - 1) + list(versions)
+        for at, writer in enumerate(writers):
+            logits_V, cache = self._step(self._trees[writer], np.array([[sequence[at]]], np.int32), np.int32(at), cache)
+            if at >= len(prompt) - 1:
+                logp_V = np.asarray(logits_V, np.float64)
+                logps.append(logp_V[sequence[at + 1]] - np.log(np.exp(logp_V - logp_V.max()).sum()) - logp_V.max())
+        return logps
+
+    def _run(self, params, token_11, at, cache):
+        attend = kv_cache.attend_at(at[None])
+        hidden, cache = transformer.extend(params, MODEL, token_11, at[None, None], cache, attend)
+        return transformer.logits(params, MODEL, hidden)[0, 0], cache
+
+
+def test_log_probabilities_are_of_the_version_stamped_on_them(server, tmp_path):
+    swaps_under_load(server, tmp_path, num_requests=8, num_swaps=3)
+
+
+@pytest.mark.slow
+def test_twenty_swaps_under_sixty_four_requests(server, tmp_path):
+    swaps_under_load(server, tmp_path, num_requests=64, num_swaps=20)
+
+
+@pytest.mark.slow
+def test_swaps_on_a_mesh(tmp_path):
+    """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
+    publish(tmp_path / "own", 0)
+    meshed = service.start(str(tmp_path / "own"), CONFIG, mesh={"tensor": 2, "data": -1})
+    try:
+        down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
+        assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
+        assert len(down.sharding.device_set) == 8
+        swaps_under_load(meshed, tmp_path / "later", num_requests=12, num_swaps=4)
+    finally:
+        meshed.close()
+
+
+def test_sigterm_lets_requests_end(weights, tmp_path):
+    """A request in flight is answered, new ones are not taken, and the exit code is 0."""
+    address_file = tmp_path / "address"
+    root = tmp_path / "weights"
+    publish(root, 0)
+    command = [sys.executable, "-m", "inference.serve", "--weights", str(root), "--port", "0", "--api_key", "k"]
+    command += ["--address_file", str(address_file), "--num_slots", "2", "--max_model_len", "600"]
+    command += ["--prefill_batch", "1", "--steps_per_call", "4"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + START_S
+            while not address_file.exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            url, key = address_file.read_text(), {"authorization": "Bearer k"}
+
+            async def exchange():
+                async with httpx.AsyncClient(base_url=url, headers=key, timeout=START_S) as client:
+                    sampling = {"n": 3, "ignore_eos": True}
+                    body = {"token_ids": PROMPT, "sampling_params": sampling}
+                    running = asyncio.create_task(client.post("/inference/v1/generate", json=body))
+                    while not (await client.get("/health")).json()["running"]:
+                        await asyncio.sleep(0.01)
+                    process.send_signal(signal.SIGTERM)
+                    return await running
+
+            response = asyncio.run(exchange())
+            assert response.status_code == 200
+            assert [len(choice["token_ids"]) for choice in response.json()["choices"]] == [595] * 3
+            assert process.wait(timeout=60) == 0
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+        finally:
+            process.kill()
+
+
+def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
+    """--model: the same tokens as the parameters it was written from; an update from another folder is the next version."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    trees = [jax.jit(transformer.init, static_argnums=1)(jax.random.key(seed), MODEL) for seed in range(2)]
+    for folder, params in zip(folders, trees, strict=True):
+        hf.save(folder, MODEL, params)
+        tokenizer_lib.byte_chatml().save(folder)
+    server = service.start_model(str(folders[0]), CONFIG)
+    plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
+    request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
+    try:
+        assert server.scheduler.submit(request).result(START_S) == plain.submit(request).result(START_S)
+        assert server.update(None, str(folders[1])) == 1
+        plain.update(trees[1], 1).result(START_S)
+        assert server.scheduler.submit(request).result(START_S) == plain.submit(request).result(START_S)
+        with pytest.raises(ValueError, match="name a weight_dir"):
+            server.update(None)
+    finally:
+        server.close()
+        plain.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max_queue", "0"], "--max_queue = 0 must be at least 1"),
+        (["--max_model_len", "1"], "--max_model_len = 1 must be at least 2"),
+        (["--watch", "nan"], "--watch = nan must be at least 0"),
+        (["--grpc_port", "99999"], "--grpc_port = 99999 must be in 0..65535"),
+        (["--weights_key", "ab"], "--weights_key is of a broadcast"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_loaded(arguments, words, capsys):
+    assert serve.main(["--model", "nowhere", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {words}")

@@ -1,0 +1,127 @@
+"""The CPU's attention of packed rows against the softmax written out in float64, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention
+from models.kernels import cpu_attention, cpu_tiled_attention
+
+
+def packed_mask(rng, B, T):
+    """Causal, in sequences that begin anywhere."""
+    segment_BT = np.cumsum(rng.random((B, T)) < 0.05, axis=1)
+    return (segment_BT[:, :, None] == segment_BT[:, None]) & np.tril(np.ones((T, T), bool))
+
+
+def oracle(q, k, v, mask_BTT, scale, d_out):
+    """Output and gradients of sum(d_out * out), float64, with no use of a library's derivative."""
+    scores = np.einsum("BKGTC,BKSC->BKGTS", q, k) * scale
+    scores = np.where(mask_BTT[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("BKGTS,BKSV->BKGTV", weights, v)
+    d_weights = np.einsum("BKGTV,BKSV->BKGTS", d_out, v)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * scale
+    d_q = np.einsum("BKGTS,BKSC->BKGTC", d_scores, k)
+    d_k = np.einsum("BKGTS,BKGTC->BKSC", d_scores, q)
+    d_v = np.einsum("BKGTS,BKGTV->BKSV", weights, d_out)
+    return out, d_q, d_k, d_v
+
+
+@pytest.mark.parametrize("T", [1, 7, 40, 81, 160, 203])  # one block, whole ones, and a last one that is shorter
+def test_values_and_gradients_are_those_of_the_softmax_written_out(T):
+    rng = np.random.default_rng(T)
+    B, K, G, C, V = 2, 2, 3, 8, 5
+    q, k, v, d_out = (rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V)))
+    mask = packed_mask(rng, B, T)
+    want = oracle(q, k, v, mask, 0.3, d_out)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *args: cpu_attention.attend(*args, jnp.asarray(mask), 0.3), q, k, v)
+        return out, *pull(d_out)
+
+    for mine, theirs in zip(run(*arrays, jnp.asarray(d_out, jnp.float32)), want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_scores_above_the_diagonal_of_blocks_are_not_computed():
+    shapes = (
+        jax.ShapeDtypeStruct((1, 1, 1, 160, 8), jnp.float32),
+        *[jax.ShapeDtypeStruct((1, 1, 160, 8), jnp.float32)] * 2,
+    )
+    mask = jnp.ones((1, 160, 160), bool)
+    cost = jax.jit(lambda q, k, v: cpu_attention.attend(q, k, v, mask, 1.0)).lower(*shapes).compile().cost_analysis()
+    products = 2 * 2 * 160 * 160 * 8
+    softmax = 10 * 160 * 160  # what XLA counts beside the products, at most
+    assert cost["flops"] < 0.63 * (products + softmax)
+
+
+# ---- rows beyond a block, by tiles -----------------------------------------------------------------------------------
+
+
+def drawn_packing(rng, B, T):
+    """Sequences that begin anywhere, each a prompt and a few branches, and padding at the end of the first row."""
+    segment_BT = 1 + np.cumsum(rng.random((B, T)) < 0.05, axis=1)
+    segment_BT[0, T - T // 4 :] = 0
+    branch_BT, position_BT = np.zeros((2, B, T), np.int32)
+    for b in range(B):
+        for segment in np.unique(segment_BT[b]):
+            (columns,) = np.nonzero(segment_BT[b] == segment)
+            branch_BT[b, columns] = np.sort(rng.integers(0, 3, len(columns)))
+            for branch in range(3):
+                (own,) = np.nonzero(branch_BT[b, columns] == branch)
+                prompt = 0 if branch == 0 else int((branch_BT[b, columns] == 0).sum())
+                position_BT[b, columns[own]] = prompt + np.arange(len(own))
+    return attention.Packing(*map(jnp.asarray, (position_BT, segment_BT, branch_BT)))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("T", [1, 16, 37, 61])  # a part of a tile, a whole one, and last ones that are filled up
+def test_tiles_give_the_softmax_written_out(T, window, monkeypatch):
+    monkeypatch.setattr(cpu_tiled_attention, "TILE", 16)
+    rng = np.random.default_rng(T)
+    B, K, G, C, V = 2, 2, 3, 8, 5
+    q, k, v, d_out = (rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V)))
+    packing, columns_T = drawn_packing(rng, B, T), jnp.arange(T)
+
+    def readable(*args):
+        return attention.readable(*args, window)
+
+    want = oracle(q, k, v, np.asarray(readable(packing, columns_T, packing, columns_T)), 0.3, d_out)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *args: cpu_tiled_attention.attend(*args, packing, readable, 0.3), q, k, v)
+        return out, *pull(d_out)
+
+    mine = run(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)))
+    for one, theirs in zip(mine, want, strict=True):
+        np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
+    """What is not a number would spread to all that is computed from it, be it multiplied by 0."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(cpu_tiled_attention, "TILE", 16)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 64, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    bad_T = np.arange(64) // 16 == 1  # a sequence of its own, or a branch: the second tile
+
+    for segment_T, branch_T in ((np.arange(64) // 16 + 1, np.zeros(64)), (np.ones(64), np.arange(64) // 16)):
+        packing = attention.Packing(*(jnp.asarray(x, jnp.int32)[None] for x in (np.arange(64), segment_T, branch_T)))
+
+        def loss(q, k, v, packing=packing):
+            out = attention.attend_packed(q, k, v, packing)
+            return jnp.where(bad_T[None, :, None, None], 0.0, out).sum()
+
+        spoiled = [jnp.where(bad_T[None, :, None, None], jnp.nan, x) for x in (q, k, v)]
+        value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*spoiled)
+        assert np.isfinite(value)
+        for gradient in gradients:
+            assert np.isfinite(
+                np.asarray(gradient)[0, 32:]
+            ).all()  # the first tile may be a prompt that the spoiled one reads

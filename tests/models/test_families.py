@@ -1,0 +1,580 @@
+"""Every family under every layout: meshes of eight devices, stacked layers, rematerialisation, packing.
+
+One oracle for all: the plain program on one device, which tests/models/hf/test_checkpoint.py compares with transformers and
+tests/models/test_transformer.py with numpy. Letters as in models/transformer.py.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import kv_cache
+from models import attention, layers, transformer
+from models import config as config_lib
+from models.kernels import cpu_tiled_attention
+from sharding import mesh as mesh_lib
+from sharding import rules
+from tests.support import tiny
+
+B, T, V = 8, 16, 64
+DENSE = dict(vocab_size=V, num_heads=8, num_kv_heads=4, qk_norm=False, tie_embeddings=False)
+MIXED = dict(DENSE, num_experts=8, experts_per_token=3, expert_ffn_dim=32)
+SIGMOID = dict(MIXED, router="sigmoid", router_correction=True, routed_scale=2.5, num_shared_experts=1)
+YARN = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_positions=8)
+
+# One small model per family: dims that every mesh below divides, and each switch its family has.
+FAMILIES = {
+    "llama": tiny.model(
+        **DENSE | dict(family="llama", rope_scaling="llama3", rope_factor=8.0, rope_original_positions=8, ffn_bias=True)
+    ),
+    "qwen2": tiny.model(**DENSE | YARN | dict(family="qwen2", qkv_bias=True, tie_embeddings=True)),
+    "qwen3": tiny.model(**DENSE | dict(family="qwen3", qk_norm=True, out_bias=True, qkv_bias=True)),
+    "qwen3_moe": tiny.model(**MIXED | dict(family="qwen3", qk_norm=True, num_layers=3, dense_layers=(1,))),
+    "glm4_moe": tiny.model(
+        **SIGMOID | dict(family="glm4_moe", qkv_bias=True, rope_dim=4, num_layers=3, first_dense_layers=1)
+    ),
+    "deepseek_v3": tiny.model(
+        **SIGMOID
+        | YARN
+        | dict(family="deepseek_v3", num_kv_heads=8, head_dim=12, rope_dim=4, rope_interleaved=True, kv_latent_dim=16)
+        | dict(q_latent_dim=24, value_dim=6, rope_mscale=1.0, rope_mscale_all_dim=1.0, num_layers=3)
+        | dict(first_dense_layers=1, router_groups=4, router_groups_kept=2, qkv_bias=True, out_bias=True)
+    ),
+    "gpt_oss": tiny.model(
+        **MIXED
+        | YARN
+        | dict(family="gpt_oss", norm="rms_float32", activation="clamped", clamp_limit=1.0, sinks=True, window=5)
+        | dict(layer_pattern="SF", num_layers=4, qkv_bias=True, out_bias=True, router="topk_softmax")
+        | dict(router_bias=True, expert_bias=True, rope_truncate=False)
+    ),
+    "gemma3": tiny.model(
+        **DENSE
+        | dict(family="gemma3", norm="rms_plus_one", post_norms=True, scale_embeddings=True, activation="gelu")
+        | dict(tie_embeddings=True, qk_norm=True, window=4, layer_pattern="SF", num_layers=5, attention_softcap=20.0)
+        | dict(final_softcap=30.0, attention_scale=0.3, rope_local_theta=100.0, rope_scaling="linear", rope_factor=8.0)
+    ),
+}
+MESHES = {
+    "fsdp8": {"fsdp": 8},
+    "fsdp2_tensor4": {"fsdp": 2, "tensor": 4},
+    "expert4_fsdp2": {"expert": 4, "fsdp": 2},
+    "context2_fsdp4": {"context": 2, "fsdp": 4},
+    "data2_fsdp2_tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def slow_but(cases, *quick):
+    """The cases as parameters, all marked slow but the quick ones."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*value, marks=[] if case in quick else [pytest.mark.slow])
+        for case, value in zip(cases, values, strict=True)
+    ]
+
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+@functools.cache
+def params_of(name):
+    """Kernels of roughly unit gain; scales, biases and sinks redrawn, so that one which is misplaced is seen."""
+    rng = np.random.default_rng(5)
+    config = FAMILIES[name]
+
+    def draw(path, spec):
+        kind = path[-1].key
+        if kind.endswith("norm"):
+            return (rng.uniform(0.5, 1.5, spec.shape) - (config.norm == "rms_plus_one")).astype(np.float32)
+        size = 0.3 if kind.endswith("bias") or kind in ("correction", "sinks") else spec.shape[0] ** -0.5
+        if kind in ("gate", "up", "down", "o") and len(spec.shape) == 3:
+            size = spec.shape[1] ** -0.5
+        return (rng.standard_normal(spec.shape) * size).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, transformer.specs(config), is_leaf=rules.is_spec)
+
+
+@functools.cache
+def packed_rows(branches=True):
+    """Rows of two sequences and padding, the first a prompt with two continuations; other cuts in each row."""
+    rng = np.random.default_rng(2)
+    tokens_BT = rng.integers(0, V, (B, T)).astype(np.int32)
+    segment_ids_BT, branch_ids_BT, positions_BT = (np.zeros((B, T), np.int32) for _ in range(3))
+    for b in range(B):
+        prompt, first, second, other = 2 + b % 3, 3, 2, 3 + b % 4
+        lengths = [(1, 0, 0, prompt), (1, 1, prompt, first), (1, 2, prompt, second), (2, 0, 0, other)]
+        if not branches:
+            lengths = [(1, 0, 0, prompt + first), (2, 0, 0, second), (3, 0, 0, other)]
+        column = 0
+        for segment, branch, position, length in lengths:
+            at = slice(column, column + length)
+            segment_ids_BT[b, at], branch_ids_BT[b, at] = segment, branch
+            positions_BT[b, at] = position + np.arange(length)
+            column += length
+    return {
+        "tokens_BT": tokens_BT,
+        "positions_BT": positions_BT,
+        "segment_ids_BT": segment_ids_BT,
+        "branch_ids_BT": branch_ids_BT,
+    }
+
+
+WEIGHT_BTV = np.random.default_rng(9).standard_normal((B, T, V)).astype(np.float32) / 16
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run(params, config, rows, weight_BTV):
+    """(logits of real tokens, loads, loss, gradients)."""
+
+    def loss(params):
+        rows_ = dict(rows)
+        hidden_BTD, routing = transformer.apply_routed(params, config, rows_.pop("tokens_BT"), **rows_)
+        logits_BTV = transformer.logits(params, config, hidden_BTD)
+        logits_BTV = jnp.where(rows["segment_ids_BT"][..., None] > 0, logits_BTV, 0.0)
+        return jnp.sum(logits_BTV * weight_BTV), (logits_BTV, None if routing is None else routing.load)
+
+    (value, (logits_BTV, load)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits_BTV, load, value, grads
+
+
+@functools.cache
+def reference(name):
+    return jax.tree.map(np.asarray, run(params_of(name), FAMILIES[name], packed_rows(), WEIGHT_BTV))
+
+
+def assert_same(got, want, what):
+    """Float32 sums in another order: 1e-4 of the largest entry of each array, where the smallest error seen when a sum
+    over an axis is left out or taken twice is a factor of two in a whole array. The loss is a sum of 5000 terms of
+    either sign and size 0.1, which leaves little of them: 1e-4 in itself."""
+
+    def same(path, a, b):
+        scale = max(np.abs(b).max(), 1.0 if what == "loss" else 1e-2)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=f"{what} {jax.tree_util.keystr(path)}")
+
+    jax.tree_util.tree_map_with_path(same, jax.tree.map(np.asarray, got), want)
+
+
+def on_mesh(name, sizes, **changes):
+    config, mesh = dataclasses.replace(FAMILIES[name], **changes), mesh_lib.create(sizes)
+    params = params_of(name)
+    if config.scan_layers:
+        params = transformer.stack(params, config)
+    rows = {key: jax.device_put(x, rules.batch_sharding(mesh, 2)) for key, x in packed_rows().items()}
+    params = jax.device_put(params, rules.shardings(transformer.specs(config), mesh))
+    with jax.set_mesh(mesh):
+        compiled = run.lower(params, config, rows, WEIGHT_BTV).compile()
+        return compiled, compiled(params, rows, WEIGHT_BTV), config
+
+
+# Each mesh once here; the whole product is marked slow.
+QUICK = zip(["qwen3", "qwen2", "glm4_moe", "qwen3", "llama"], MESHES, strict=True)
+
+
+@pytest.mark.parametrize(("name", "mesh"), slow_but([(name, mesh) for name in FAMILIES for mesh in MESHES], *QUICK))
+def test_eight_devices_equal_one(name, mesh, capfd):
+    compiled, got, _ = on_mesh(name, MESHES[mesh])
+    # XLA's partitioner says so when it can only go from one layout to the next by way of the whole array.
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+    for what, a, b in zip(("logits", "load", "loss", "gradient"), got, reference(name), strict=True):
+        assert_same(a, b, what)
+    largest = max(x.size for x in jax.tree.leaves(params_of(name)))
+    assert max(gathered(compiled.as_text()), default=0) <= largest  # a layer's at a time, never the tree
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("glm4_moe", "expert4_fsdp2"), ("gemma3", "fsdp2_tensor4")])
+@pytest.mark.slow
+def test_scanned_layers_on_eight_devices_equal_one(name, mesh):
+    compiled, got, config = on_mesh(name, MESHES[mesh], scan_layers=True, remat="block")
+    want = reference(name)
+    for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
+        assert_same(a, b, what)
+    assert_same(transformer.unstack(got[3], config), want[3], "gradient")
+    # A whole stack would be two layers' parameters in one gather.
+    largest = max(x.size for x in jax.tree.leaves(params_of(name)))
+    assert max(gathered(compiled.as_text()), default=0) <= largest
+
+
+def gathered(hlo):
+    """Elements of the results of all-gathers in a compiled program."""
+    for shapes in re.findall(r"= (\S+|\(.*?\)) all-gather(?:-start)?\(", hlo):
+        for dims in re.findall(r"\w+\[([\d,]*)\]", shapes):
+            yield int(np.prod([int(dim) for dim in dims.split(",") if dim], dtype=np.int64))
+
+
+# ---- stacked layers, rematerialisation -------------------------------------------------------------------------------
+
+
+def test_layers_are_stacked_by_kind():
+    def stacks(**changes):
+        return transformer.stacks(tiny.model(**changes))
+
+    assert stacks(num_layers=4) == {"000": [0, 1, 2, 3]}
+    gemma = dict(window=4, layer_pattern="SSSSSF")
+    assert stacks(num_layers=14, **gemma) == {f"{j:03d}": [j, j + 6] for j in range(6)} | {"012": [12, 13]}
+    glm = dict(num_experts=4, experts_per_token=2, expert_ffn_dim=8, first_dense_layers=1)
+    assert stacks(num_layers=5, **glm) == {"000": [0], "001": [1, 2, 3, 4]}
+    assert stacks(num_layers=6, window=4, layer_pattern="SF") == {"000": [0, 2, 4], "001": [1, 3, 5]}
+
+
+@pytest.mark.parametrize("name", slow_but(["glm4_moe", "gemma3", "gpt_oss"], "glm4_moe"))
+def test_scanned_layers_equal_single_ones(name):
+    """`apply` with its gradients, and prefill and decode over a stacked cache; rematerialised by "dots" on the way."""
+    config = dataclasses.replace(FAMILIES[name], scan_layers=True, remat="dots")
+    stacked, want = transformer.stack(params_of(name), config), reference(name)
+    jax.tree.map(np.testing.assert_array_equal, transformer.unstack(stacked, config), params_of(name))
+    got = run(stacked, config, packed_rows(), WEIGHT_BTV)
+    for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
+        assert_same(a, b, what)
+    assert_same(transformer.unstack(got[3], config), want[3], "gradient")
+
+
+def test_scanned_init_draws_what_single_layers_draw():
+    config = tiny.model(num_layers=2, qk_norm=False)
+    scanned = dataclasses.replace(config, scan_layers=True)
+    draw = jax.jit(transformer.init, static_argnums=1)
+    single, stacked = (draw(jax.random.key(3), c) for c in (config, scanned))
+    jax.tree.map(np.testing.assert_array_equal, transformer.stack(single, scanned), stacked)
+    shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), stacked)
+    assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), transformer.abstract(scanned))
+    assert transformer.num_params(scanned) == transformer.num_params(config)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["single", "stacked"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weight_decay_acts_on_matrices_alone(name, scanned):
+    """Not on scales, biases, sinks or corrections, however many dims they have."""
+    config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
+    decayed_tree = jax.tree.map(rules.is_matrix, transformer.specs(config), is_leaf=rules.is_spec)
+    for path, decayed in jax.tree_util.tree_leaves_with_path(decayed_tree):
+        kind = path[-1].key
+        assert decayed == (not kind.endswith(("norm", "bias")) and kind not in ("sinks", "correction")), path
+
+
+@pytest.mark.parametrize("remat", slow_but(["block", "dots", "offload"], "dots"))
+def test_rematerialisation_changes_no_value(remat):
+    config = dataclasses.replace(FAMILIES["qwen3"], remat=remat)
+    got = run(params_of("qwen3"), config, packed_rows(), WEIGHT_BTV)
+    assert_same(got[0], reference("qwen3")[0], "logits")
+    assert_same(got[3], reference("qwen3")[3], "gradient")
+
+
+def test_rematerialisation_by_name_saves_less():
+    """Bytes of residuals between forward and backward, from the shapes of the linearised function's constants."""
+
+    def residuals(remat):
+        config = dataclasses.replace(FAMILIES["qwen3"], remat=remat)
+        rows = packed_rows()
+        _, pull = jax.eval_shape(
+            lambda p: jax.vjp(lambda p: transformer.apply(p, config, rows["tokens_BT"]), p), params_of("qwen3")
+        )
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+    none, dots, block = (residuals(remat) for remat in ("none", "dots", "block"))
+    assert none > 1.5 * dots > 1.5 * block
+
+
+def test_offloaded_layer_inputs_are_in_host_memory():
+    """The residual of each layer has the memory space of the host; the layer's inside is recomputed from it."""
+    config = dataclasses.replace(FAMILIES["qwen3"], remat="offload")
+    program = jax.make_jaxpr(
+        jax.grad(lambda p: transformer.apply(p, config, packed_rows()["tokens_BT"]).sum()), static_argnums=()
+    )(params_of("qwen3"))
+    moved = re.findall(r"f32<host>\[8,16,32\]", str(program))
+    assert len(moved) >= config.num_layers
+
+
+# ---- the cache, packing ----------------------------------------------------------------------------------------------
+
+
+CACHED = [(name, scanned) for name in ("deepseek_v3", "gpt_oss", "gemma3", "glm4_moe") for scanned in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "scanned"), slow_but(CACHED, ("deepseek_v3", False)))
+def test_prefill_then_decode_equals_apply(name, scanned):
+    """Two sequences of different lengths decode together, over a cache of rows that were copied from a prefill's."""
+    config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
+    params = transformer.stack(params_of(name), config) if scanned else params_of(name)
+    tokens_BT, start_B = packed_rows()["tokens_BT"][:2], np.array([9, 6], np.int32)
+    whole = jax.jit(transformer.apply, static_argnums=1)(params_of(name), FAMILIES[name], tokens_BT)
+
+    @jax.jit
+    def extend(params, tokens_BT, start_B, cache):
+        positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
+        return transformer.extend(params, config, tokens_BT, positions_BT, cache, kv_cache.attend_at(start_B))
+
+    def dirty(rows, capacity):  # what was never written must weigh nothing
+        return jax.tree.map(lambda x: x + 3, kv_cache.create(config, rows, capacity))
+
+    prompt_BT = np.where(np.arange(10)[None] < start_B[:, None], tokens_BT[:, :10], 0)
+    hidden, prefix = extend(params, prompt_BT, np.zeros(2, np.int32), dirty(2, 10))
+    for b in range(2):
+        np.testing.assert_allclose(hidden[b, : start_B[b]], whole[b, : start_B[b]], rtol=0, atol=1e-5)
+    slots = np.array([2, 0])
+    cache = jax.jit(kv_cache.copy_rows)(prefix, np.array([0, 1]), dirty(3, 20), slots)
+    assert kv_cache.capacity(cache) == 20
+    token_B1, position_B = np.zeros((3, 1), np.int32), np.zeros(3, np.int32)
+    for step in range(5):
+        token_B1[slots, 0], position_B[slots] = tokens_BT[np.arange(2), start_B + step], start_B + step
+        hidden, cache = extend(params, token_B1, position_B, cache)
+        np.testing.assert_allclose(hidden[slots, 0], whole[np.arange(2), start_B + step], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["single", "stacked"])
+def test_a_masked_write_keeps_the_old_entries(scanned):
+    config = dataclasses.replace(FAMILIES["deepseek_v3"], scan_layers=scanned)
+    params = params_of("deepseek_v3")
+    params = transformer.stack(params, config) if scanned else params
+    tokens_BT, zeros_B = packed_rows()["tokens_BT"][:2], np.zeros(2, np.int32)
+    write_BT = np.random.default_rng(1).random((2, T)) < 0.5
+
+    @jax.jit
+    def extend(params, cache, write_BT):
+        attend = kv_cache.attend_at(zeros_B, write_BT=write_BT)
+        positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
+        return transformer.extend(params, config, jnp.asarray(tokens_BT), positions_BT, cache, attend)[1]
+
+    full = extend(params, kv_cache.create(config, 2, T), np.ones((2, T), bool))
+    old = jax.tree.map(lambda x: x + 7, kv_cache.create(config, 2, T))
+    for kept, written, before in zip(
+        jax.tree.leaves(extend(params, old, write_BT))[:1],
+        jax.tree.leaves(full)[:1],
+        jax.tree.leaves(old)[:1],
+        strict=True,
+    ):
+        # The first layer's keys depend on the tokens alone.
+        first = [np.asarray(x[0] if scanned else x)[:, 0] for x in (kept, written, before)]
+        np.testing.assert_allclose(first[0], np.where(write_BT[..., None], first[1], first[2]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", slow_but(["gpt_oss", "gemma3", "deepseek_v3", "glm4_moe"], "glm4_moe"))
+def test_padding_and_other_sequences_change_nothing(name):
+    """Every token of a row but one sequence's is redrawn: that sequence's logits stay, to the bit."""
+    rows = packed_rows()
+    logits_BTV = reference(name)[0]
+    other_BT = rows["segment_ids_BT"] != 2
+    redrawn = np.where(other_BT, np.random.default_rng(8).integers(0, V, (B, T)), rows["tokens_BT"]).astype(np.int32)
+    got = run(params_of(name), FAMILIES[name], rows | {"tokens_BT": redrawn}, WEIGHT_BTV)[0]
+    np.testing.assert_array_equal(np.asarray(got)[~other_BT], logits_BTV[~other_BT])
+    assert (np.asarray(got)[other_BT] != logits_BTV[other_BT]).any()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def draw_attention(T, dim=16, value_dim=16, dtype=np.float32):
+    rng = np.random.default_rng(3)
+    shapes = [(2, T, 4, dim), (2, T, 2, dim), (2, T, 2, value_dim)]
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    segment_ids = np.sort(rng.integers(1, 4, (2, T)), axis=1).astype(np.int32)
+    segment_ids[0, -T // 8 :] = 0
+    starts = np.stack([np.searchsorted(row, row) for row in np.where(segment_ids == 0, 9, segment_ids)])
+    positions = (np.arange(T)[None] - starts).astype(np.int32)
+    return q, k, v, attention.Packing(positions, segment_ids), rng.standard_normal(4).astype(np.float32)
+
+
+def attention_oracle(q, k, v, packing, sinks, *, window, scale, softcap):
+    """Float64, one query at a time; rows of padding are zero."""
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, t, h in np.ndindex(q.shape[:3]):
+        if packing.segment_ids[b, t] == 0:
+            continue
+        keys = [s for s in range(t + 1) if packing.segment_ids[b, s] == packing.segment_ids[b, t]]
+        keys = [s for s in keys if not window or t - s < window]
+        scores = np.array([q[b, t, h].astype(np.float64) @ k[b, s, h // 2] * scale for s in keys])
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[h])))
+        out[b, t, h] = sum(w * v[b, s, h // 2] for w, s in zip(weights / total, keys, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("kernel", ["one_block", "blocks", "splash"])
+@pytest.mark.parametrize(("window", "softcap", "sunk"), [(0, 0.0, False), (37, 0.0, True), (50, 3.0, False)])
+def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch):
+    """XLA in one block of queries and in several, and JAX's TPU kernel interpreted; 128 columns."""
+    q, k, v, packing, sinks = draw_attention(128)
+    how = dict(window=window, scale=0.3, softcap=softcap)
+    want = attention_oracle(q, k, v, packing, sinks if sunk else None, **how)
+    how["sinks_H"] = sinks if sunk else None
+    if kernel == "splash":
+        got = attention.splash(q, k, v, packing.segment_ids, interpret=True, **how)
+    else:
+        monkeypatch.setattr(attention, "BLOCK", 48 if kernel == "blocks" else 512)  # 128 is no multiple of 48
+        got = jax.jit(functools.partial(attention.attend_packed, implementation="xla", **how))(q, k, v, packing)
+    real = packing.segment_ids > 0
+    np.testing.assert_allclose(np.asarray(got)[real], want[real], rtol=0, atol=2e-5)  # float32 sums of 128 terms
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["tiles", "blocks"])
+def test_long_rows_hold_no_full_score_matrix(softcap, monkeypatch):
+    """Forward and backward of 1024 columns in tiles or blocks of 64: no array of 1024 x 1024 per head in the program."""
+    monkeypatch.setattr(cpu_tiled_attention, "TILE", 64)
+    monkeypatch.setattr(attention, "BLOCK", 64)
+    q, k, v, packing, _ = draw_attention(1024, dim=4, value_dim=4)
+
+    def total(q, k, v):
+        return attention.attend_packed(q, k, v, packing, implementation="xla", softcap=softcap).sum()
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, v).compile()
+    full = 2 * 4 * 1024 * 1024 * 4  # bytes of one float32 [B, H, T, T]
+    assert compiled.memory_analysis().temp_size_in_bytes < full / 2
+
+
+def test_ring_attention_equals_one_device():
+    """Keys go round four devices; values and gradients, with a window, sinks and continuations of a shared prompt."""
+    q, k, v, packing, sinks = draw_attention(64)
+    packing = packing._replace(branch_ids=np.random.default_rng(1).integers(0, 3, packing.segment_ids.shape))
+    cotangent = np.random.default_rng(2).standard_normal((2, 64, 4, 16)).astype(np.float32)
+
+    @jax.jit
+    def run_attention(q, k, v, packing, sinks):
+        out, pull = jax.vjp(
+            lambda q, k, v, sinks: attention.attend_packed(q, k, v, packing, window=20, sinks_H=sinks), q, k, v, sinks
+        )
+        return out, pull(cotangent * (packing.segment_ids > 0)[..., None, None])
+
+    want = run_attention(q, k, v, packing, sinks)
+    mesh = mesh_lib.create({"data": 2, "context": 4})
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "context"))
+    with jax.set_mesh(mesh):
+        got = run_attention(*jax.device_put((q, k, v, packing), rows), sinks)
+    real = packing.segment_ids > 0
+    np.testing.assert_allclose(np.asarray(got[0])[real], np.asarray(want[0])[real], rtol=0, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "T", "dtype", "branches", "words"),
+    [
+        ("splash", 100, np.float32, False, "multiple of 128"),
+        ("splash", 128, np.float32, True, "share_prompts"),
+        ("cudnn", 128, np.float32, False, "bfloat16"),
+    ],
+)
+def test_a_kernel_that_cannot_express_the_layer_is_refused(implementation, T, dtype, branches, words):
+    q, k, v, packing, _ = draw_attention(T, dtype=dtype)
+    packing = packing._replace(branch_ids=packing.positions if branches else None)
+    with pytest.raises(ValueError, match=words):
+        attention.attend_packed(q, k, v, packing, implementation=implementation)
+
+
+def test_splash_lowers_for_tpu():
+    """To TPU kernels with their gradients, through `apply`, on a machine without one."""
+    config = dataclasses.replace(
+        FAMILIES["qwen3"], attention="splash", num_heads=2, num_kv_heads=1, head_dim=128, dtype="bfloat16"
+    )
+    params = transformer.abstract(config)
+    tokens_BT = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+    def total(params, tokens_BT):
+        return transformer.apply(params, config, tokens_BT).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(total)).trace(params, tokens_BT).lower(lowering_platforms=("tpu",))
+    assert (
+        lowered.as_text().count("tpu_custom_call") == 3
+    )  # forward, dq and dkv, each a function that every layer calls
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(num_kv_heads=3), ("num_heads = 4", "num_kv_heads = 3")),
+        (dict(head_dim=7), ("head_dim = 7", "even")),
+        (dict(remat="all"), ("remat = 'all'", "'offload'")),
+        (dict(layer_pattern="SF"), ("window = 0", "'SF'")),
+        (dict(layer_pattern="X"), ("layer_pattern = 'X'",)),
+        (dict(rope_scaling="yarn"), ("rope_original_positions = 0", "'yarn'")),
+        (dict(num_experts=4, experts_per_token=5), ("experts_per_token = 5", "4")),
+        (dict(num_experts=4, experts_per_token=2, router_groups=2), ("router_groups = 2", "'sigmoid'")),
+        (dict(num_experts=6, experts_per_token=1, router_groups=4), ("router_groups = 4", "6")),
+        (dict(kv_latent_dim=8), ("kv_latent_dim = 8", "num_kv_heads = num_heads")),
+        (dict(family="gpt5"), ("family = 'gpt5'", "'qwen2'")),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_is_refused(changes, words):
+    with pytest.raises(ValueError) as error:
+        tiny.model(**changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_config_survives_json():
+    config = tiny.model(dense_layers=(1,))
+    again = config_lib.ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+    assert again == config and hash(again) == hash(config)
+
+
+# ---- rotary frequencies ----------------------------------------------------------------------------------------------
+
+
+def wavelength_llama3(base, factor, low, high, original):
+    """Llama 3.1's rule for one dim, by wavelength, as its reference states it."""
+    wavelength = 2 * math.pi / base
+    if wavelength < original / high:
+        return base
+    if wavelength > original / low:
+        return base / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * base / factor + smooth * base
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "low", "high", "original"),
+    [(128, 5e5, 8.0, 1.0, 4.0, 8192), (64, 1e4, 32.0, 1.5, 6.0, 256)],
+)
+def test_llama3_frequencies(dim, theta, factor, low, high, original):
+    scaling = dict(rope_scaling="llama3", rope_factor=factor, rope_low_freq=low, rope_high_freq=high)
+    config = tiny.model(head_dim=dim, rope_theta=theta, rope_original_positions=original, **scaling)
+    got, attention_factor = layers.frequencies(config, sliding=False)
+    want = [wavelength_llama3(theta ** (-2 * i / dim), factor, low, high, original) for i in range(dim // 2)]
+    np.testing.assert_allclose(got, want, rtol=1e-6)  # float32
+    assert attention_factor == 1.0
+    between = [
+        w for i, w in enumerate(want) if theta ** (-2 * i / dim) / factor < w * 0.999 < theta ** (-2 * i / dim) * 0.99
+    ]
+    assert len(between) >= 3  # the interpolated stretch is not empty
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "fast", "slow", "original", "truncate"),
+    [
+        (64, 1e4, 40.0, 32.0, 1.0, 4096, True),
+        (64, 150000.0, 32.0, 32.0, 1.0, 4096, False),
+        (128, 1e6, 4.0, 32.0, 1.0, 32768, True),
+    ],
+    ids=["deepseek_v3", "gpt_oss", "qwen"],
+)
+def test_yarn_frequencies(dim, theta, factor, fast, slow, original, truncate):
+    """YaRN (arXiv 2309.00071): dims that turn more than `fast` times in the trained length keep their frequency, those that
+    turn less than `slow` times are stretched; the ramp between is linear in the dim, its ends rounded outwards."""
+    scaling = dict(rope_scaling="yarn", rope_factor=factor, rope_beta_fast=fast, rope_beta_slow=slow)
+    config = tiny.model(
+        head_dim=dim, rope_theta=theta, rope_original_positions=original, rope_truncate=truncate, **scaling
+    )
+    got, attention_factor = layers.frequencies(config, sliding=False)
+
+    def dim_of(turns):  # original * theta ** (-2 i / dim) / (2 pi) = turns, solved for i
+        return dim / 2 * math.log(original / (2 * math.pi * turns), theta)
+
+    first, last = dim_of(fast), dim_of(slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    for i in range(dim // 2):
+        base = theta ** (-2 * i / dim)
+        part = min(max((i - first) / (last - first), 0.0), 1.0)
+        assert math.isclose(got[i], base * (1 - part) + base / factor * part, rel_tol=1e-6), i
+    assert 0 < first < last < dim / 2  # the ramp lies inside, so that both ends are seen
+    assert math.isclose(attention_factor, 0.1 * math.log(factor) + 1)
+    with_mscale = dataclasses.replace(config, rope_mscale=0.7, rope_mscale_all_dim=1.0)
+    want = (0.07 * math.log(factor) + 1) / (0.1 * math.log(factor) + 1)
+    assert math.isclose(layers.frequencies(with_mscale, sliding=False)[1], want)

@@ -1,0 +1,426 @@
+"""Routers, grouped matmuls and load statistics against loops over tokens; tests/models/test_transformer.py has the Qwen3 mixture.
+
+Letters as in models/moe.py.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import moe, moe_experts, transformer
+from rl.plan import hlo
+from sharding import mesh as mesh_lib
+from sharding import rules
+from tests.support import tiny
+
+B, T, D, E, F = 4, 6, 16, 8, 12
+BASE = tiny.model(model_dim=D, num_experts=E, experts_per_token=3, expert_ffn_dim=F, num_layers=1)
+SIGMOID = dict(router="sigmoid", router_correction=True, routed_scale=2.5)
+ROUTERS = {
+    "softmax": BASE,
+    "softmax_unnormalised": dataclasses.replace(BASE, norm_topk=False),
+    "sigmoid": dataclasses.replace(BASE, **SIGMOID),
+    "sigmoid_groups": dataclasses.replace(BASE, **SIGMOID, router_groups=4, router_groups_kept=2, norm_topk=False),
+    "topk_softmax": dataclasses.replace(BASE, router="topk_softmax", router_bias=True),
+}
+GPT_OSS = dataclasses.replace(ROUTERS["topk_softmax"], expert_bias=True, activation="clamped", clamp_limit=1.5)
+SHARED = dataclasses.replace(ROUTERS["sigmoid"], num_shared_experts=2)
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+@functools.cache
+def params_of(config):
+    rng = np.random.default_rng(0)
+    specs = transformer.specs(config)["layers"]["000"]["moe"]
+    return jax.tree.map(
+        lambda spec: (rng.standard_normal(spec.shape) * 0.4).astype(np.float32), specs, is_leaf=rules.is_spec
+    )
+
+
+def draw(*shape, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def oracle_route(x_D, params, config):
+    """{expert: weight} of one token, in float64."""
+    logits = x_D.astype(np.float64) @ params["router"] + params.get("router_bias", 0.0)
+    if config.router == "topk_softmax":
+        best = sorted(range(E), key=lambda e: -logits[e])[: config.experts_per_token]
+        total = sum(math.exp(logits[e]) for e in best)
+        return {e: math.exp(logits[e]) / total for e in best}
+    if config.router == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum()
+    else:
+        scores = 1 / (1 + np.exp(-logits))
+    choice = scores + params.get("correction", 0.0)
+    groups = np.split(np.arange(E), config.router_groups)
+    groups = sorted(groups, key=lambda group: -sum(sorted(choice[group])[-2:]))[: config.router_groups_kept]
+    allowed = [e for group in groups for e in group]
+    best = sorted(allowed, key=lambda e: -choice[e])[: config.experts_per_token]
+    total = sum(scores[e] for e in best) if config.norm_topk else 1.0
+    return {e: scores[e] / total * config.routed_scale for e in best}
+
+
+def oracle_expert(x_D, params, e, config):
+    gate, up = (x_D @ params[name][e].astype(np.float64) for name in ("gate", "up"))
+    if config.expert_bias:
+        gate, up = gate + params["gate_bias"][e], up + params["up_bias"][e]
+    if config.activation == "clamped":
+        limit = config.clamp_limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
+    sigmoid = 1 / (1 + np.exp(-gate * (config.clamp_alpha if config.activation == "clamped" else 1.0)))
+    out = (gate * sigmoid * up) @ params["down"][e]
+    return out + params["down_bias"][e] if config.expert_bias else out
+
+
+def oracle_mixture(x_BTD, params, config):
+    out = np.zeros(x_BTD.shape)
+    for b, t in np.ndindex(x_BTD.shape[:2]):
+        x_D = x_BTD[b, t].astype(np.float64)
+        for e, weight in oracle_route(x_D, params, config).items():
+            out[b, t] += weight * oracle_expert(x_D, params, e, config)
+        if "shared" in params:
+            gate, up = (x_D @ params["shared"][name] for name in ("gate", "up"))
+            out[b, t] += (gate / (1 + np.exp(-gate)) * up) @ params["shared"]["down"]
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def mixture(x_BTD, params, config, cotangent_BTD, experts_BTX=None, valid_BT=None):
+    """(output, gradients, routing)."""
+
+    def total(x_BTD, params):
+        out_BTD, routing = moe.mixture(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
+        return jnp.sum(out_BTD * cotangent_BTD), (out_BTD, routing)
+
+    grads, (out_BTD, routing) = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)
+    return out_BTD, grads, routing
+
+
+# ---- routers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_choose_and_weigh_as_a_loop_does(name):
+    config, params, x_BTD = ROUTERS[name], params_of(ROUTERS[name]), draw(B, T, D)
+    routing = jax.jit(moe.route, static_argnums=2)(x_BTD, params, config)
+    for b, t in np.ndindex(B, T):
+        want = oracle_route(x_BTD[b, t], params, config)
+        got = dict(zip(np.asarray(routing.experts)[b, t].tolist(), np.asarray(routing.weights)[b, t], strict=True))
+        assert got.keys() == want.keys()
+        for e in want:
+            assert math.isclose(got[e], want[e], rel_tol=1e-5)  # float32 against float64
+
+
+@pytest.mark.parametrize("config", [SHARED, GPT_OSS], ids=["shared", "gpt_oss"])
+def test_mixture_equals_a_loop_over_tokens(config):
+    params, x_BTD = params_of(config), draw(B, T, D)
+    got, _, _ = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
+    np.testing.assert_allclose(got, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)  # sums of 16 of size 5
+
+
+def test_routing_is_float32_under_bfloat16_activations():
+    """Scores that bfloat16 cannot tell apart: 1 + 2^-9 times a logit still wins."""
+    config = dataclasses.replace(BASE, experts_per_token=1)
+    router = np.zeros((D, E), np.float32)
+    router[0] = 1.0
+    router[0, 5] = 1.0 + 2**-9
+    x_BTD = jnp.ones((1, 1, D), jnp.bfloat16)
+    assert moe.route(x_BTD, {"router": router}, config).experts[0, 0, 0] == 5
+
+
+def test_the_correction_acts_on_the_choice_and_has_no_gradient():
+    config = ROUTERS["sigmoid"]
+    params = params_of(config) | {"correction": np.where(np.arange(E) == 6, 100.0, 0.0).astype(np.float32)}
+    x_BTD = draw(B, T, D)
+    _, (_, d_params), routing = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
+    assert (np.asarray(routing.experts) == 6).any(axis=-1).all()
+    assert (np.asarray(d_params["correction"]) == 0).all()
+    np.testing.assert_allclose(routing.weights.sum(axis=-1), config.routed_scale, rtol=1e-5)  # of plain scores
+
+
+# ---- dropless, undefined rows ----------------------------------------------------------------------------------------
+
+
+def test_tokens_that_all_choose_one_expert_are_all_served():
+    config = dataclasses.replace(ROUTERS["sigmoid"], experts_per_token=1)
+    params = params_of(config) | {"correction": np.where(np.arange(E) == 2, 10.0, 0.0).astype(np.float32)}
+    x_BTD = draw(B, T, D)
+    got, _, routing = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
+    np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, B * T, 0))
+    np.testing.assert_allclose(got, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
+    assert float(moe.load_metrics(routing.load[None])["moe/max_violation"]) == E - 1
+
+
+@pytest.mark.parametrize("config", [SHARED, GPT_OSS], ids=["shared", "gpt_oss"])
+def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
+    """With experts on several devices a device's groups end before its rows do; what comes out there is undefined.
+
+    Here it is NaN, in the result and in the gradient: neither may reach anything. Catches a mask by multiplication.
+    """
+    real = jax.lax.ragged_dot
+
+    @jax.custom_vjp
+    def hostile(rows, kernel, sizes):
+        out = real(rows, kernel, sizes)
+        return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, jnp.nan)
+
+    def forward(rows, kernel, sizes):
+        return hostile(rows, kernel, sizes), (rows, kernel, sizes)
+
+    def backward(saved, grad):
+        rows, kernel, sizes = saved
+        d_rows, d_kernel = jax.vjp(lambda r, k: real(r, k, sizes), rows, kernel)[1](grad)
+        outside = jnp.arange(rows.shape[0])[:, None] >= sizes.sum()
+        poison = jnp.where(jnp.any(outside & (grad != 0)), jnp.nan, 0.0)  # reads rows past the groups
+        return jnp.where(outside, jnp.nan, d_rows), d_kernel + poison, None
+
+    hostile.defvjp(forward, backward)
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    want = mixture(x_BTD, params_of(config), config, cotangent)
+    monkeypatch.setattr(jax.lax, "ragged_dot", hostile)
+    mesh = mesh_lib.create({"expert": 4, "fsdp": 2})
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("fsdp", "expert")))
+    with jax.set_mesh(mesh):
+        got = mixture(jax.device_put(x_BTD, rows), params_of(config), config, jax.device_put(cotangent, rows))
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+
+
+# ---- experts of other devices ----------------------------------------------------------------------------------------
+
+
+def on_mesh(sizes, x_BTD, params, config, cotangent):
+    """`mixture` on a mesh, traced anew; (its results, the text of the program)."""
+    mesh = mesh_lib.create(sizes, jax.devices()[: math.prod(sizes.values())])
+    layout = rules.shardings(transformer.specs(config)["layers"]["000"]["moe"], mesh)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rules.RULES["batch"]))
+    args = jax.device_put(x_BTD, rows), jax.device_put(params, layout), config, jax.device_put(cotangent, rows)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(mixture.__wrapped__), static_argnums=2).lower(*args).compile()
+        return compiled(args[0], args[1], args[3]), compiled.as_text()
+
+
+TRAVELS = {
+    "expert_fsdp": ({"expert": 4, "fsdp": 2}, SHARED),
+    "biases": ({"expert": 4, "fsdp": 2}, GPT_OSS),
+    "experts_over_tensor": ({"expert": 2, "tensor": 4}, GPT_OSS),
+    "ffn_over_tensor": ({"expert": 2, "tensor": 3}, GPT_OSS),  # 3 do not divide 8 experts, but 12 columns
+}
+
+
+@pytest.mark.parametrize("rounds", [pytest.param("one", marks=pytest.mark.slow), "several"])
+@pytest.mark.parametrize("name", TRAVELS)
+def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
+    """Values and gradients, in one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
+    sizes, config = TRAVELS[name]
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    want = mixture(x_BTD, params_of(config), config, cotangent)
+    monkeypatch.setattr(moe_experts, "GATHERED", 0)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    monkeypatch.setattr(moe_experts, "SLACK", {"one": 4.0, "several": 0.1}[rounds])
+    got, text = on_mesh(sizes, x_BTD, params_of(config), config, cotangent)
+    assert "all-to-all" in text
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+
+
+@pytest.mark.parametrize("name", ["one_device", pytest.param("fsdp", marks=pytest.mark.slow), "expert"])
+def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, monkeypatch):
+    """Values and gradients, at most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
+    sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    want = mixture(x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
+    monkeypatch.setattr(moe_experts, "GATHERED", 0)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    monkeypatch.setattr(moe_experts, "ROWS", 15)
+    got, _ = on_mesh(sizes, x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+
+
+@pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
+def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
+    """All 192 assignments go to one device, which holds rows for 1.25 x 24 at a time: none is dropped."""
+    config = dataclasses.replace(ROUTERS["sigmoid"], experts_per_token=1)
+    params = params_of(config) | {"correction": np.where(np.arange(E) == 2, 10.0, 0.0).astype(np.float32)}
+    x_BTD, cotangent = draw(8, 24, D), draw(8, 24, D, seed=2)
+    monkeypatch.setattr(moe_experts, "GATHERED", gathered)
+    monkeypatch.setattr(moe_experts, "TILE", 8)
+    (out, grads, routing), _ = on_mesh({"expert": 8}, x_BTD, params, config, cotangent)
+    np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, 8 * 24, 0))
+    np.testing.assert_allclose(out, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
+    # The one expert's down projection by hand, in float64: sum over tokens of hidden x weight x cotangent.
+    want = np.zeros((F, D))
+    for b, t in np.ndindex(8, 24):
+        x_D = x_BTD[b, t].astype(np.float64)
+        gate, up = (x_D @ params[name][2] for name in ("gate", "up"))
+        weight = oracle_route(x_BTD[b, t], params, config)[2]
+        want += np.outer(gate / (1 + np.exp(-gate)) * up, weight * cotangent[b, t])
+    np.testing.assert_allclose(grads[1]["down"][2], want, rtol=0, atol=2e-4 * np.abs(want).max())
+    assert (np.delete(np.asarray(grads[1]["down"]), 2, axis=0) == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
+def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
+    """Parameters are gathered over `fsdp` alone: what crosses devices at a time is at most one device's part of one kernel."""
+    monkeypatch.setattr(moe_experts, "GATHERED", gathered)
+    config = dataclasses.replace(BASE, expert_ffn_dim=512)  # so that no activation is as large as a kernel
+    _, text = on_mesh({"expert": 4, "fsdp": 2}, draw(8, T, D), params_of(config), config, draw(8, T, D, seed=2))
+    found = hlo.parse(text).collectives()
+    largest = max(c.num_bytes for c in found if c.kind == "all-gather")
+    assert largest == E // 4 * D * 512 * 4
+    assert {c.kind for c in found} >= ({"all-to-all"} if gathered == 0 else {"all-gather"})
+
+
+def test_megablox_equals_ragged_dot():
+    """The TPU kernel, interpreted, with groups that end before the rows do: values and gradients."""
+    sizes = np.array([3, 0, 70, 40], np.int32)
+    rows, kernel, cotangent = draw(150, 24), draw(4, 24, 20, seed=2), draw(150, 20, seed=3)
+    inside = np.arange(150) < sizes.sum()
+
+    def run(which):
+        config = dataclasses.replace(BASE, grouped_matmul=which)
+        out, pull = jax.vjp(
+            lambda r, k: moe_experts.grouped_matmul(r, k, sizes, inside, config, interpret=which == "megablox"),
+            rows,
+            kernel,
+        )
+        return out, pull(cotangent)
+
+    got, want = run("megablox"), run("ragged_dot")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got, want)  # sums of up to 70
+    starts = np.cumsum(sizes) - sizes
+    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        at = slice(start, start + size)
+        np.testing.assert_allclose(want[0][at], rows[at] @ kernel[e], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(want[1][1][e], rows[at].T @ cotangent[at], rtol=0, atol=1e-4)
+    assert (np.asarray(want[0])[~inside] == 0).all() and (np.asarray(want[1][0])[~inside] == 0).all()
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTERS)
+def test_replaying_the_routers_own_choice_changes_nothing(name):
+    config = ROUTERS[name]
+    args = draw(B, T, D), params_of(config), config, draw(B, T, D, seed=2)
+    want = mixture(*args)
+    *got, routing = mixture(*args, want[2].experts)
+    assert not np.asarray(routing.gap).any()
+    got = *got, routing._replace(gap=None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
+
+
+def test_replayed_experts_run_with_this_routers_weights_and_gradient():
+    """Experts of another policy: weights are this router's scores of them, and its gradient is that of those weights."""
+    config = ROUTERS["softmax"]
+    params, x_BTD, cotangent = params_of(config), draw(B, T, D), draw(B, T, D, seed=2)
+    forced = np.stack([np.random.default_rng(n).permutation(E)[:3] for n in range(B * T)]).reshape(B, T, 3)
+    out, (_, d_params), routing = mixture(x_BTD, params, config, cotangent, forced.astype(np.int32))
+    np.testing.assert_array_equal(routing.experts, forced)
+
+    def total(router):
+        probs_BTE = jax.nn.softmax(jnp.einsum("BTD,DE->BTE", x_BTD, router), axis=-1)
+        chosen_BTE = jax.nn.one_hot(forced, E).sum(axis=2)
+        weights_BTE = probs_BTE * chosen_BTE / (probs_BTE * chosen_BTE).sum(axis=-1, keepdims=True)
+        gate, up = (jnp.einsum("BTD,EDF->BTEF", x_BTD, params[name]) for name in ("gate", "up"))
+        out = jnp.einsum("BTEF,EFD,BTE->BTD", jax.nn.silu(gate) * up, params["down"], weights_BTE)
+        return jnp.sum(out * cotangent), out
+
+    d_router, want = jax.jit(jax.grad(total, has_aux=True))(params["router"])
+    np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(d_params["router"], d_router, rtol=0, atol=1e-4)  # sums over 24 tokens
+
+
+@pytest.mark.slow
+def test_replay_through_the_whole_model_takes_each_layers_experts():
+    config = dataclasses.replace(BASE, num_layers=3, dense_layers=(1,), vocab_size=32)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda spec: (rng.standard_normal(spec.shape) * 0.4).astype(np.float32),
+        transformer.specs(config),
+        is_leaf=rules.is_spec,
+    )
+    tokens = rng.integers(0, 32, (2, 5)).astype(np.int32)
+    forced = rng.integers(0, E, (2, 2, 5, 3)).astype(np.int32)
+    run = jax.jit(transformer.apply_routed, static_argnums=1)
+    hidden, routing = run(params, config, tokens)
+    again, replayed = run(params, config, tokens, experts_LBTX=forced)
+    np.testing.assert_array_equal(replayed.experts, forced)
+    assert np.abs(again - hidden).max() > 0.01
+    scanned = dataclasses.replace(config, scan_layers=True)
+    stacked, same = run(transformer.stack(params, scanned), scanned, tokens, experts_LBTX=forced)
+    np.testing.assert_allclose(stacked, again, rtol=0, atol=1e-5)  # order of float32 sums
+    np.testing.assert_array_equal(same.experts, forced)
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_load_statistics_count_real_tokens():
+    config, x_BTD = ROUTERS["softmax"], draw(B, T, D)
+    valid_BT = np.arange(T)[None] < np.array([6, 3, 1, 0])[:, None]
+    routing = jax.jit(moe.route, static_argnums=2)(x_BTD, params_of(config), config, valid_BT=valid_BT)
+    load, score = np.zeros(E), np.zeros(E)
+    for b, t in zip(*np.nonzero(valid_BT), strict=True):
+        logits = x_BTD[b, t].astype(np.float64) @ params_of(config)["router"]
+        score += np.exp(logits) / np.exp(logits).sum()
+        for e in oracle_route(x_BTD[b, t], params_of(config), config):
+            load[e] += 1
+    np.testing.assert_array_equal(routing.load, load)
+    np.testing.assert_allclose(routing.score, score, rtol=1e-5)
+    layers = jax.tree.map(lambda x: jnp.stack([x, x * 0 + 1]), routing)  # the second layer: perfect balance
+    metrics = {name: float(x) for name, x in moe.load_metrics(layers.load).items()}
+    violation, share = load.max() / load.mean() - 1, load[load > 0] / load.sum()
+    entropy = -(share * np.log(share)).sum() / math.log(E)
+    assert math.isclose(metrics["moe/max_violation"], violation / 2, rel_tol=1e-5)
+    assert math.isclose(metrics["moe/max_violation_worst_layer"], violation, rel_tol=1e-5)
+    assert math.isclose(metrics["moe/load_entropy"], (entropy + 1) / 2, rel_tol=1e-5)
+    balance = (E * (load / load.sum() * score / score.sum()).sum() + 1) / 2
+    assert math.isclose(float(moe.balance_loss(layers)), balance, rel_tol=1e-5)
+
+
+def test_the_auxiliary_loss_pushes_the_router_towards_balance():
+    """A step against its gradient lowers the scores of the busiest expert; none reaches the experts themselves."""
+    config, x_BTD = ROUTERS["softmax"], jnp.abs(draw(B, T, D))
+    params = params_of(config) | {"router": params_of(config)["router"] + (np.arange(E) == 3) * np.float32(0.8)}
+
+    @jax.jit
+    def loss(params):
+        routing = moe.mixture(x_BTD, params, config)[1]
+        return moe.balance_loss(jax.tree.map(lambda x: x[None], routing)), routing
+
+    (before, routing), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    assert routing.load.argmax() == 3 and before > 1
+    after, moved = loss(params | {"router": params["router"] - 0.5 * grads["router"]})
+    assert moved.score[3] < routing.score[3] and after < before
+    assert all((np.asarray(grads[name]) == 0).all() for name in ("gate", "up", "down"))
+
+
+def test_the_correction_moves_against_the_load_until_it_is_even():
+    """Algorithm 1 of arXiv 2408.15664, by hand for one step; and it balances a skewed router."""
+    np.testing.assert_allclose(
+        moe.balanced_correction(jnp.array([0.0, 1.0, 2.0]), jnp.array([4.0, 1.0, 1.0]), 0.5), [-0.5, 1.5, 2.5]
+    )
+    config, x_BTD = ROUTERS["sigmoid"], np.abs(draw(16, 32, D))
+    params = params_of(config) | {"correction": np.zeros(E, np.float32)}
+
+    @jax.jit
+    def step(correction):
+        routing = moe.route(x_BTD, params | {"correction": correction}, config)
+        metrics = moe.load_metrics(routing.load[None])
+        return moe.balanced_correction(correction, routing.load, 0.01), metrics["moe/max_violation"]
+
+    correction, first = step(params["correction"])
+    for _ in range(200):
+        correction, last = step(correction)
+    assert first > 0.8 and last < 0.15

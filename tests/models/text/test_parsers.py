@@ -1,0 +1,299 @@
+"""Reading what a model wrote: four formats (harmony by itself in test_harmony.py) of tool calls, whole and growing, and templates of the three shapes.
+
+The templates here have the structure of the families' own (where turns open and close, how calls and results are spelled),
+written for these tests.
+"""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+
+from models.text import harmony, parsers
+from models.text import tokenizer as tokenizer_lib
+
+ADD = {"a": 1, "note": "<é>\n"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "zip": {"type": "string"}}},
+        },
+    }
+]
+CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "<é>\\n"}}\n</tool_call>'
+GLM_CALL = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>note</arg_key>\n<arg_value><é>\n</arg_value>\n</tool_call>"
+)
+LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
+
+
+def calls_of(parsed):
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+# ---- whole texts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "content", "calls"),
+    [
+        ("chatml", f"Now:\n{CHATML_CALL}\n{CHATML_CALL}", "Now:", [("add", ADD)] * 2),
+        ("chatml", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+        ("chatml", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 2}"}</tool_call>', "", [("f", {"x": 2})]),
+        ("glm", f"Now:\n{GLM_CALL}\n{GLM_CALL}", "Now:", [("add", ADD)] * 2),
+        ("glm", "<tool_call>f</tool_call>", "", [("f", {})]),
+        ("llama", LLAMA_CALL, "", [("add", ADD)]),
+        ("llama", f"<|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}", "", [("add", ADD)] * 2),
+        ("llama", f"{LLAMA_CALL}\n", "", [("add", ADD)]),
+    ],
+)
+def test_calls(call_format, text, content, calls):
+    parsed = parsers.parse(text, call_format)
+    assert (parsed.reasoning, parsed.content, calls_of(parsed)) == (None, content, calls)
+    assert parsers.parse(text, call_format, read_calls=False).content == text
+
+
+def test_glm_values_follow_the_schema():
+    text = (
+        "<tool_call>add<arg_key>zip</arg_key><arg_value>0123</arg_value><arg_key>a</arg_key><arg_value>5</arg_value>"
+        "<arg_key>list</arg_key><arg_value>[1, null]</arg_value><arg_key>n</arg_key><arg_value>null</arg_value>"
+        "<arg_key>free</arg_key><arg_value>two words</arg_value></tool_call>"
+    )
+    ((_, arguments),) = calls_of(parsers.parse(text, "glm", tools=TOOLS))
+    assert arguments == {"zip": "0123", "a": 5, "list": [1, None], "n": None, "free": "two words"}
+
+
+DEEP = "[" * 20_000
+MALFORMED = [
+    ("chatml", f"<tool_call>{DEEP}</tool_call>"),
+    ("chatml", "<tool_call>{'name': 'f'}</tool_call>"),
+    ("chatml", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("chatml", '<tool_call>{"name": "f"}'),
+    ("chatml", "</tool_call><tool_call>"),
+    ("glm", "<tool_call></tool_call>"),
+    ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
+    ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+    ("llama", '{"name": "f"}'),
+    ("llama", LLAMA_CALL + " and more"),
+    ("llama", LLAMA_CALL[:-1]),
+    ("llama", '{"a": 1}'),
+    ("llama", "{" + DEEP),
+]
+
+
+@pytest.mark.parametrize(("call_format", "text"), MALFORMED)
+def test_what_is_malformed_stays_in_the_content(call_format, text):
+    assert parsers.parse(text, call_format, tools=TOOLS) == parsers.Parsed(None, text, ())
+
+
+@pytest.mark.parametrize("tools", [[], [{}], [{"function": 5}], [{"function": {"name": 1}}], ["x"], [{"name": "add"}]])
+def test_tools_that_are_none_do_no_harm(tools):
+    assert calls_of(parsers.parse(GLM_CALL, "glm", tools=tools)) == [("add", ADD)]
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", None, "hm", "yes"),
+        ("\n<think>hm</think>\nyes", False, "hm", "yes"),
+        ("<think></think>\nyes", False, "", "yes"),
+        ("hm\n</think>\n\nyes", True, "hm", "yes"),
+        ("hm\n</think>\n\nyes", None, "hm", "yes"),
+        ("hm\n</think>\n\nyes", False, None, "hm\n</think>\n\nyes"),
+        ("cut off", True, "cut off", ""),
+        ("cut off", None, None, "cut off"),
+        ("<think>cut off", None, "cut off", ""),
+        ("yes <think>", None, None, "yes <think>"),
+    ],
+)
+def test_reasoning(text, in_reasoning, reasoning, content):
+    parsed = parsers.parse(text, "chatml", in_reasoning=in_reasoning)
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
+
+
+# ---- growing texts ---------------------------------------------------------------------------------------------------
+
+
+def pieces(rng):
+    """A text of fragments that the parsers look for, whole, cut and mixed."""
+    parts = [
+        CHATML_CALL,
+        GLM_CALL,
+        LLAMA_CALL,
+        "<think>",
+        "</think>",
+        "\n",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+    ]
+    parts += ["hé", " ", "{", "}", "<", "x;", "<arg_key>"]
+    parts += ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", " to=functions.add", *harmony.STRUCTURE]
+    text = ""
+    for _ in range(rng.randrange(8)):
+        part = rng.choice(parts)
+        text += part[: rng.randrange(len(part) + 1)] if rng.random() < 0.3 else part
+    return text
+
+
+@pytest.mark.parametrize("call_format", parsers.FORMATS)
+def test_what_was_streamed_is_never_taken_back(call_format):
+    rng = random.Random(call_format)
+    for _ in range(400):
+        text, inside, read = pieces(rng), rng.random() < 0.3, rng.random() < 0.8
+        options = {"tools": TOOLS, "in_reasoning": inside, "read_calls": read}
+        states = [parsers.parse(text[:n], call_format, final=False, **options) for n in range(len(text) + 1)]
+        states.append(parsers.parse(text, call_format, **options))
+        for before, after in zip(states, states[1:], strict=False):
+            assert (after.reasoning or "").startswith(before.reasoning or ""), text
+            assert after.content.startswith(before.content), text
+            assert after.calls[: len(before.calls)] == before.calls, text
+
+
+# ---- render, parse, bridge -------------------------------------------------------------------------------------------
+
+GLM_TEMPLATE = """[gMASK]<sop>
+{%- for m in messages -%}
+{%- if m.role == 'user' %}<|user|>
+{{ m.content }}
+{%- elif m.role == 'system' %}<|system|>
+{{ m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>
+{%- if m.reasoning_content %}{{ '\\n<think>' + m.reasoning_content + '</think>' }}{% else %}{{ '\\n<think></think>' }}{% endif %}
+{%- if m.content %}{{ '\\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}{% set call = call.function or call %}
+{{ '\\n<tool_call>' + call.name }}
+{% for k, v in call.arguments.items() %}<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v if v is string else v | tojson }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+LLAMA_TEMPLATE = """{{- '<|begin_of_text|>' }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- for call in m.tool_calls %}{{- '{"name": "' + call.function.name + '", "parameters": ' }}{{ call.function.arguments | tojson }}{{ '}' }}{%- endfor %}
+{{- '<|eot_id|>' }}
+{%- else %}
+{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+
+def bytes_tokenizer(template, specials, stops):
+    vocab = {char: byte for byte, char in enumerate(tokenizer_lib._byte_chars())}
+    model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(specials)
+    ids = [model.token_to_id(stop) for stop in stops]
+    named = {"eos_token": stops[0], "pad_token": specials[0]}
+    return tokenizer_lib._wrap(model, template, named=named, more_stops=ids)
+
+
+FAMILIES = {
+    "chatml": tokenizer_lib.byte_chatml(),
+    "glm": bytes_tokenizer(
+        GLM_TEMPLATE,
+        ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    ),
+    "llama": bytes_tokenizer(
+        LLAMA_TEMPLATE,
+        ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+        + ["<|python_tag|>"],
+        ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
+    ),
+}
+OPENING = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé?"}]
+SAID = {"role": "assistant", "content": "yes"}
+MADE = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}],
+}
+MORE = [{"role": "user", "content": "and <|im_end|> <|eot_id|> <|user|> now?"}]
+RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_format_is_found_in_the_template(name):
+    assert FAMILIES[name].call_format == name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("turn", "after"), [(SAID, MORE), (MADE, RESULTS), (MADE, RESULTS + MORE)])
+def test_a_bridge_is_the_rendering_when_the_completion_was_canonical(name, turn, after):
+    tok = FAMILIES[name]
+    prompt = tok.render(OPENING, add_generation_prompt=True).token_ids
+    whole = tok.render([*OPENING, turn, *after], add_generation_prompt=True).token_ids
+    assert whole[: len(prompt)] == prompt
+    end = next(at for at in range(len(prompt), len(whole)) if whole[at] in tok.stop_ids)
+    completion = whole[len(prompt) : end + 1]
+    assert tok.bridge(prompt, completion, after) == whole
+    assert tok.bridge(prompt, completion[:-1], after) == whole  # cut off by length: the turn is closed for it
+    parsed = tok.parse(completion, tools=TOOLS)
+    assert parsed["content"] == turn["content"]
+    made = [json.loads(call["function"]["arguments"]) for call in parsed.get("tool_calls", [])]
+    assert made == [call["function"]["arguments"] for call in turn.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_bridge_keeps_sampled_ids_whatever_they_are(name):
+    tok, rng = FAMILIES[name], random.Random(name)
+    first_stop = tok.render([*OPENING, SAID, *MORE], add_generation_prompt=True).token_ids
+    prompt = tok.render(OPENING, add_generation_prompt=True).token_ids
+    closing = next(id for id in first_stop[len(prompt) :] if id in tok.stop_ids)
+    num_none = 0
+    for _ in range(200):
+        sampled = [rng.randrange(tok.vocab_size) for _ in range(rng.randrange(12))]
+        sampled += rng.choice([[], [closing], [rng.choice(tok.stop_ids)]])
+        bridged = tok.bridge(prompt, sampled, MORE)
+        if bridged is None:  # another stop id than the one that the template closes a turn with
+            assert sampled[-1] in tok.stop_ids and sampled[-1] != closing
+            num_none += 1
+            continue
+        assert bridged[: len(prompt) + len(sampled)] == prompt + sampled
+        tail = bridged[len(prompt) + len(sampled) :]
+        assert tok.decode(tail).count("now?") == 1
+        own = [id for id in tail if id in tok.special_ids]  # no text of the user's opened or closed a turn
+        base = tok.bridge(prompt, sampled, [{"role": "user", "content": "plain"}])
+        assert own == [id for id in base[len(prompt) + len(sampled) :] if id in tok.special_ids]
+    assert 0 < num_none < 100
+
+
+def test_a_bridge_that_cannot_be_is_none():
+    tok = FAMILIES["chatml"]
+    joined = dataclasses.replace(tok, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert joined.bridge([1], [2], MORE) is None  # nothing parts the turns: text would be cut in the middle
+    silent = dataclasses.replace(tok, chat_template="{{ messages[0].content }}<|im_end|>")
+    assert silent.bridge([1], [2], MORE) is None  # the completion is not rendered at all
+    with pytest.raises(ValueError, match="cannot render|refuses"):
+        tok.bridge([1], [2], [{"role": "wizard", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_stream_is_decode_in_pieces(name):
+    tok, rng = FAMILIES[name], random.Random(name)
+    for _ in range(300):
+        text = "".join(rng.choice("aé漢🙂 \n") for _ in range(rng.randrange(8))).encode()
+        ids = [*text] if rng.random() < 0.5 else [rng.randrange(tok.vocab_size + 5) for _ in range(12)]
+        stream, at, put = tok.text_stream(), 0, ""
+        while at < len(ids):
+            size = rng.randrange(1, 4)
+            put += stream.push(ids[at : at + size])
+            at += size
+        assert put + stream.push([], final=True) == tok.decode(ids)

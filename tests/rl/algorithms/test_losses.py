@@ -1,0 +1,661 @@
+"""Losses against loops over micro-batches, rows, streams and tokens in Python floats; gradients by central differences.
+
+The loops are written from the papers' formulas, token by token, with `math` alone. A = advantage, r = exp(logp - old).
+What a formula stop-gradients is computed from a copy of logp that the differences do not move.
+"""
+
+import functools
+import inspect
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from rl.algorithms import divergences, importance, losses
+
+# ---- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def ppo(r, A, low, high):
+    """(loss, clipped) of one token."""
+    return max(-r * A, -clip(r, 1 - low, 1 + high) * A), (A > 0 and r > 1 + high) or (A < 0 and r < 1 - low)
+
+
+def each(function):
+    """An oracle of a token as one of a batch: the sum over all tokens, over `denom`."""
+
+    def whole(streams, denom, num_streams, **options):
+        pairs = [function(token, **options) for stream in streams for token in stream]
+        return sum(value for value, _ in pairs) / denom, [[flag for _, flag in pairs]]
+
+    return whole
+
+
+@each
+def two_sided_clip(t, *, clip_low, clip_high, delta):
+    """INTELLECT-2: bound the ratio by delta, then take the worse of it and its clip."""
+    c1 = t.r if t.r < delta else delta
+    value, clipped = ppo(c1, t.A, clip_low, clip_high)
+    return value, clipped or (t.A < 0 and t.r > delta)
+
+
+@each
+def dapo(t, *, clip_low, clip_high):
+    return ppo(t.r, t.A, clip_low, clip_high)
+
+
+def grpo(streams, denom, num_streams, *, clip_low, clip_high):
+    total, flags = 0.0, []
+    for stream in streams:
+        pairs = [ppo(t.r, t.A, clip_low, clip_high) for t in stream]
+        total += sum(v for v, _ in pairs) / len(stream) / num_streams
+        flags.append([f for _, f in pairs])
+    return total, flags
+
+
+def dr_grpo(streams, denom, num_streams, *, clip_low, clip_high, length):
+    pairs = [ppo(t.r, t.A, clip_low, clip_high) for stream in streams for t in stream]
+    return sum(v for v, _ in pairs) / (num_streams * length), [[f for _, f in pairs]]
+
+
+def gspo(streams, denom, num_streams, *, clip_low, clip_high):
+    total, flags = 0.0, []
+    for stream in streams:
+        s = math.exp(sum(t.fixed_log_r for t in stream) / len(stream))
+        pairs = [ppo(s * math.exp(t.logp - t.fixed), t.A, clip_low, clip_high) for t in stream]
+        total += sum(v for v, _ in pairs) / len(stream) / num_streams
+        flags.append([f for _, f in pairs])
+    return total, flags
+
+
+def gmpo(streams, denom, num_streams, *, log_clip):
+    total, flags = 0.0, []
+    for stream in streams:
+        product = 1.0
+        for t in stream:
+            product *= math.exp(min(t.log_r, log_clip) if t.A > 0 else max(t.log_r, -log_clip))
+        A = sum(t.A for t in stream) / len(stream)
+        total -= A * product ** (1 / len(stream)) / num_streams
+        flags.append([(t.A > 0 and t.log_r > log_clip) or (t.A < 0 and t.log_r < -log_clip) for t in stream])
+    return total, flags
+
+
+def masked_importance_sampling(
+    streams,
+    denom,
+    num_streams,
+    *,
+    ratio_low,
+    ratio_high,
+    stream_low=0.0,
+    stream_high=math.inf,
+    geometric_low=0.0,
+    geometric_high=math.inf,
+):
+    total, flags = 0.0, []
+    for stream in streams:
+        rs = [math.exp(t.fixed_log_r) for t in stream]
+        geometric = math.prod(rs) ** (1 / len(rs))
+        alive = min(rs) >= stream_low and max(rs) <= stream_high and geometric_low <= geometric <= geometric_high
+        keep = [alive and ratio_low <= r <= ratio_high for r in rs]
+        total -= sum(t.r * t.A for t, kept in zip(stream, keep, strict=True) if kept) / denom
+        flags.append([not kept for kept in keep])
+    return total, flags
+
+
+@each
+def cispo(t, *, ratio_low, ratio_high):
+    r = math.exp(t.fixed_log_r)
+    return -clip(r, ratio_low, ratio_high) * t.A * t.logp, not ratio_low <= r <= ratio_high
+
+
+@each
+def truncated_importance_sampling(t, *, clip_low, clip_high, cap):
+    value, clipped = ppo(t.r, t.A, clip_low, clip_high)
+    return min(math.exp(t.old - t.sampler), cap) * value, clipped
+
+
+@each
+def decoupled_ppo(t, *, clip_low, clip_high):
+    """AReaL: weight pi_prox / pi_behav, ratio pi / pi_prox."""
+    value, clipped = ppo(t.r, t.A, clip_low, clip_high)
+    return math.exp(t.old) / math.exp(t.sampler) * value, clipped
+
+
+@each
+def dppo_tv(t, *, low, high, kl_tau):
+    change = math.exp(t.fixed) - math.exp(t.old)
+    dropped = change > high if t.A > 0 else change < -low
+    return (0.0 if dropped else -t.r * t.A) + kl_tau * t.log_r**2, dropped
+
+
+@each
+def ipo(t, *, bound, kl_tau):
+    dropped = abs(math.exp(t.fixed) - math.exp(t.old)) > bound
+    return (0.0 if dropped else -t.r * t.A) + kl_tau * t.log_r**2, dropped
+
+
+@each
+def cross_entropy(t):
+    return -t.logp * t.A, False
+
+
+PPO = {"clip_low": 0.2, "clip_high": 0.3}
+CASES = {
+    "two_sided_clip": (two_sided_clip, PPO | {"delta": 4.0}),
+    "grpo": (grpo, PPO),
+    "dr_grpo": (dr_grpo, PPO | {"length": 5.0}),
+    "dapo": (dapo, PPO),
+    "gspo": (gspo, PPO),
+    "gmpo": (gmpo, {"log_clip": 0.4}),
+    "masked_importance_sampling": (masked_importance_sampling, {"ratio_low": 0.5, "ratio_high": 5.0}),
+    "masked_importance_sampling/kill": (
+        masked_importance_sampling,
+        {"ratio_low": 0.125, "ratio_high": 8.0, "stream_low": 0.15},
+    ),
+    "masked_importance_sampling/largest": (
+        masked_importance_sampling,
+        {"ratio_low": 0.125, "ratio_high": 8.0, "stream_high": 6.0},
+    ),
+    "masked_importance_sampling/geometric": (
+        masked_importance_sampling,
+        {"ratio_low": 0.125, "ratio_high": 8.0, "geometric_low": 0.6, "geometric_high": 2.0},
+    ),
+    "cispo": (cispo, {"ratio_low": 0.5, "ratio_high": 5.0}),
+    "truncated_importance_sampling": (truncated_importance_sampling, PPO | {"cap": 2.0}),
+    "decoupled_ppo": (decoupled_ppo, PPO),
+    "dppo_tv": (dppo_tv, {"low": 0.2, "high": 0.25, "kl_tau": 0.1}),
+    "ipo": (ipo, {"bound": 0.1, "kl_tau": 0.1}),
+    "cross_entropy": (cross_entropy, {}),
+}
+RATIO_CASES = [case for case in CASES if case != "cross_entropy"]
+
+
+class Token:
+    """One trained token, by name."""
+
+    def __init__(self, logp, fixed, old, A, sampler):
+        self.logp, self.fixed, self.old, self.A, self.sampler = logp, fixed, old, A, sampler
+        self.log_r, self.fixed_log_r = logp - old, fixed - old
+        self.r = math.exp(self.log_r)
+
+
+def streams_of(batches, logps=None):
+    """Lists of trained tokens by stream, over micro-batches and rows; streams that train nothing are left out."""
+    found = []
+    for number, (logp, old, A, mask, ids, sampler) in enumerate(batches):
+        now = logp if logps is None else logps[number]
+        for b in range(len(mask)):
+            for stream in range(int(ids[b].max()) + 1):
+                tokens = [
+                    Token(now[b][t], logp[b][t], old[b][t], A[b][t], sampler[b][t])
+                    for t in range(len(mask[b]))
+                    if ids[b][t] == stream and mask[b][t]
+                ]
+                found += [tokens] if tokens else []
+    return found
+
+
+def oracle(case, batches, denom, num_streams, logps=None):
+    """(loss, metrics)."""
+    function, options = CASES[case]
+    streams = streams_of(batches, logps)
+    value, flags = function(streams, denom, num_streams, **options)
+    tokens, flags = [t for stream in streams for t in stream], sum(flags, [])
+    k3 = [math.exp(t.log_r) - 1 - t.log_r for t in tokens]
+
+    def mean(xs):
+        return math.fsum(xs) / denom
+
+    return value, {
+        "loss/clip_frac": mean(flags),
+        "loss/clip_frac_positive": mean(f and t.A > 0 for f, t in zip(flags, tokens, strict=True)),
+        "loss/clip_frac_negative": mean(f and t.A < 0 for f, t in zip(flags, tokens, strict=True)),
+        "loss/mismatch_kl": mean(k3),
+        "loss/mismatch_kl_dropped": mean(k * f for k, f in zip(k3, flags, strict=True)),
+        "loss/ratio_mean": mean(t.r for t in tokens),
+        "loss/ratio_sq_mean": mean(t.r**2 for t in tokens),
+    }
+
+
+def draw_batch(seed, shape=(6, 9)):
+    """[logp, old, A, mask, stream ids, sampler]: float64, exact in float32; ratios 0.08 .. 12, not at any kink.
+
+    A row holds streams of 1 to 4 tokens; one of them trains nothing.
+    """
+    rng = np.random.default_rng(seed)
+    logp = rng.uniform(-3, -0.1, shape)
+    log_r = rng.uniform(-2.5, 2.5, shape) * rng.choice([0.2, 1.0], (shape[0], 1))
+    for kink in (0.125, 0.5, 0.8, 1.3, 4.0, 5.0, 6.0, 8.0, math.exp(0.4), math.exp(-0.4)):
+        log_r = np.where(np.abs(log_r - math.log(kink)) < 0.01, log_r + 0.03, log_r)
+    ids = np.sort(rng.integers(0, 4, shape), axis=1)
+    ids = np.array([np.unique(row, return_inverse=True)[1] for row in ids])
+    A = np.take_along_axis(rng.choice([-1.7, -0.4, 0.0, 0.6, 1.2], shape), ids, axis=1)
+    A = np.where(rng.random(shape) < 0.3, rng.choice([-1.7, 0.6], shape), A)  # credit of single tokens, too
+    mask = (rng.random(shape) < 0.7).astype(float)
+    mask[0, ids[0] == 1] = 0
+    sampler = logp - log_r + rng.uniform(-1, 1, shape)
+    floats = [x.astype(np.float32).astype(np.float64) for x in (logp, logp - log_r, A, mask)]
+    return [*floats, ids, sampler.astype(np.float32).astype(np.float64)]
+
+
+def run(case, batch, denom, num_streams=1.0, **options):
+    """(loss, metrics, d loss / d logp) in float32; options default to the case's."""
+    name = case.split("/")[0]
+    arrays = [np.asarray(x, np.float32) for x in batch[:4]]
+    shape = arrays[0].shape
+    ids = np.asarray(batch[4], np.int32) if len(batch) > 4 else np.zeros(shape, np.int32)
+    sampler = np.asarray(batch[5], np.float32) if len(batch) > 5 else arrays[1]
+    options = tuple(sorted((options or CASES[case][1]).items()))
+    (value, metrics), grad = value_and_grad(
+        name, options, arrays, ids, sampler, np.float32(denom), np.float32(num_streams)
+    )
+    assert value.dtype == np.float32 and value.shape == ()
+    return float(value), {key: float(x) for key, x in metrics.items()}, np.asarray(grad)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def value_and_grad(name, options, arrays, ids, sampler, denom, num_streams):
+    function = losses.LOSSES[name]
+    extras = {"stream_ids_BT": ids, "num_streams": num_streams, "sampler_logp_BT": sampler}
+    extras = {k: x for k, x in extras.items() if k in inspect.signature(function).parameters}
+
+    def loss(logp, *rest):
+        return function(logp, *rest, denom=denom, **extras, **dict(options))
+
+    return jax.value_and_grad(loss, has_aux=True)(*arrays)
+
+
+def counts(batches):
+    return sum(batch[3].sum() for batch in batches), len(streams_of(batches))
+
+
+def test_every_loss_has_an_oracle():
+    assert {case.split("/")[0] for case in CASES} == set(losses.LOSSES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_metrics_and_gradient_equal_the_loops(case):
+    batch = draw_batch(0)
+    denom, num_streams = 29.0, 11.0
+    value, metrics, grad = run(case, batch, denom, num_streams)
+    expected, expected_metrics = oracle(case, [batch], denom, num_streams)
+    # float32 sums of 40 tokens of size 10: 40 x 10 x 2^-24 / 29.
+    assert value == pytest.approx(expected, abs=1e-5)
+    if case != "cross_entropy":
+        assert metrics.keys() == expected_metrics.keys()
+        for key, x in expected_metrics.items():
+            assert metrics[key] == pytest.approx(x, rel=1e-5, abs=1e-5), key
+        assert 0.05 < metrics["loss/clip_frac"] < 0.95 and metrics["loss/clip_frac_positive"] > 0
+
+    for b, t in np.ndindex(grad.shape):
+        step, sides = 1e-5, []
+        for sign in (1, -1):
+            moved = batch[0].copy()
+            moved[b, t] += sign * step
+            sides.append(oracle(case, [batch], denom, num_streams, [moved])[0])
+        # Central differences of a float64 sum of size 1: (step^2 and 1e-16 / step) x the derivatives, below 1e-8.
+        assert grad[b, t] == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=2e-6), (b, t)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_add_up_to_the_batch(case):
+    """Each part over the global denominators; catches a mean over rows, and one over a part's own tokens or streams."""
+    batch = draw_batch(1)
+    denom, num_streams = counts([batch])
+    value, metrics, grad = run(case, batch, denom, num_streams)
+    parts = [[x[rows] for x in batch] for rows in (slice(0, 2), slice(2, 4), slice(4, 6))]
+    assert len({part[3].sum() for part in parts}) == 3  # parts of different weight
+    assert value == pytest.approx(oracle(case, parts, denom, num_streams)[0], abs=1e-5)
+    sums = [run(case, part, denom, num_streams) for part in parts]
+    assert value == pytest.approx(sum(s[0] for s in sums), abs=1e-6)  # order of float32 sums
+    for key, total in metrics.items():
+        assert total == pytest.approx(sum(s[1][key] for s in sums), rel=1e-6, abs=1e-6)
+    # Each token's own, over one denominator; sums over a stream may be vectorised otherwise.
+    np.testing.assert_allclose(grad, np.concatenate([s[2] for s in sums]), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("garbage", [1e4, -1e4, np.inf, -np.inf, np.nan])
+def test_what_the_mask_hides_has_no_gradient(case, garbage):
+    """Prompts and padding carry whatever the arrays hold there; the sampler reports nothing for them."""
+    batch = draw_batch(2)
+    value, metrics, grad = run(case, batch, 10.0, 5.0)
+    hidden = batch[3] == 0
+    assert (grad[hidden] == 0).all() and (grad[~hidden & (batch[2] > 0)] != 0).any()
+    for which in (0, 1, 5):
+        spoiled = [x.copy() for x in batch]
+        spoiled[which][hidden] = garbage
+        got_value, got_metrics, got_grad = run(case, spoiled, 10.0, 5.0)
+        assert (got_value, got_metrics) == (value, metrics)
+        np.testing.assert_array_equal(got_grad, grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_changes_nothing(case):
+    """Three more columns of a stream that trains nothing, and a row of it."""
+    batch = draw_batch(8)
+    value, metrics, grad = run(case, batch, 10.0, 5.0)
+    wider = [np.pad(x, ((0, 1), (0, 3))) for x in batch]
+    wider[4][:-1, -3:] = batch[4].max(axis=1)[:, None] + 1
+    got_value, got_metrics, got_grad = run(case, wider, 10.0, 5.0)
+    assert got_value == pytest.approx(value, abs=1e-6)  # another shape sums in another order
+    for key in metrics:
+        assert got_metrics[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6)
+    np.testing.assert_allclose(got_grad[:-1, :-3], grad, rtol=1e-5, atol=1e-8)
+    assert (got_grad[-1] == 0).all() and (got_grad[:, -3:] == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_advantage_no_gradient(case):
+    """All rewards of a group equal: its tokens must not move the policy, however far off their ratio is."""
+    logp, behavior, A, *rest = draw_batch(3)
+    options = {k: 0.0 if k == "kl_tau" else v for k, v in CASES[case][1].items()}
+    value, _, grad = run(case, [logp, behavior, np.zeros_like(A), *rest], 10.0, 4.0, **options)
+    assert value == 0 and (grad == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_policy_every_loss_has_the_policy_gradient(case):
+    """-A of the token, in the weights of the loss's own mean; gmpo gives each token the mean A of its stream."""
+    logp, _, A, mask, ids, _ = draw_batch(4)
+    batch = [logp, logp, A, mask, ids, logp]
+    _, metrics, grad = run(case, batch, 10.0, 4.0)
+    weight = mask / 10
+    if case in ("grpo", "gspo", "gmpo"):
+        of_stream = (ids[:, :, None] == ids[:, None, :]) * mask[:, None, :]
+        weight = mask / np.maximum(of_stream.sum(axis=2), 1) / 4
+        if case == "gmpo":
+            A = (of_stream * A[:, None, :]).sum(axis=2) / np.maximum(of_stream.sum(axis=2), 1)
+    elif case == "dr_grpo":
+        weight = mask / (4 * 5.0)
+    np.testing.assert_allclose(grad, -A * weight, rtol=2e-6, atol=1e-9)  # a few float32 roundings
+    assert metrics.get("loss/mismatch_kl", 0) == metrics.get("loss/clip_frac", 0) == 0
+
+
+# ---- golden: where each clip binds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("A", "ratio", "value", "gradient", "clipped"),
+    [
+        # A > 0: the ratio counts up to 1.2, so delta never binds.
+        (1.0, 0.5, -0.5, -0.5, 0),
+        (1.0, 0.79, -0.79, -0.79, 0),
+        (1.0, 1.19, -1.19, -1.19, 0),
+        (1.0, 1.21, -1.2, 0.0, 1),
+        (1.0, 3.9, -1.2, 0.0, 1),
+        (1.0, 4.1, -1.2, 0.0, 1),
+        (2.0, 1e6, -2.4, 0.0, 1),
+        # A < 0: no less than 0.8, no more than delta = 4; plain PPO has no upper bound here.
+        (-1.0, 0.01, 0.8, 0.0, 1),
+        (-1.0, 0.79, 0.8, 0.0, 1),
+        (-1.0, 0.81, 0.81, 0.81, 0),
+        (-1.0, 1.21, 1.21, 1.21, 0),
+        (-1.0, 3.9, 3.9, 3.9, 0),
+        (-1.0, 3.999, 3.999, 3.999, 0),
+        (-1.0, 4.001, 4.0, 0.0, 1),
+        (-1.0, 4.1, 4.0, 0.0, 1),
+        (-2.0, 1e6, 8.0, 0.0, 1),
+        (0.0, 4.1, 0.0, 0.0, 0),
+    ],
+)
+def test_two_sided_clip_around_its_bounds(A, ratio, value, gradient, clipped):
+    batch = [[[math.log(ratio) - 2.0]], [[-2.0]], [[A]], [[1.0]]]
+    got, metrics, grad = run("two_sided_clip", batch, 1.0, clip_low=0.2, clip_high=0.2, delta=4.0)
+    # log and exp in float32 of a ratio up to 1e6 = e^13.8: relative error 14 x 2^-24.
+    assert got == pytest.approx(value, rel=1e-5)
+    assert grad[0, 0] == pytest.approx(gradient, rel=1e-5)
+    assert metrics["loss/clip_frac"] == clipped
+    assert metrics["loss/clip_frac_positive"] == (clipped and A > 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "kept"), [(0.124, False), (0.126, True), (1.0, True), (4.99, True), (5.01, False), (1e9, False)]
+)
+@pytest.mark.parametrize("A", [1.5, -1.5])
+def test_masked_importance_sampling_around_its_bounds(A, ratio, kept):
+    batch = [[[math.log(ratio) - 2.0]], [[-2.0]], [[A]], [[1.0]]]
+    got, metrics, grad = run("masked_importance_sampling", batch, 1.0, ratio_low=0.125, ratio_high=5.0)
+    assert got == pytest.approx(-ratio * A if kept else 0.0, rel=1e-5)
+    assert grad[0, 0] == pytest.approx(-ratio * A if kept else 0.0, rel=1e-5)
+    assert metrics["loss/clip_frac"] == (not kept)
+
+
+@pytest.mark.parametrize(
+    ("A", "mu", "pi", "kept"),
+    [
+        (1.0, 0.1, 0.29, True),
+        (1.0, 0.1, 0.31, False),  # rose by more than 0.2 where it should rise: enough
+        (1.0, 0.9, 0.1, True),  # fell where it should rise: the gradient brings it back
+        (-1.0, 0.5, 0.31, True),
+        (-1.0, 0.5, 0.29, False),
+        (-1.0, 0.1, 0.9, True),
+        (0.0, 0.5, 0.29, False),  # PRIME-RL counts A = 0 with the negative ones
+    ],
+)
+def test_dppo_looks_at_probabilities_not_ratios(A, mu, pi, kept):
+    batch = [[[math.log(pi)]], [[math.log(mu)]], [[A]], [[1.0]]]
+    got, metrics, _ = run("dppo_tv", batch, 1.0, low=0.2, high=0.2, kl_tau=1e-3)
+    assert got == pytest.approx((-pi / mu * A if kept else 0.0) + 1e-3 * math.log(pi / mu) ** 2, rel=1e-5, abs=1e-9)
+    assert metrics["loss/clip_frac"] == (not kept)
+
+
+def test_a_stream_dies_as_a_whole():
+    """One token at 1e-6 kills its stream of three and not its neighbour (INTELLECT-3's rule at 1e-5)."""
+    log_r = np.log([[1.0, 1e-6, 1.1, 0.9, 1.0]])
+    batch = [log_r - 2, np.full((1, 5), -2.0), np.ones((1, 5)), np.ones((1, 5)), np.array([[0, 0, 0, 1, 1]])]
+    got, metrics, grad = run("masked_importance_sampling", batch, 5.0, ratio_low=0.5, ratio_high=5.0, stream_low=1e-5)
+    assert got == pytest.approx(-(0.9 + 1.0) / 5, rel=1e-5) and metrics["loss/clip_frac"] == pytest.approx(0.6)
+    assert (grad[0, :3] == 0).all() and (grad[0, 3:] < 0).all()
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_delta_it_is_ppo():
+    logp, behavior, A, mask = batch = draw_batch(5)[:4]
+    value, _, grad = run("two_sided_clip", batch, 3.0, clip_low=0.2, clip_high=0.2, delta=math.inf)
+    r = np.exp(logp - behavior)
+    surrogate = np.minimum(r * A, np.clip(r, 0.8, 1.2) * A)
+    assert value == pytest.approx(-(surrogate * mask).sum() / 3, abs=1e-5)
+    free = np.where(A > 0, r < 1.2, r > 0.8)
+    np.testing.assert_allclose(grad, -r * A * mask * free / 3, rtol=1e-5, atol=0)
+    assert (r[(A < 0) & (mask > 0)] > 4).any()  # delta would have mattered
+    assert value == run("dapo", batch, 3.0, clip_low=0.2, clip_high=0.2)[0]
+
+
+WIDE = {"ratio_low": 0.0, "ratio_high": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("masked_importance_sampling", WIDE),
+        ("dppo_tv", {"low": math.inf, "high": math.inf, "kl_tau": 0.0}),
+        ("ipo", {"bound": math.inf, "kl_tau": 0.0}),
+        ("cispo", WIDE),  # in its gradient
+        ("dapo", {"clip_low": 1.0, "clip_high": math.inf}),
+    ],
+)
+def test_without_bounds_it_is_importance_sampling(case, options):
+    logp, behavior, A, mask, *_ = batch = draw_batch(6)
+    value, metrics, grad = run(case, batch, 3.0, **options)
+    r = np.exp(logp - behavior)
+    if case != "cispo":
+        assert value == pytest.approx(-(r * A * mask).sum() / 3, abs=1e-5)
+    np.testing.assert_allclose(grad, -r * A * mask / 3, rtol=1e-5, atol=0)
+    assert metrics["loss/clip_frac"] == 0
+
+
+def test_limits_that_join_one_loss_to_another():
+    batch = draw_batch(7)
+    # With no cap and old = sampler, the weight is 1: TIS and decoupled PPO are PPO.
+    same = [*batch[:5], batch[1]]
+    ppo_value = run("dapo", batch, 9.0, **PPO)[0]
+    assert run("truncated_importance_sampling", same, 9.0, **PPO, cap=2.0)[0] == ppo_value
+    assert run("decoupled_ppo", same, 9.0, **PPO)[0] == ppo_value
+    # Streams of one token: every kind of stream ratio is the token's.
+    alone = [*batch[:4], np.broadcast_to(np.arange(9), (6, 9)), batch[5]]
+    num = batch[3].sum()
+    value = run("dapo", batch, num, **PPO)[0]
+    assert run("grpo", alone, num, num, **PPO)[0] == pytest.approx(value, rel=1e-6)
+    assert run("gspo", alone, num, num, **PPO)[0] == pytest.approx(value, rel=1e-6)
+    wide = {"clip_low": 1.0, "clip_high": math.inf}
+    expected = run("dapo", batch, num, **wide)[0]
+    assert run("gmpo", alone, num, num, log_clip=math.inf)[0] == pytest.approx(expected, rel=1e-6)
+    # Dr. GRPO over `length` tokens of budget is DAPO over the same number of tokens.
+    assert run("dr_grpo", batch, 9.0, 3.0, **PPO, length=3.0)[0] == pytest.approx(ppo_value, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", RATIO_CASES)
+@pytest.mark.parametrize("behavior", [-200.0, -math.inf])
+def test_a_token_the_sampler_thought_impossible_is_finite(case, behavior):
+    for A in (1.0, -1.0):
+        value, metrics, grad = run(case, [[[-1.0]], [[behavior]], [[A]], [[1.0]]], 1.0)
+        assert math.isfinite(value) and all(map(math.isfinite, metrics.values())) and math.isfinite(grad[0, 0])
+        if case in ("two_sided_clip", "masked_importance_sampling", "dr_grpo"):
+            assert grad[0, 0] == 0
+
+
+# ---- streams of a row ------------------------------------------------------------------------------------------------
+
+
+def test_sums_over_streams_equal_a_loop():
+    logp, _, _, mask, ids, _ = draw_batch(9)
+    arrays = [np.asarray(x, np.float32) for x in (logp, mask)]
+    ids = ids.astype(np.int32)
+    summed = np.asarray(importance.stream_sum(arrays[0], ids))
+    least = np.asarray(importance.stream_min(arrays[0], ids))
+    mean = np.asarray(importance.stream_mean(*arrays, ids))
+    alive = 0.0
+    for b, t in np.ndindex(ids.shape):
+        mine = [s for s in range(ids.shape[1]) if ids[b, s] == ids[b, t]]
+        trained = [logp[b, s] for s in mine if mask[b, s]]
+        assert summed[b, t] == pytest.approx(sum(logp[b, s] for s in mine), rel=1e-6)
+        assert least[b, t] == pytest.approx(min(logp[b, s] for s in mine), rel=1e-6)
+        assert mean[b, t] == pytest.approx(sum(trained) / max(len(trained), 1), rel=1e-6)
+        alive += bool(mask[b, t]) / max(len(trained), 1)
+    assert float(importance.num_streams(arrays[1], ids)) == pytest.approx(alive, rel=1e-6)
+    assert alive == pytest.approx(len(streams_of([draw_batch(9)])))
+
+
+# ---- the other components --------------------------------------------------------------------------------------------
+
+
+def draw_component(seed):
+    rng = np.random.default_rng(seed)
+    logp, reference, behavior = (rng.uniform(-3, -0.1, (4, 6)) for _ in range(3))
+    mask = (rng.random((4, 6)) < 0.6).astype(float)
+    weight = mask * rng.uniform(0.1, 2, (4, 6))
+    return [x.astype(np.float32).astype(np.float64) for x in (logp, reference, behavior, mask, weight)]
+
+
+def estimator(name, logp, reference):
+    """Schulman 2020, from the ratio ref / pi."""
+    ratio = math.exp(reference) / math.exp(logp)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[name]
+
+
+def difference(function, logp):
+    """Central differences of function(logp) for a float64 array."""
+    grad = np.zeros_like(logp)
+    for index in np.ndindex(logp.shape):
+        sides = []
+        for sign in (1, -1):
+            moved = logp.copy()
+            moved[index] += sign * 1e-5
+            sides.append(function(moved))
+        grad[index] = (sides[0] - sides[1]) / 2e-5
+    return grad
+
+
+def check(function, oracle, logp, hidden):
+    """Value and gradient, both also with NaN in what is hidden."""
+    for garbage in (None, np.nan):
+        spoiled = logp if garbage is None else np.where(hidden, garbage, logp)
+        value, grad = jax.jit(jax.value_and_grad(function))(np.float32(spoiled))
+        assert float(value) == pytest.approx(oracle(logp), rel=1e-5, abs=1e-6)  # float32 sums of 15 tokens
+        np.testing.assert_allclose(grad, difference(oracle, logp), atol=2e-6)
+        assert (np.asarray(grad)[hidden] == 0).all()
+
+
+@pytest.mark.parametrize("name", divergences.ESTIMATORS)
+def test_kl_penalty(name):
+    logp, reference, _, mask, _ = draw_component(0)
+
+    def loops(logp):
+        return sum(estimator(name, logp[i], reference[i]) for i in np.ndindex(mask.shape) if mask[i]) / 7.0
+
+    check(
+        lambda x: divergences.kl_penalty(name, x, np.float32(reference), np.float32(mask), 7.0),
+        loops,
+        logp,
+        mask == 0,
+    )
+
+
+def test_kl_estimators_agree_with_the_divergence():
+    """E_pi k1 = E_pi k3 = KL(pi || ref), exactly summed over a vocabulary; and grad E k2 = grad KL in expectation."""
+    rng = np.random.default_rng(0)
+    pi, ref = (rng.dirichlet(np.ones(6)) for _ in range(2))
+    kl = float((pi * np.log(pi / ref)).sum())
+    for name in ("k1", "k3"):
+        values = np.asarray(divergences.ESTIMATORS[name](np.log(pi), np.log(ref)), np.float64)
+        assert (pi * values).sum() == pytest.approx(kl, rel=1e-5)
+    assert (np.asarray(divergences.k3(np.log(pi), np.log(ref))) >= 0).all()
+    far = divergences.k3(np.float32([-50.0]), np.float32([-1.0]))
+    assert float(far[0]) == pytest.approx(math.exp(10) - 11, rel=1e-5)  # INTELLECT-2's clamp
+
+
+def test_kl_as_a_reward():
+    logp, reference, _, mask, _ = draw_component(1)
+    A = np.ones_like(logp)
+    got = divergences.kl_in_advantage(A, logp, reference, mask, 0.3)
+    expected = [1 - 0.3 * (logp[i] - reference[i]) if mask[i] else 1.0 for i in np.ndindex(mask.shape)]
+    np.testing.assert_allclose(np.ravel(got), expected, rtol=1e-5)
+    grad = jax.grad(lambda x: divergences.kl_in_advantage(A, x, reference, mask, 0.3).sum())(np.float32(logp))
+    assert (np.asarray(grad) == 0).all()
+
+
+def test_weighted_cross_entropy():
+    logp, _, _, _, weight = draw_component(2)
+
+    def loops(logp):
+        return sum(-weight[i] * logp[i] for i in np.ndindex(weight.shape)) / 5.0
+
+    check(lambda x: divergences.weighted_cross_entropy(x, np.float32(weight), 5.0), loops, logp, weight == 0)
+    assert float(divergences.count(weight)) == (weight > 0).sum() and float(divergences.count(weight * 0)) == 1
+
+
+def test_reference_distillation():
+    """PRIME-RL's ref_kl: -keep sg(log ref - log pi) r + tau log(r)^2, dropped where pi - mu < -low."""
+    logp, reference, behavior, _, weight = draw_component(3)
+    drops = 0
+
+    def loops(now):
+        nonlocal drops
+        total = drops = 0
+        for i in np.ndindex(weight.shape):
+            if weight[i] == 0:
+                continue
+            r = math.exp(now[i] - behavior[i])
+            keep = math.exp(logp[i]) - math.exp(behavior[i]) >= -0.1
+            drops += not keep
+            total += weight[i] * (-keep * (reference[i] - logp[i]) * r + 0.2 * math.log(r) ** 2)
+        return total / 6.0
+
+    check(
+        lambda x: divergences.reference_distillation(
+            x, np.float32(behavior), np.float32(reference), np.float32(weight), 6.0, low=0.1, kl_tau=0.2
+        ),
+        loops,
+        logp,
+        weight == 0,
+    )
+    assert 0 < drops < (weight > 0).sum()

@@ -1,0 +1,112 @@
+"""Credit: what each token of a group of rollouts weighs in each component, in both layouts of a batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rl.algorithms import advantages
+from rl.batch import credit, packing
+from tests.support import tiny
+
+
+def rollout(prompt, sampled, mask, reward):
+    """Tokens `sampled` behind `prompt`; those whose `mask` is 0 were said by the environment."""
+    tokens = np.array([*prompt, *sampled], np.int32)
+    sampled_mask = np.array([False] * len(prompt) + [bool(x) for x in mask])
+    return tiny.rollout(
+        sampled_mask,
+        tokens=tokens,
+        logprobs=np.where(sampled_mask, -tokens / 64, 0).astype(np.float32),
+        temperature=0.5,
+        reward=reward,
+        rewards={"reward": reward},
+        finish_reason="stop",
+    )
+
+
+GROUPS = [
+    [
+        rollout([5, 6], [20, 21], [1, 1], 0.0),
+        rollout([5, 6], [22, 23, 24, 25], [1, 0, 0, 1], 1.0),
+        rollout([5, 6], [26], [1], 4.0),
+    ],
+    [rollout([7], [30, 31, 32], [1, 0, 1], 2.0) for _ in range(2)],  # flat
+    [rollout([8, 9, 10], [40 + i] * (i + 1), [1] * (i + 1), float(i * i)) for i in range(3)],
+]
+COLUMNS = ("behavior_logp", "advantage", "temperature")
+
+
+def trained(trees, streams=()):
+    """What a packed batch trains, read off its arrays: (context seen, token, the numbers of `COLUMNS`, the weights of `streams`)."""
+    batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8, streams=streams))
+    absent = ("num_micro_batches", "routed_experts", *packing.OPTIONAL)
+    names = [f.name for f in dataclasses.fields(batch) if f.name not in absent]
+    rows = {name: getattr(batch, name).reshape(16, 32) for name in (*names, *streams)}
+    found = []
+    for row, column in np.argwhere(sum(rows[name] > 0 for name in ("loss_mask", *streams)) > 0):
+        here = {name: array[row] for name, array in rows.items()}
+        mine = (here["segment_ids"] == here["segment_ids"][column]) & (
+            (here["branch_ids"] == 0) | (here["branch_ids"] == here["branch_ids"][column])
+        )
+        before = np.flatnonzero(mine & (here["positions"] < here["positions"][column]))
+        before = before[np.argsort(here["positions"][before])]
+        assert here["positions"][before].tolist() == list(range(here["positions"][column]))
+        assert here["predictors"][column] == before[-1]
+        numbers = (float(here[name][column]) for name in (*COLUMNS, *streams))
+        found.append((tuple(here["tokens"][before].tolist()), int(here["tokens"][column]), *numbers))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("advantage", sorted(advantages.ADVANTAGES.keys() - {"given"}))  # there a flat group is none
+def test_shared_prompts_train_the_same_tokens(advantage):
+    """Gaps in the mask, lengths that differ, a flat group: the same work, laid out in two ways."""
+    shared, flat = credit.Credit(advantage).assign(GROUPS)
+    alone, same = credit.Credit(advantage, share_prompts=False).assign(GROUPS)
+    assert flat == same == 1 / 3
+    assert len(shared) == 2 and len(alone) == 6
+    assert sum(tree.num_tokens for tree in shared) == sum(tree.num_tokens for tree in alone) - 2 * (2 + 3)
+    assert trained(shared) == trained(alone)
+    assert len(trained(shared)) == sum(int(r.sampled_mask.sum()) for group in (GROUPS[0], GROUPS[2]) for r in group)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_a_teacher_sees_every_group_and_takes_nothing_from_reward(share_prompts):
+    """Written out by hand: sampled tokens weigh 0.5 for the teacher, those of the flat group nothing for the policy."""
+    rule = credit.Credit("group_mean", teacher_coef=0.5, share_prompts=share_prompts)
+    assert rule.streams == ("ref_kl_weight",)
+    trees, flat = rule.assign(GROUPS)
+    assert flat == 1 / 3
+    expected = []
+    for group in GROUPS:
+        mean = np.mean([r.reward for r in group])
+        for r in group:
+            for t in np.flatnonzero(r.sampled_mask):
+                numbers = (float(r.logprobs[t]), float(np.float32(r.reward - mean)), 0.5)
+                expected.append((tuple(r.tokens[:t].tolist()), int(r.tokens[t]), *numbers, 0.5))
+    assert trained(trees, rule.streams) == sorted(expected)
+    plain, _ = credit.Credit("group_mean", share_prompts=share_prompts).assign(GROUPS)
+    masked = [sum(branch.loss_mask.sum() for tree in found for branch in tree.branches) for found in (trees, plain)]
+    assert masked[0] == masked[1]  # the policy's denominator
+
+
+def test_a_long_answer_is_worth_less():
+    """DAPO, eq. 13, with 4 tokens allowed and a buffer of 2: 1 sampled token 0, 2 tokens 0, 3 tokens -1/2."""
+    trees, _ = credit.Credit("group_mean", overlong_buffer=2, max_tokens=4).assign([GROUPS[2]])
+    shaped = np.array([0.0, 1.0, 4.0 - 0.5])
+    got = [float(branch.advantage[0]) for branch in trees[0].branches]
+    np.testing.assert_allclose(got, shaped - shaped.mean(), rtol=1e-6)  # one rounding to float32
+    with pytest.raises(ValueError, match="rl.overlong_buffer = 5 must lie in 1..4"):
+        credit.Credit(overlong_buffer=5, max_tokens=4)
+    with pytest.raises(ValueError, match="rl.average = 'token' is unknown; choose one of tokens, samples, prompts"):
+        credit.Credit(average="token")
+
+
+def test_averages_are_taken_over_what_trains():
+    """ "samples": each sample weighs N / (samples * length), whatever was left out as flat."""
+    trees, _ = credit.Credit("group_mean", average="samples").assign(GROUPS)
+    lengths = [int(r.sampled_mask.sum()) for group in (GROUPS[0], GROUPS[2]) for r in group]
+    credits = [r.reward - np.mean([s.reward for s in group]) for group in (GROUPS[0], GROUPS[2]) for r in group]
+    expected = [c * sum(lengths) / (len(lengths) * n) for c, n in zip(credits, lengths, strict=True)]
+    got = [float(branch.advantage[np.argmax(branch.loss_mask)]) for tree in trees for branch in tree.branches]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)  # one rounding to float32

@@ -1,0 +1,282 @@
+"""Scores from a process of its own: the same as here, and a completion that never ends costs itself alone."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rl import envs
+from rl.envs import environment, scorer
+
+ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
+LEAKED = []
+SAID = []  # by the scorers of a test
+
+
+def build(*, marks="", broken="", seed=0):
+    """An environment whose completions say what their scorer is to do. `broken`: an order for all of them but the first."""
+    num_scored = 0
+    print("a library says hello")
+
+    def make_task(index, split):
+        if index == 13:
+            raise KeyError("no thirteenth")
+        return environment.Task("orders", index, split, (), "", "", {})
+
+    def score(task, completion):
+        nonlocal num_scored
+        num_scored += 1
+        order, _, argument = (broken if broken and num_scored > 1 else completion).partition(" ")
+        if order == "loop":
+            while True:
+                pass
+        elif order == "regex":
+            re.match("(a+)+$", "a" * 64 + "b")
+        elif order == "power":
+            pow(9, 9**9)
+        elif order == "wait":
+            time.sleep(1e6)
+        elif order == "until":
+            while not pathlib.Path(marks, argument).exists():
+                time.sleep(0.01)
+        elif order == "grow":
+            bytes(8 * 2**30)
+        elif order == "grab":
+            try:
+                bytes(int(argument) * 2**20)
+            except MemoryError:
+                return {"reward": 0.0}
+        elif order == "leak":
+            LEAKED.append(bytes(int(argument) * 2**20))
+        elif order == "print":
+            print("ready")
+        elif order == "print_in_c":
+            subprocess.run(["echo", argument], check=True)
+        elif order == "ask":
+            try:
+                return {"reward": float(len(input()))}
+            except EOFError:
+                pass
+        elif order == "pid":
+            return {"reward": float(os.getpid())}
+        elif order == "raise":
+            raise KeyError(argument)
+        elif order == "give":
+            return {"nan": {"reward": np.nan}, "text": "1.0", "nothing": {}, "word": {"reward": "x"}}[argument]
+        elif order == "numpy":
+            return {"reward": np.float32(0.5), "index": np.int64(3), "length": np.bool_(True)}
+        elif order in ("die", "die_once") and not pathlib.Path(marks, argument).exists():
+            pathlib.Path(marks, argument if order == "die_once" else "other").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"reward": 1.0, "index": float(task.index), "length": float(len(completion))}
+
+    return environment.Environment("orders", make_task, score)
+
+
+def child():
+    envs.ENVS["orders"] = build
+    sys.exit(scorer.main(sys.argv[1:]))
+
+
+@pytest.fixture
+def orders(monkeypatch, tmp_path):
+    """Scores completions of one task by orders."""
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
+    SAID.clear()
+    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, on_error=SAID.append)
+    task = build().make_task(7, "train")
+    yield lambda *completions: made.score(task, completions)
+    made.close()
+
+
+def worth(scored):
+    return [one.scores["reward"] for one in scored]
+
+
+def test_scores_are_those_of_the_environment():
+    options = {"min_length": 3, "max_length": 8}
+    env = envs.load("reverse_text", seed=4, **options)
+    away = scorer.Scorer("reverse_text", options, 4, limit_s=5)
+    for index in range(3):
+        for split in ("train", "held_out"):
+            task = env.make_task(index, split)
+            completions = [task.answer, task.decoy, "", "\u00e9\n\ud800\x00" * 40, *(task.answer[:n] for n in range(3))]
+            found = away.score(task, completions)
+            assert [one.scores for one in found] == [env.score(task, completion) for completion in completions]
+            assert all(one.in_time and 0 <= one.cpu_s < 1 for one in found)
+    assert away.score(task, []) == []
+    pid = away._seats[0].child._process.pid
+    away.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("order", ENDLESS)
+def test_an_endless_completion_costs_itself_alone(orders, order):
+    begun_s = time.process_time()
+    found = orders("a", order, "bcd")
+    assert worth(found) == [1, 0, 1] and [one.in_time for one in found] == [True, False, True]
+    assert found[1].scores == {"reward": 0.0, "index": 0.0, "length": 0.0} and found[2].scores["index"] == 7
+    assert time.process_time() - begun_s < 1 and worth(orders("again")) == [1]
+
+
+def test_who_waits_instead_of_working_is_ended(orders, monkeypatch):
+    monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
+    assert worth(orders("wait", "a")) == [0, 1]
+
+
+@pytest.mark.slow
+def test_who_waits_ends_though_no_parent_is_left_to_end_it(monkeypatch):
+    code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
+    waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
+    waiting.write(json.dumps({"index": 0, "split": "train", "completions": ["wait"]}))
+    assert waiting.line(30) is None and waiting.end() == -signal.SIGALRM
+
+
+def test_memory_has_a_limit(orders):
+    assert worth(orders("grow", "a")) == [0, 1]
+
+
+def test_what_a_completion_leaves_in_memory_is_not_felt_by_others(orders):
+    """Not by another task, whose checker takes the want of memory for a wrong answer; nor by the next completion."""
+    assert worth(orders("leak 600")) == [1]
+    assert worth(orders("grab 600")) == [1]
+    assert worth(orders("leak 400")) == [1]
+    (pid,) = worth(orders("pid"))
+    assert worth(orders("leak 450", "leak 700")) == [1, 1]
+    assert worth(orders("pid")) != [pid]
+
+
+def test_an_interrupt_from_the_terminal_is_for_the_parent(orders):
+    (pid,) = worth(orders("pid"))
+    os.kill(int(pid), signal.SIGINT)
+    assert worth(orders("pid")) == [pid]
+
+
+def test_what_else_ends_the_child_is_tried_again(orders):
+    assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.slow
+def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
+    """The limit of the whole process moves on with what it has used."""
+    assert worth(orders(*["x"] * 2000)) == [1] * 2000
+    assert worth(orders("loop", "a")) == [0, 1]
+
+
+def test_what_a_checker_prints_is_no_score(orders):
+    forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
+    assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("raise this", "KeyError: 'this' (test_scorer.py:"),
+        ("raise \n\x1b[2J", "KeyError: "),
+        ("give nan", "ValueError: score gave reward = nan, not a finite number"),
+        ("give text", "TypeError: score gave str, not a dict of at most 63 numbers"),
+        ("give nothing", "TypeError: score gave the parts [], and no 'reward'"),
+        ("give word", "TypeError: must be real number, not str"),
+    ],
+)
+def test_a_completion_that_cannot_be_scored_is_worth_nothing_and_told_once(orders, order, said):
+    """Neighbours keep their scores; the part "error" is what metrics count."""
+    found = orders("a", order, "bc", order)
+    assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
+    assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
+    assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
+    orders(order)
+    (line,) = SAID
+    assert line.startswith(f"environment orders could not score a completion of train task 7: {said}")
+    assert line.isprintable() and "worth 0" in line and "rollout/score_error_frac" in line
+
+
+def test_numbers_of_any_kind_are_numbers(orders):
+    assert orders("numpy")[0].scores == {"reward": 0.5, "index": 3.0, "length": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("raise it", "KeyError: 'it' (test_scorer.py:"),
+        pytest.param("loop", "it takes too long or too much memory", marks=pytest.mark.slow),
+    ],
+)
+def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, said):
+    away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=SAID.append)
+    with pytest.raises(ValueError) as caught:
+        away.score(build().make_task(7, "held_out"), ["x"])
+    from rl.experiment import experiment
+    from sharding.multihost import hosts  # the children that run this file shall not import jax
+
+    line = str(caught.value)
+    assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {said}")
+    assert line.endswith("'reward' among them, for any text") and line.isprintable()
+    assert experiment.explain(caught.value) == (line, 1, hosts.MISTAKE)  # one line, and no traceback
+    assert not SAID
+    away.close()
+
+
+def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "orders", build)
+    said = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); mend"
+    with pytest.raises(ValueError, match=said):
+        envs.load("orders").make_task(13, "train")
+    away = scorer.Scorer("orders", {}, 0, limit_s=1)
+    with pytest.raises(ValueError, match=said):
+        away.score(environment.Task("orders", 13, "train", (), "", "", {}), ["x"])
+    away.close()
+
+
+def test_an_environment_that_cannot_be_loaded():
+    away = scorer.Scorer("gsm8k", {"path": "/nowhere"}, 0, limit_s=1)
+    with pytest.raises(
+        ValueError, match="the scorer of environment gsm8k did not start: ValueError: .* no train.jsonl"
+    ):
+        away.score(build().make_task(0, "train"), ["x"])
+
+
+def test_a_busy_child_gets_help(monkeypatch, tmp_path):
+    """While one completion computes, others are scored; nobody starts a child for what is soon done."""
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
+    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, max_children=2)
+    task = build().make_task(7, "train")
+    (pid,) = worth(made.score(task, ["pid"]))
+    threads = [threading.Thread(target=made.score, args=(task, ["a"] * 20)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert worth(made.score(task, ["pid"])) == [pid]
+    waits = threading.Thread(target=made.score, args=(task, ["until go"]))
+    waits.start()
+    while len(made._free) == 2:
+        time.sleep(0.01)
+    (other,) = worth(made.score(task, ["pid"]))
+    assert other != pid and waits.is_alive() and worth(made.score(task, ["pid"])) == [other]
+    (tmp_path / "go").touch()
+    waits.join()
+    made.close()
+
+
+def test_the_child_ends_with_its_parent():
+    code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
+    code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
+    code += "import os; print(s._seats[0].child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=scorer.ROOT, capture_output=True, text=True).stdout
+    deadline = time.monotonic() + 30
+    while pathlib.Path(f"/proc/{int(out)}/status").exists():
+        if "State:\tZ" in pathlib.Path(f"/proc/{int(out)}/status").read_text():
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

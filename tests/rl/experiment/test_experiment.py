@@ -1,0 +1,264 @@
+"""What every command does first: mistakes of the user end in one line, and bind no working directory."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from configs import quickstart
+from rl.experiment import experiment, rules
+from rl.experiment import flags as command_line
+from rl.experiment import workdir as run_directory
+
+# ml_collections loads a config file the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+MISTAKES = {
+    "field": ("quickstart", ["--config.rl.num_stepz=3"], "no field 'num_stepz'; Did you mean \"num_steps\"", 2),
+    "section": ("quickstart", ["--config.modell.x=3"], "no field 'modell'; Did you mean \"model\"", 2),
+    "type": ("quickstart", ["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
+    "file": ("nope", [], "the config file cannot be read: No such file or directory: 'configs/nope.py'", 2),
+    "argument": ("quickstart", ["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
+    "mesh": ("quickstart", ["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
+    "rows": ("quickstart", ["--config.mesh.fsdp=8", "--config.train.rows=3"], "train.rows = 3 does not divide", 1),
+}
+
+
+def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
+    """All of them at once: a process is mostly its imports."""
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "rl.train", f"--config=configs/{config}.py", f"--workdir={tmp_path / 'w'}", *extra],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, (config, extra, _, _) in MISTAKES.items()
+    }
+    for name, process in processes.items():
+        _, errors = process.communicate(timeout=300)
+        _, _, message, code = MISTAKES[name]
+        assert process.returncode == code, (name, errors)
+        assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors, (name, errors)
+    assert not (tmp_path / "w").exists()
+
+
+def test_leftovers_of_a_config_file_and_neutral_values_are_no_mistakes(tmp_path):
+    lines = parsed(
+        "--config=configs/quickstart.py", "--workdir=w", "--config.warmup.data=f", "--config.warmup.decoy_fraction=0"
+    )
+    assert lines.warmup.data == "f"
+
+
+def parsed(*argv):
+    values, argv = flags.FlagValues(), ["rl.train", *argv]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)  # where ml_collections looks for fields of the config
+        patch.delitem(sys.modules, "config_config", raising=False)  # else it loads one config file over the other
+        command_line.define(values=values)
+        command_line.parse(argv, values)
+    return values.config
+
+
+def documented_commands():
+    """The `python -m rl.train` commands of the configs' docstrings, and of the README's table."""
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        text = path.read_text().replace("\\\n", " ")
+        yield from re.findall(r"^ +python -m rl\.train (.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", list(documented_commands()))
+def test_the_documented_commands_resolve(command):
+    """But for the tokenizer, which is to be downloaded first."""
+    config = parsed(*shlex.split(command))
+    config.tokenizer = "byte_chatml"
+    assert experiment.resolve(config).raw.rl.num_steps > 0
+
+
+CONFIG_FILES = {
+    "bad_syntax": ("def get_config(:\n", r"bad_syntax.py, line 1: invalid syntax"),
+    "no_function": ("x = 1\n", "has no function get_config"),
+    "mistyped": (
+        "from configs import quickstart\n\n\ndef get_config():\n    c = quickstart.get_config()\n    c.rl.num_stepz = 3\n",
+        "mistyped.py, line 6: the config has no field 'num_stepz'; Did you mean \"num_steps\"",
+    ),
+    "no_module": ("import nonesuch\n", "no_module.py, line 1: No module named 'nonesuch'"),
+    "raises": ("def get_config():\n    raise ValueError('no such size')\n", "raises.py, line 2: no such size"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_FILES)
+def test_a_config_file_that_fails_is_told_in_one_line_with_its_place(tmp_path, name):
+    text, words = CONFIG_FILES[name]
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        parsed(f"--config={tmp_path / name}.py", "--workdir=w")
+    assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
+
+
+def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from configs import base\n\n\ndef get_config():\n    c = base.get_config()\n    c.env.options.path = 'x'\n"
+        "    c.loss_options.mine = dict(beta=1.0)\n    return c\n"
+    )
+    config = parsed(f"--config={tmp_path}/own.py", "--workdir=w", "--config.env.options.path=y")
+    assert config.env.options.path == "y" and config.loss_options.mine.beta == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss_options.grpo.clip_low=0.1", "rl.loss is 'two_sided_clip'; set rl.loss = 'grpo'"),
+        ("lora.alpha=8", "set lora.rank above 0"),
+        ("objective.kl_estimator=k2", "set objective.kl_coef above 0"),
+        ("optimizer.momentum=0.9", "'muon' and 'sgd' have a momentum"),
+        ("optimizer.final_rate=0.1", "set optimizer.schedule"),
+        ("topology.relay_port=8200", "set topology.mode = 'remote'"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(override, words):
+    with pytest.raises(ValueError, match=f"config.{override.partition('=')[0]} is set and nothing reads it: .*{words}"):
+        parsed("--config=configs/quickstart.py", "--workdir=w", f"--config.{override}")
+
+
+def test_an_option_that_is_read_is_not_refused():
+    read = {"lora.rank": 2, "lora.alpha": 8.0, "loss_options.two_sided_clip.delta": 3.0, "optimizer.beta1": 0.8}
+    config = parsed("--config=configs/quickstart.py", "--workdir=w", *(f"--config.{k}={v}" for k, v in read.items()))
+    assert (config.lora.alpha, config.loss_options.two_sided_clip.delta) == (8.0, 3.0)
+
+
+def resolved(**changes):
+    config = quickstart.get_config()
+    for name, value in changes.items():
+        *section, field = name.split("__")
+        (config[section[0]] if section else config)[field] = value
+    return experiment.resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rl__loss": "ppo2"}, "rl.loss = 'ppo2' is unknown; choose one of "),
+        ({"rl__samples_per_prompt": 0}, "rl.samples_per_prompt = 0 must be at least 1"),
+        ({"trust__check_fraction": 1.5}, r"trust.check_fraction = 1.5 must be in \[0, 1\]"),
+        ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
+        ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
+        ({"topology__mode": "remote"}, "needs topology.servers"),
+        ({"objective__policy_coef": 0.0}, "leaves nothing to learn from"),
+        ({"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0}, "name another in objective.reference_model"),
+        ({"objective__reference_model": "dir"}, "nothing reads it; set objective.teacher_coef"),
+        ({"objective__entropy_coef": -0.1}, "entropy_coef = -0.1 must be at least 0"),
+        ({"rl__loss": "decoupled_ppo"}, "set objective.old_logprobs = 'learner'"),
+        ({"rl__loss": "gspo", "rl__average": "samples"}, "set rl.average = 'tokens'"),
+        ({"rl__samples_per_prompt": 1}, "nothing to be compared with"),
+        ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 must lie in 1..12"),
+        ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
+        ({"warmup__patience": 2}, "set warmup.eval_every"),
+        ({"optimizer__schedule": "cosine", "optimizer__total_steps": 20}, "its floor for the rest of the run"),
+        ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan must be at least 0"),
+        ({"optimizer__beta2": 1.0}, r"optimizer.beta2 = 1.0 must be in \[0, 1\)"),
+        ({"sampling__top_p": 0.0}, r"sampling.top_p = 0.0 must be in \(0, 1\]"),
+        ({"sampling__max_tokens": 64}, "must exceed sampling.max_tokens"),
+        ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
+        ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
+        ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
+        ({"topology__mode": "remote", "topology__servers": ("http://a:99999",)}, "'http://a:99999', which is no URL"),
+        ({"topology__workers": ("zz",)}, "'zz', which is no public key"),
+        (
+            {"topology__workers": ("ab" * 32,)},
+            "starts workers with keys of their own, which it would turn away; leave it out",
+        ),
+        ({"model__experts_per_token": 2}, "set model.num_experts"),
+        ({"model__num_experts": 4, "model__experts_per_token": 2}, "expert_ffn_dim = 0 must be at least 1"),
+        ({"model__window": 8}, "model.layer_pattern"),
+        ({"model__rope_factor": 8.0}, "stretches nothing"),
+        ({"model__ffn_dim": -3}, "ffn_dim = -3 must be at least 1"),
+        ({"model__max_positions": 16}, "exceeds model.max_positions"),
+        ({"objective__router_balance_coef": 0.1}, "the model has none"),
+        ({"objective__kl_coef": -1.0}, "^objective.kl_coef = -1.0 must be at least 0"),
+        ({"optimizer__schedule": "cosin"}, "optimizer.schedule = 'cosin' is unknown"),
+        ({"tokenizer_date": "2026-02-30"}, "'2026-02-30' is no day; write it as YYYY-MM-DD"),
+        ({"model__vocab_size": 64}, "model.vocab_size = 64 is smaller than the tokenizer's 265 entries"),
+    ],
+)
+def test_what_no_single_field_can_check(changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(**changes)
+
+
+@pytest.mark.parametrize("filtered", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 9}])
+def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(filtered):
+    """The learner's probabilities are of all tokens: a first ratio was 0.28. An evaluation may ask for them."""
+
+    def check(**changes):
+        rules.check_trainable(resolved(**changes, **{f"sampling__{k}": v for k, v in filtered.items()}).raw)
+
+    learner = {"objective__old_logprobs": "learner"}
+    check(**learner)
+    check(**learner, objective__kl_coef=0.1, objective__kl_reference="reference")
+    for changes in (
+        {},
+        learner | {"rl__loss": "decoupled_ppo"},
+        learner | {"rl__loss": "truncated_importance_sampling"},
+        learner | {"objective__kl_coef": 0.1},
+    ):
+        with pytest.raises(ValueError, match=f"sampling.{next(reversed(filtered))} = .*off from the start"):
+            check(**changes)
+    rules.check_trainable(resolved(sampling__temperature=0.7).raw)
+
+
+def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
+    one, other, moved = (
+        resolved(),
+        resolved(rl__prompts_per_step=7),
+        resolved(mesh__fsdp=1, rl__num_steps=7, trust__max_attempts=9),
+    )
+    for chosen in (other, one, moved, one):  # nothing was done yet: a mistake may be corrected
+        with run_directory.open_workdir(tmp_path / "w", chosen) as workdir:
+            saved = json.loads((workdir / "config.json").read_text())["config"]
+            assert saved == json.loads(chosen.raw.to_json())
+    (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
+    with run_directory.open_workdir(tmp_path / "w", moved):  # where it runs and how long may change
+        pass
+    with (
+        pytest.raises(ValueError, match="rl.prompts_per_step was 32, now 7;"),
+        run_directory.open_workdir(workdir, other),
+    ):
+        pass
+    with (
+        run_directory.open_workdir(workdir, one),
+        pytest.raises(ValueError, match="in use by another run"),
+        run_directory.open_workdir(workdir, one),
+    ):
+        pass
+
+
+def test_a_look_at_a_run_may_ask_otherwise_and_changes_nothing(tmp_path):
+    with run_directory.open_workdir(tmp_path / "w", resolved()) as workdir:
+        (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
+    before = (workdir / "config.json").read_bytes()
+    other = resolved(evaluation__num_tasks=9, sampling__max_tokens=9, inference__num_slots=4)
+    with run_directory.read_workdir(workdir, other) as path:
+        names = run_directory.differences(path, other)
+    assert names == ["evaluation.num_tasks", "inference.num_slots", "sampling.max_tokens"]
+    assert (workdir / "config.json").read_bytes() == before
+    model = resolved(model__ffn_dim=128)
+    with pytest.raises(ValueError, match="model.ffn_dim was 384, now 128"), run_directory.read_workdir(workdir, model):
+        pass
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="it is not a run"), run_directory.open_workdir(tmp_path, resolved()):
+        pass
+    with pytest.raises(ValueError, match="is a file"), run_directory.open_workdir(tmp_path / "thesis.tex", resolved()):
+        pass

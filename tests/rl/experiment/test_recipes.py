@@ -1,0 +1,115 @@
+"""The named recipes: each resolves, and states the constants that its source states."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from configs import recipes
+from rl.experiment import experiment
+from rl.reporting import metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def resolved(name):
+    return experiment.resolve(recipes.get_config(name))
+
+
+def test_intellect2():
+    """arXiv 2505.07291 and its configuration: two-sided clip of 0.2 with delta 4, old policy of the learner, 8 steps, AdamW."""
+    exp = resolved("intellect2")
+    assert (exp.loss, exp.loss_options) == ("two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0})
+    assert (exp.objective.old_logprobs, exp.objective.optimizer_steps) == ("learner", 8)
+    assert exp.objective.entropy_coef == 1e-3 and exp.objective.kl_coef == 0
+    o = exp.optimizer
+    assert (o.name, o.beta1, o.beta2, o.weight_decay, o.clip_norm, o.warmup_steps) == (
+        "adamw",
+        0.9,
+        0.99,
+        0.01,
+        0.1,
+        25,
+    )
+    assert (exp.raw.rl.advantage, exp.raw.rl.max_lag, exp.raw.sampling.temperature) == ("group_mean_std", 2, 0.6)
+    # Eight optimizer steps need eight micro-batches of the groups' trees.
+    rollouts = exp.raw.rl.prompts_per_step * exp.raw.rl.samples_per_prompt
+    assert rollouts == 256 and exp.raw.rl.prompts_per_step / exp.raw.train.rows >= exp.objective.optimizer_steps
+
+
+def test_intellect3():
+    """arXiv 2512.16144: tokens in [0.5, 5], streams out below 1e-5, no standard deviation, Muon, at most 8 versions behind."""
+    exp = resolved("intellect3")
+    options = exp.loss_options
+    assert exp.loss == "masked_importance_sampling"
+    assert (options["ratio_low"], options["ratio_high"], options["stream_low"]) == (0.5, 5.0, 1e-5)
+    assert (exp.optimizer.name, exp.optimizer.momentum, exp.raw.rl.advantage) == ("muon", 0.95, "group_mean")
+    assert (exp.raw.rl.max_lag, exp.raw.rl.max_off_policy, exp.raw.rl.samples_per_prompt) == (1, 8, 16)
+
+
+def test_prime2026():
+    """PRIME-RL, August 2026: bounds of 0.2 on the change of probability, 1e-3 of the squared log-ratio, AdamW (0.9, 0.999)."""
+    exp = resolved("prime2026")
+    assert (exp.loss, exp.loss_options) == ("dppo_tv", {"low": 0.2, "high": 0.2, "kl_tau": 1e-3})
+    assert (exp.optimizer.beta1, exp.optimizer.beta2, exp.optimizer.weight_decay) == (0.9, 0.999, 0.01)
+    assert exp.optimizer.clip_norm == 1.0 and exp.raw.rl.advantage == "group_mean"
+
+
+def test_scalerl():
+    """arXiv 2510.13786: CISPO with an upper bound of 5, batch-normalised advantages, prompt average, eight versions behind."""
+    exp = resolved("scalerl")
+    assert (exp.loss, exp.loss_options) == ("cispo", {"ratio_low": 0.0, "ratio_high": 5.0})
+    assert (exp.raw.rl.normalize, exp.raw.rl.average, exp.raw.rl.max_lag) == ("batch_std", "prompts", 8)
+
+
+def test_an_unknown_recipe_is_refused():
+    assert set(recipes.RECIPES) == {"intellect2", "intellect3", "prime2026", "scalerl"}
+    with pytest.raises(ValueError, match="no recipe 'intellect4'.*intellect2, intellect3, prime2026, scalerl"):
+        recipes.get_config("intellect4")
+
+
+# ---- do they learn? --------------------------------------------------------------------------------------------------
+
+
+def rise(config, workdir):
+    """Mean reward of the last ten of 60 steps, less that of the first five."""
+    command = [
+        sys.executable,
+        "-m",
+        "rl.train",
+        f"--config={config}",
+        f"--workdir={workdir}",
+        "--config.rl.num_steps=60",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr
+    rewards = [r["rollout/reward"] for r in metrics.read(workdir / "metrics.jsonl") if r["phase"] == "rl"]
+    assert len(rewards) == 60
+    return sum(rewards[-10:]) / 10 - sum(rewards[:5]) / 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_each_recipe_learns(name, tmp_path):
+    assert rise(f"configs/recipes.py:{name}", tmp_path / "w") > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["-advantage_BT, mask_BT", "advantage_BT, 1 - mask_BT"], ids=["sign", "mask"])
+def test_a_broken_loss_does_not(broken, tmp_path):
+    """What the test above would not see, it could not vouch for."""
+    (tmp_path / "broken.py").write_text(f"""
+from configs import quickstart
+from rl.algorithms import losses
+
+def broken(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, clip_low, clip_high, delta, denom):
+    options = dict(clip_low=clip_low, clip_high=clip_high, delta=delta, denom=denom)
+    return losses.two_sided_clip(logp_BT, behavior_logp_BT, {broken}, **options)
+
+def get_config():
+    c = quickstart.get_config()
+    c.rl.loss_function = broken
+    return c
+""")
+    assert rise(tmp_path / "broken.py", tmp_path / "w") < 0.05

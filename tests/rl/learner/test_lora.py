@@ -1,0 +1,153 @@
+"""Adapters against W + (alpha / rank) A B written out with numpy, and against training that product alone."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models import transformer
+from rl.batch import packing
+from rl.learner import lora, train_step
+from sharding import mesh as mesh_lib
+from sharding import rules
+from tests.support import tiny
+
+MODEL = tiny.model(
+    vocab_size=64,
+    num_heads=8,
+    num_kv_heads=4,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=32,
+    first_dense_layers=1,
+)
+CONFIG = lora.LoraConfig(rank=2, alpha=6.0)
+SPECS = transformer.specs(MODEL)
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
+def draw(specs, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda s: (rng.standard_normal(s.shape) * 0.2 + (len(s.shape) == 1)).astype(np.float32),
+        specs,
+        is_leaf=rules.is_spec,
+    )
+
+
+def leaves(tree):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_merge_adds_the_product_at_every_target():
+    """By a loop over experts, inputs, outputs and ranks for each way a kernel is laid out."""
+    params, adapters = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
+    merged = leaves(lora.merge(params, adapters, SPECS, CONFIG))
+    product = {  # a, b -> change, by the letters of the kernel
+        "q": "dr,rhc->dhc",
+        "k": "dr,rhc->dhc",
+        "v": "dr,rhc->dhc",
+        "o": "hcr,rd->hcd",
+        "gate": "dr,rf->df",
+        "up": "dr,rf->df",
+        "down": "fr,rd->fd",
+    }
+    changed = 0
+    for where, before in leaves(params).items():
+        name = where.split("'")[-2]
+        if name not in product:
+            np.testing.assert_array_equal(merged[where], before)
+            continue
+        a, b = (leaves(adapters)[f"{where}['{part}']"].astype(np.float64) for part in "ab")
+        if before.ndim == 3 and name in ("gate", "up", "down"):
+            change = np.stack([np.einsum(product[name], a[e], b[e]) for e in range(4)])
+        else:
+            change = np.einsum(product[name], a, b)
+        np.testing.assert_allclose(merged[where], before + 3.0 * change, atol=1e-6)  # one float32 sum of size 1
+        changed += 1
+    assert changed == 2 * 4 + 2 * 3 and np.abs(change).max() > 0.01
+
+
+def test_a_fresh_adapter_changes_no_bit():
+    params = draw(SPECS, 0)
+    adapters = lora.init(jax.random.key(0), lora.specs(SPECS, CONFIG))
+    merged = lora.merge(params, adapters, SPECS, CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, merged, params)
+    for where, x in leaves(adapters).items():
+        assert x.any() == where.endswith("['a']")
+    spread = float(jnp.std(adapters["layers"]["001"]["moe"]["down"]["a"]))
+    assert spread == pytest.approx(1 / math.sqrt(MODEL.expert_ffn_dim), rel=0.3)  # of 256 draws
+
+
+def test_only_targets_are_adapted_and_wrong_ones_are_refused():
+    some = lora.specs(SPECS, dataclasses.replace(CONFIG, targets=("q", "router")))
+    assert {where.split("'")[-4] for where in leaves(jax.tree.map(lambda s: 0, some, is_leaf=rules.is_spec))} == {
+        "q",
+        "router",
+    }
+    for changes, words in (
+        ({"targets": ("q", "w_q")}, ("'w_q'", "no such parameter")),
+        ({"targets": ("q_norm",)}, ("'q_norm'", "no matrix")),
+        ({"targets": ()}, ("lora.targets", "nothing would train")),
+        ({"rank": -1}, ("lora.rank", "-1")),
+    ):
+        with pytest.raises(ValueError) as error:
+            lora.specs(SPECS, dataclasses.replace(CONFIG, **changes))
+        assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="one"),
+        pytest.param({"expert": 2, "fsdp": 2, "tensor": 2}, id="eight", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_step_trains_adapters_alone(sizes):
+    """Against the gradient of the merged parameters, pulled back through the product by hand; the base keeps every bit."""
+    mesh = mesh_lib.create(sizes, devices=None if sizes else jax.devices()[:1])
+    optimizer = optax.sgd(0.1)
+    rng = np.random.default_rng(2)
+    trees = [
+        packing.stream(rng.integers(0, 64, 9).astype(np.int32), *(np.r_[0, np.ones(8)].astype(np.float32),) * 3, 1.0)
+        for _ in range(8)
+    ]
+    batch = packing.place(packing.pack(trees, packing.Layout(18, 4, 1)), mesh)
+    step = train_step.make_train_step(MODEL, optimizer, "cross_entropy", {}, mesh, adapters=CONFIG)
+    base, start = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
+    state = train_step.init_state(jax.random.key(0), MODEL, optimizer, mesh, base, CONFIG)
+    promised = jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), train_step.abstract_state(MODEL, optimizer, mesh, CONFIG)
+    )
+    assert promised == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    layout = jax.tree.map(lambda x: x.sharding, state.params)
+    state = state.replace(params=jax.device_put(start, layout))
+    policy = train_step.make_policy(MODEL, mesh, CONFIG)
+    merged = jax.tree.map(np.asarray, policy(state))
+    after, metrics = step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, after.frozen, base)
+
+    whole = train_step.make_train_step(MODEL, optimizer, "cross_entropy", {}, mesh)
+    full = train_step.init_state(jax.random.key(0), MODEL, optimizer, mesh, merged)
+    moved, full_metrics = whole(full, batch)
+    assert float(metrics["loss/total"]) == pytest.approx(float(full_metrics["loss/total"]), abs=1e-6)
+    gradient = jax.tree.map(lambda a, b: (a.astype(np.float64) - np.asarray(b)) / 0.1, merged, moved.params)
+    d_q, d_down = gradient["layers"]["000"]["attn"]["q"], gradient["layers"]["001"]["moe"]["down"]
+    q, down = start["layers"]["000"]["attn"]["q"], start["layers"]["001"]["moe"]["down"]
+    expected = {
+        ("000", "attn", "q", "a"): 3.0 * np.einsum("dhc,rhc->dr", d_q, q["b"]),
+        ("000", "attn", "q", "b"): 3.0 * np.einsum("dhc,dr->rhc", d_q, q["a"]),
+        ("001", "moe", "down", "a"): 3.0 * np.einsum("efd,erd->efr", d_down, down["b"]),
+        ("001", "moe", "down", "b"): 3.0 * np.einsum("efd,efr->erd", d_down, down["a"]),
+    }
+    for (layer, part, kernel, which), gradient in expected.items():
+        before = start["layers"][layer][part][kernel][which]
+        got = (before - np.asarray(after.params["layers"][layer][part][kernel][which])) / 0.1
+        # The full gradient was read off a float32 difference over 0.1: 2^-24 / 0.1 on values of size 1, times 32 summands.
+        np.testing.assert_allclose(got, gradient, atol=3e-5 * max(1, np.abs(gradient).max() * 3))
+        assert np.abs(gradient).max() > 1e-3

@@ -1,0 +1,844 @@
+"""The orchestrator: which groups are open, who holds them, what is refused and why, and what the learner is handed.
+
+No model and no server here: rollouts are written by hand, and `publish` has nobody to tell. Prescribed data are
+recomputed from their definition.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import hmac
+import json
+import math
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from configs import quickstart
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.protocol import lease as lease_lib
+from rl.protocol import task_schedule
+from tests.support import proxy
+
+KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
+WAIT_S = 60
+SECRET = b"secret"
+GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under seed 0: grain's shuffle of 2^30 tasks
+GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
+
+
+def resolve(**changes):
+    """The quickstart with three groups of two; `rl__max_lag=1` sets config.rl.max_lag."""
+    config = quickstart.get_config()
+    config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
+    config.rl.advantage = "group_mean"
+    config.trust.check_fraction = 0.0
+    config.evaluation.num_tasks = 2
+    for name, value in changes.items():
+        section, field = name.split("__")
+        config[section][field] = value
+    return experiment.resolve(config)
+
+
+def config_of(**changes):
+    return resolve(**changes).raw
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(
+        check=lambda rollouts: None,
+        secret=SECRET,
+        on_wait=print,
+        screen=lambda rollouts, split: (None, ()),
+        evidence=lambda step: {},
+        **changes,
+    ):
+        exp = resolve(**changes)
+        made.append(
+            orchestrator_lib.Orchestrator(
+                exp.raw,
+                tmp_path,
+                credit=exp.credit,
+                check=check,
+                screen=screen,
+                evidence=evidence,
+                secret=secret,
+                on_wait=on_wait,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for orchestrator in made:
+        orchestrator._updater.shutdown()
+        orchestrator._screeners.close()
+        orchestrator._checker.shutdown()
+
+
+def publish(orchestrator, version):
+    orchestrator.publish(version)
+    orchestrator._updater.submit(lambda: None).result(WAIT_S)
+
+
+def checked(orchestrator):
+    """Returns once the validator has judged what it was given."""
+    orchestrator._checker.submit(lambda: None).result(WAIT_S)
+
+
+def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
+    tokens = np.array([*prompt, group.group % 200, 20 + sample, 258], np.int32)
+    P = len(prompt) + 1
+    mask = np.arange(len(tokens)) >= P
+    fields = dict(
+        tokens=tokens,
+        sampled_mask=mask,
+        logprobs=np.where(mask, -0.25 * (1 + sample), 0).astype(np.float32),
+        versions=np.full(len(tokens), group.min_version if version is None else version, np.int32),
+        temperature=group.temperature,
+        seed=(group.seed + sample) % 2**32,
+        task=rollout_lib.TaskRef("reverse_text", group.index, group.group, 0),
+        sample=sample,
+        step=group.step,
+        reward=float(sample),
+        rewards={"reward": float(sample)},
+        finish_reason="stop",
+        proofs=b"",
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.Rollout(**(fields | changes))
+
+
+def answers(group, version=None, /, **changes):
+    return [rollout(group, sample, version, **changes) for sample in range(group.num_samples)]
+
+
+def submit(orchestrator, rollouts, key=KEY):
+    """The one verdict on a submission of one group."""
+    (verdict,) = hand_in(orchestrator, [rollout_lib.sign(r, key) if key else r for r in rollouts]).values()
+    return verdict
+
+
+def hand_in(orchestrator, rollouts):
+    """The verdicts on a file of these."""
+    found = orchestrator.submit(parquet.from_bytes(parquet.to_bytes(rollouts)))
+    return {name: future.result(WAIT_S) for name, future in found.items()}
+
+
+def lease(orchestrator, capacity=100, key=KEY):
+    return orchestrator.lease(key.worker, capacity)
+
+
+def later(function, *args):
+    """A call in a thread; `.result(WAIT_S)` fails rather than hang."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---- the prescribed data ---------------------------------------------------------------------------------------------
+
+
+def test_the_groups_of_a_batch_are_golden():
+    """A change of any of these numbers breaks the resume of old runs, and every recorded rollout."""
+    config = config_of()
+    groups = task_schedule.train_groups(config, 2)
+    assert groups == task_schedule.train_groups(config_of(), 2)
+    assert [(g.step, g.group, g.split, g.num_samples, g.temperature, g.min_version) for g in groups] == [
+        (2, group, "train", 2, 1.0, 1) for group in (3, 4, 5)
+    ]
+    assert [g.index for g in groups] == GOLDEN_INDICES
+    assert [g.seed for g in groups] == GOLDEN_SEEDS
+    assert GOLDEN_SEEDS == [
+        int.from_bytes(hashlib.sha256(f"intellax/sampling/0/train/2/{g}".encode()).digest()[:4], "little")
+        for g in (3, 4, 5)
+    ]
+    assert [g.key for g in groups] == [("train", 2, 3), ("train", 2, 4), ("train", 2, 5)]
+
+
+def test_batches_do_not_overlap():
+    config = config_of(rl__prompts_per_step=50)
+    groups = [group for step in range(1, 9) for group in task_schedule.train_groups(config, step)]
+    assert [group.group for group in groups] == list(range(400))
+    assert len({group.index for group in groups}) == len({group.seed for group in groups}) == 400
+    warmup = {index for step in (1, 2) for index in task_schedule.warmup_indices(config, step)}
+    assert len(warmup) == 2 * config.warmup.tasks_per_step and not warmup & {group.index for group in groups}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_oldest_version_a_batch_may_use(lag):
+    config = config_of(rl__max_lag=lag)
+    assert [task_schedule.train_groups(config, step)[0].min_version for step in (1, 2, 5)] == [
+        0,
+        max(0, 1 - lag),
+        max(0, 4 - lag),
+    ]
+
+
+def test_held_out_groups_are_the_same_at_every_evaluation():
+    early, late = (task_schedule.held_out_groups(config_of(), version) for version in (0, 7))
+    assert [(g.index, g.seed, g.temperature, g.num_samples) for g in early] == [
+        (g.index, g.seed, g.temperature, g.num_samples) for g in late
+    ]
+    assert [g.index for g in early] == [0, 1] and early[0].temperature == 0.0
+    assert {(g.step, g.min_version, g.split) for g in late} == {(7, 7, "held_out")}
+    assert (
+        early[0].seed
+        == task_schedule.sampling_seed(0, "held_out", 0, 0)
+        != task_schedule.sampling_seed(0, "train", 0, 0)
+    )
+    assert task_schedule.sampling_seed(1, "held_out", 0, 0) != early[0].seed
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_version_opens_the_batches_that_may_use_it(make, lag):
+    orchestrator = make(rl__max_lag=lag, rl__num_steps=6)
+    assert lease(orchestrator) == []
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    assert groups == sum([task_schedule.train_groups(orchestrator._config, step) for step in range(1, 2 + lag)], [])
+    for version in range(1, 8):
+        publish(orchestrator, version)
+        publish(orchestrator, version)  # again: opens nothing
+        steps = [group.step for group in lease(orchestrator)]
+        assert steps == ([version + 1 + lag] * 3 if version + 1 + lag <= 6 else [])
+
+
+def test_a_resumed_run_opens_what_follows(make):
+    orchestrator = make(rl__max_lag=1)
+    orchestrator.resume(4)
+    publish(orchestrator, 4)
+    assert [group.step for group in lease(orchestrator)] == [5] * 3 + [6] * 3
+
+
+def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
+    orchestrator = make(topology__lease_s=0.2)
+    publish(orchestrator, 0)
+    first, rest = lease(orchestrator, 1), lease(orchestrator, 1, OTHER)
+    assert [group.group for group in first + rest] == [0, 1]
+    assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
+    time.sleep(0.3)
+    assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
+    assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
+    # The first worker comes too late; the second's answer counts.
+    assert submit(orchestrator, answers(first[0])).startswith("refused: signature")
+    assert submit(orchestrator, answers(first[0]), OTHER) == "accepted"
+
+
+# ---- admission -------------------------------------------------------------------------------------------------------
+
+
+def one(change):
+    """Applies `change` to the second rollout of the group."""
+    return lambda rollouts: [rollouts[0], change(rollouts[1])]
+
+
+def replaced(**changes):
+    return one(lambda r: dataclasses.replace(r, **changes))
+
+
+def with_task(**changes):
+    return one(lambda r: dataclasses.replace(r, task=dataclasses.replace(r.task, **changes)))
+
+
+def longer(r, count, at):
+    """`r` with `count` more tokens, as sampled ones or in the prompt."""
+    repeat = np.ones(len(r.tokens), int)
+    repeat[at] += count
+    names = ("tokens", "sampled_mask", "logprobs", "versions")
+    return dataclasses.replace(r, **{name: np.repeat(getattr(r, name), repeat) for name in names})
+
+
+REFUSALS = {
+    "samples missing": (lambda rollouts: rollouts[:1], "samples: expected 0..1 once each, got [0]"),
+    "samples twice": (replaced(sample=0), "samples: expected 0..1 once each, got [0, 0]"),
+    "samples more": (lambda rs: [*rs, dataclasses.replace(rs[1], sample=2)], "samples: expected 0..1 once"),
+    "task env": (with_task(env="chain_sum"), "task: expected reverse_text"),
+    "task index": (with_task(index=3), "task: expected reverse_text"),
+    "seed": (one(lambda r: dataclasses.replace(r, seed=(r.seed + 1) % 2**32)), "seed: expected"),
+    "seed swapped": (lambda rs: [dataclasses.replace(r, sample=1 - r.sample) for r in rs], "seed: expected"),
+    "temperature": (replaced(temperature=0.9), "temperature: expected 1.0, got 0.9"),
+    "length sampled": (one(lambda r: longer(r, 11, -1)), "length: 13 sampled tokens, at most 12 were asked for"),
+    "length prompt": (lambda rs: [longer(r, 60, 0) for r in rs], "length: 65 tokens, more than the model's 64"),
+    "vocabulary": (
+        replaced(tokens=np.array([5, 6, 3, 272, 258], np.int32)),
+        "tokens: id 272 is outside the vocabulary",
+    ),
+    "prompt": (replaced(tokens=np.array([5, 7, 3, 21, 258], np.int32)), "prompt: the samples of one group have"),
+    "versions old": (replaced(versions=np.array([1, 1, 1, 0, 1], np.int32)), "versions: 0 is older than 1"),
+    "versions fall": (replaced(versions=np.array([2, 2, 2, 2, 1], np.int32)), "versions: they fall"),
+    "versions ahead": (replaced(versions=np.array([1, 1, 1, 1, 2], np.int32)), "versions: 2 is not published yet"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_refused_and_leased_again(make, name):
+    change, reason = REFUSALS[name]
+    orchestrator = make(rl__max_lag=0)
+    orchestrator.resume(1)
+    publish(orchestrator, 1)
+    groups = lease(orchestrator)
+    verdict = submit(orchestrator, change(answers(groups[0])))
+    assert verdict.startswith(f"refused: {reason}"), verdict
+    assert len(orchestrator._done) == 0
+    assert lease(orchestrator) == [groups[0]]
+    assert submit(orchestrator, answers(groups[0])) == "accepted" and len(orchestrator._done) == 1
+    counts = orchestrator._take_counts()
+    assert counts["trust/num_refused"] == len(change(answers(groups[0]))) and counts["trust/num_accepted"] == 2
+    assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
+
+
+def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    group = lease(orchestrator)[0]
+    assert submit(orchestrator, answers(group), OTHER).startswith("refused: signature: ")
+    assert submit(orchestrator, answers(group), None).startswith("refused: signature: ")
+    good = [rollout_lib.sign(r, KEY) for r in answers(group)]
+    forged = [good[0], dataclasses.replace(good[1], reward=9.0)]  # the reward is under the signature, too
+    assert submit(orchestrator, forged, None).startswith("refused: signature: ")
+    # None of it cost the holder its lease, or the group an attempt.
+    assert submit(orchestrator, answers(group)) == "accepted"
+
+
+def test_what_was_not_leased_or_is_there_already(make):
+    blocked = threading.Event()
+    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and None, trust__check_fraction=1.0)
+    publish(orchestrator, 0)
+    unleased = task_schedule.train_groups(orchestrator._config, 1)[0]
+    assert submit(orchestrator, answers(unleased)).startswith("refused: not leased")
+    group = lease(orchestrator, 1)[0]
+    assert submit(orchestrator, answers(group)) == "checking"
+    assert submit(orchestrator, answers(group)).startswith("refused: not leased (or already submitted)")
+    blocked.set()
+    checked(orchestrator)
+    assert len(orchestrator._done) == 1
+    assert submit(orchestrator, answers(group)).startswith("refused: not leased")
+    beyond = task_schedule.train_groups(orchestrator._config, 5)[0]  # not open yet
+    assert submit(orchestrator, answers(beyond)).startswith("refused: not leased")
+    assert orchestrator._take_counts()["trust/num_unleased"] == 8
+    assert group not in lease(orchestrator)
+
+
+def test_one_file_may_hold_several_groups(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    a, b, _ = lease(orchestrator)
+    rollouts = [*answers(a), *(dataclasses.replace(r, temperature=0.5) for r in answers(b))][::-1]
+    verdicts = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in rollouts])
+    assert verdicts["train/1/0"] == "accepted" and verdicts["train/1/1"].startswith("refused: temperature")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_wait_is_told(make, monkeypatch):
+    monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
+    lines = []
+    orchestrator = make(on_wait=lines.append)
+    publish(orchestrator, 0)
+    batch = later(orchestrator.next_batch, 1)
+    groups = lease(orchestrator)
+    for group in groups[1:]:
+        submit(orchestrator, answers(group))
+    while not any(line == "batch 1 has 2 of 3 groups; 1 are with workers, 0 with nobody" for line in lines):
+        time.sleep(0.01)
+    submit(orchestrator, answers(groups[0]))
+    batch.result(WAIT_S)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.125, 0.5, 0.51, 1.0])
+def test_exactly_so_many_groups_of_each_batch_are_checked(make, fraction):
+    """The ceil(fraction * P) groups of lowest HMAC under the secret."""
+    P = 8
+    orchestrator = make(rl__prompts_per_step=P, trust__check_fraction=fraction)
+    batches = [task_schedule.train_groups(orchestrator._config, step) for step in (1, 2, 9)]
+    chosen = [orchestrator._draw(groups) for groups in batches]
+    for groups, picked in zip(batches, chosen, strict=True):
+        assert len(picked) == math.ceil(fraction * P)
+        lots = {g.key: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
+        assert picked == set(sorted(lots, key=lots.get)[: len(picked)])
+    if 0 < fraction < 1:
+        other = make(secret=b"other", rl__prompts_per_step=P, trust__check_fraction=fraction)
+        assert chosen != [other._draw(groups) for groups in batches]
+
+
+def test_the_verdict_of_the_check_is_honoured(make):
+    """Seen by the check: the whole group. Refused: leased again, and all else of that worker is replayed, too. Then accepted."""
+    verdicts, seen = {}, []
+
+    def check(rollouts):
+        seen.append(rollouts[0].task.group)
+        assert [r.task.group for r in rollouts] == [seen[-1]] * 2
+        return verdicts.pop(seen[-1], None)
+
+    orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
+    publish(orchestrator, 0)
+    (drawn,) = orchestrator._to_check
+    verdicts[drawn[2]] = "sampling: 3 of 12 tokens"
+    groups = sorted(lease(orchestrator), key=lambda group: group.key == drawn)  # the drawn one last
+    assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "checking"]
+    checked(orchestrator)
+    assert seen[0] == drawn[2]
+    checked(orchestrator)  # the two that were accepted before
+    assert sorted(seen[1:]) == sorted(group.group for group in groups[:2]) and len(orchestrator._done) == 2
+    (again,) = lease(orchestrator)
+    assert again.key == drawn and submit(orchestrator, answers(again)) == "checking"
+    checked(orchestrator)
+    counts = orchestrator.next_batch(1).metrics
+    assert (
+        counts["trust/num_checked"] == 8
+        and counts["trust/num_refused"] == 2
+        and counts["trust/num_refused_sampling"] == 1
+    )
+    assert counts["trust/num_accepted"] - counts["trust/num_called_back"] == 6 and counts["trust/num_called_back"] == 4
+
+
+def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make):
+    """They were accepted, and counted, with an earlier batch; and while they are replayed, another batch is handed off."""
+    found, go_on = [], threading.Event()
+    go_on.set()
+
+    def check(rollouts):
+        if found:
+            return found.pop()
+        assert go_on.wait(WAIT_S)
+
+    orchestrator = make(
+        check=check, screen=lambda rollouts, split: (None, {0}), rl__max_lag=2, trust__check_fraction=0.3
+    )
+    publish(orchestrator, 0)
+    groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: group.key in orchestrator._to_check)
+    for group in groups:
+        submit(orchestrator, answers(group), OTHER)
+    for group in early:
+        assert submit(orchestrator, answers(group)) == "accepted"
+    checked(orchestrator)
+    first = orchestrator.next_batch(1).metrics
+    found.append("sampling: 3 of 12 tokens")
+    go_on.clear()
+    assert submit(orchestrator, answers(drawn)) == "checking"
+    proxy.wait_until(lambda: not any(group.key in orchestrator._done for group in early))
+    second = orchestrator.next_batch(2).metrics
+    assert min(second.values()) >= 0 and second["trust/num_called_back"] == 4
+    go_on.set()
+    checked(orchestrator)
+    assert submit(orchestrator, answers(*lease(orchestrator))) == "checking"
+    checked(orchestrator)
+    third = orchestrator.next_batch(3).metrics
+    counts = [m["trust/num_accepted"] - m["trust/num_called_back"] for m in (first, second, third)]
+    assert counts == [16, -4, 6] and sum(counts) == 3 * 6
+    assert [m["trust/num_given_up"] for m in (first, second, third)] == [3, 3, 3]
+
+
+def test_a_worker_that_is_refused_too_often_gets_no_more_work(make):
+    """The run goes on with the others; only what nobody else can do ends it."""
+    orchestrator = make(trust__max_attempts=2)
+    publish(orchestrator, 0)
+    assert lease(orchestrator, 1, OTHER)  # somebody else is there
+    for _ in range(2):
+        (group,) = lease(orchestrator, 1)
+        assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
+    assert lease(orchestrator) == []
+    assert orchestrator._failure is None and len(lease(orchestrator, key=OTHER)) == 2
+
+
+def test_an_evaluation_waits_for_its_version(make):
+    """Asked for earlier, it would be answered with the weights before it, and refused."""
+    orchestrator = make()
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.evaluate, 1)
+    time.sleep(0.1)
+    assert all(group.split == "train" for group in lease(orchestrator, 1))
+    publish(orchestrator, 1)
+    proxy.wait_until(lambda: any(group.split == "held_out" for group in orchestrator._todo))
+    for group in lease(orchestrator):
+        submit(orchestrator, answers(group, 1))
+    assert len(waiting.result(WAIT_S)) == 2
+
+
+def test_every_group_is_screened_and_nobody_waits_for_it(make):
+    """Drawn or not. While one is screened, others lease and submit, but not the same group again."""
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def screen(rollouts, split):
+        assert split == "train"
+        seen.append(rollouts[0].task.group)
+        if len(seen) == 1:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+            return "reward: 0.5 was claimed", ()
+        return None, ()
+
+    orchestrator = make(screen=screen, trust__check_fraction=0.4)  # two of three
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    slow = later(submit, orchestrator, answers(groups[0]))
+    assert begun.wait(WAIT_S)
+    assert sorted(submit(orchestrator, answers(group)) for group in groups[1:]) == ["accepted", "checking"]
+    assert submit(orchestrator, answers(groups[0])).startswith("refused: not leased (or already submitted)")
+    go_on.set()
+    assert slow.result(WAIT_S) == "refused: reward: 0.5 was claimed"
+    assert [group.key for group in lease(orchestrator)] == [groups[0].key]
+    assert submit(orchestrator, answers(groups[0])) in ("accepted", "checking")
+    assert seen == [groups[0].group, groups[1].group, groups[2].group, groups[0].group]
+
+
+def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
+    """Over HTTP: more slow files at once than there are slots to decode or to judge; others are judged, garbage is refused."""
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+
+    def screen(rollouts, split):
+        if rollouts[0].worker == KEY.worker:
+            begun.release()
+            assert go_on.wait(WAIT_S)
+        return None, ()
+
+    orchestrator = make(screen=screen, rl__prompts_per_step=12)
+    url = orchestrator.serve()
+
+    def post(rollouts, key):
+        body = parquet.to_bytes([rollout_lib.sign(r, key) for r in rollouts])
+        return httpx.post(f"{url}/submit", content=body, timeout=WAIT_S)
+
+    publish(orchestrator, 0)
+    groups = lease(orchestrator, 11)
+    slow = [later(post, answers(group), KEY) for group in groups]
+    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
+    (other,) = lease(orchestrator, key=OTHER)
+    assert list(post(answers(other), OTHER).json()["verdicts"].values()) == ["taken"]
+    (budget,) = {orchestrator._web.config.app._budget}
+    proxy.wait_until(lambda: all(lease.is_answered for lease in orchestrator._leases.values()) and not budget.held)
+    (refused,) = post(answers(groups[0]), KEY).json()["verdicts"].values()
+    assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
+    go_on.set()
+    assert all(list(future.result(WAIT_S).json()["verdicts"].values()) == ["taken"] for future in slow)
+    assert len(orchestrator._done) == 12
+    orchestrator.close()
+
+
+def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
+    orchestrator, go_on, decode = make(), threading.Event(), parquet.from_bytes
+    monkeypatch.setattr(
+        parquet, "from_bytes", lambda body: decode(body) if body != b"slow" or go_on.wait(WAIT_S) else []
+    )
+    url = orchestrator.serve()
+    publish(orchestrator, 0)
+
+    def post(body, address):
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_S) as http:
+            return http.post(f"{url}/submit", content=body)
+
+    slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
+    (budget,) = {orchestrator._web.config.app._budget}
+    proxy.wait_until(lambda: budget.held["127.0.0.2"] == 5 * len(b"slow"))
+    good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
+    assert list(post(good, "127.0.0.1").json()["verdicts"].values()) == ["taken"]
+    assert not any(future.done() for future in slow)
+    go_on.set()
+    assert all(future.result(WAIT_S).status_code == 400 for future in slow)
+    orchestrator.close()
+
+
+def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
+    """However often: a slow task ends no run. What was signed is kept as it was; a group refused otherwise loses the note."""
+    refusals = ["sampling: not what the seed draws"]
+
+    def screen(rollouts, split):
+        if refusals:
+            return refusals.pop(), ()
+        return None, {0} if split == "held_out" else {1} if rollouts[0].task.group != 2 else ()
+
+    orchestrator = make(screen=screen, trust__max_attempts=2, evaluation__num_tasks=1)
+    publish(orchestrator, 0)
+    evaluated = later(orchestrator.evaluate, 0)
+    proxy.wait_until(lambda: orchestrator._todo[0].split == "held_out")
+    held_out, *groups = lease(orchestrator)
+    assert submit(orchestrator, answers(groups[0])).startswith("refused: sampling")
+    rewards = dict(reward=5.0, rewards={"reward": 5.0, "style": 2.0})
+    for group in [held_out, *lease(orchestrator), *groups[1:]]:
+        assert submit(orchestrator, answers(group, **rewards)) == "accepted"
+    (samples,) = evaluated.result(WAIT_S)
+    assert [r.reward for r in samples] == [0.0]
+    batch = orchestrator.next_batch(1)
+    assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 5]]
+    assert batch.groups[0][1].rewards == {"reward": 0.0, "style": 0.0} and batch.metrics["trust/num_given_up"] == 3
+    assert batch.metrics["rollout/reward"] == pytest.approx(20 / 6) and orchestrator._failure is None
+    kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
+    assert not orchestrator._given_up
+
+
+def test_completions_that_could_not_be_scored_are_counted(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    for group in lease(orchestrator):
+        error = {"error": 1.0} if group.group == 1 else {"error": 0.0} if group.group == 2 else {}
+        submit(orchestrator, answers(group, reward=0.0, rewards={"reward": 0.0} | error))
+    assert orchestrator.next_batch(1).metrics["rollout/score_error_frac"] == pytest.approx(1 / 3)
+
+
+def test_a_group_refused_too_often_stops_the_run(make):
+    orchestrator = make(trust__max_attempts=2)
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    for _ in range(2):
+        group = lease(orchestrator)[0]
+        assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
+    with pytest.raises(ValueError, match="was refused 2 times, the last time group 0 of step 1 for: temperature: exp"):
+        waiting.result(WAIT_S)
+    with pytest.raises(ValueError, match="raise trust.max_attempts"):
+        orchestrator.next_batch(1)
+
+
+def test_a_resumed_run_knows_its_workers(make, monkeypatch):
+    """As they were when the batch was handed off: what came later comes again."""
+    told = []
+    first = make(trust__max_attempts=3, evidence=lambda step: told.append(step) or {"of": step})
+    publish(first, 0)
+    assert lease(first, 1, OTHER)
+    for _ in range(2):
+        assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    first._leases.clear()
+    first._todo.extend(task_schedule.train_groups(first._config, 1))
+    for group in lease(first, key=OTHER):
+        submit(first, answers(group), OTHER)
+    first.next_batch(1)
+    publish(first, 1)
+    assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    assert lease(first) == []  # barred
+    state = json.loads(json.dumps(first.state(1)))
+    assert state["evidence"] == {"of": 1} and told == [1] and first.state(0) == {}
+    lines = []
+    second = make(trust__max_attempts=3, on_wait=lines.append)
+    second.resume(1, state)
+    assert second.state(1) == state  # for a run that stops before its first batch
+    publish(second, 1)
+    assert lease(second, 1, OTHER)
+    assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
+    assert lease(second) == [] and second._failure is None
+    monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
+    waiting = later(second.next_batch, 2)
+    proxy.wait_until(lambda: lines)
+    assert lines[0].endswith("2 with nobody; workers that were refused too often to get any (trust.max_attempts): 1")
+    second.fail(ValueError("enough"))
+    with pytest.raises(ValueError, match="enough"):
+        waiting.result(WAIT_S)
+
+
+def test_a_validator_that_breaks_stops_the_run(make):
+    def check(rollouts):
+        raise ValueError("the validator is broken")
+
+    orchestrator = make(check=check, trust__check_fraction=1.0)
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    assert submit(orchestrator, answers(lease(orchestrator)[0])) == "checking"
+    with pytest.raises(ValueError, match="the validator is broken"):
+        waiting.result(WAIT_S)
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9", "http://[::1"])
+def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
+    """A refused connection (port 9 has no listener), and addresses that are none: never a wait without end."""
+    orchestrator = make()
+    orchestrator.connect([url])
+    waiting = later(orchestrator.next_batch, 1)
+    publish(orchestrator, 0)
+    with pytest.raises(ValueError, match="a rollout server did not take policy version 0: "):
+        waiting.result(WAIT_S)
+    assert lease(orchestrator) == []
+
+
+def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
+    """Nobody looks at the updater's future: the error must come out where the learner waits."""
+    orchestrator = make()
+    orchestrator.connect(["http://127.0.0.1:9"])
+
+    async def tell(version):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(orchestrator, "_tell_servers", tell)
+    waiting = later(orchestrator.next_batch, 1)
+    publish(orchestrator, 0)
+    with pytest.raises(KeyError, match="a bug"):
+        waiting.result(WAIT_S)
+
+
+# ---- hand-off --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
+    orchestrator = make(rl__max_lag=1, train__share_prompts=True)
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)  # of batches 1 and 2
+    rewards = {0: (0.0, 1.0), 1: (0.5, 0.5), 2: (3.0, -1.0)}
+    for group in groups[:3][::-1]:  # done in another order
+        rs = [dataclasses.replace(r, reward=rewards[group.group][r.sample]) for r in answers(group)]
+        assert submit(orchestrator, rs[::-1]) == "accepted"
+    assert submit(orchestrator, answers(groups[3])) == "accepted"  # of batch 2, and early
+    batch = orchestrator.next_batch(1)
+    assert [[(r.task.group, r.sample) for r in group] for group in batch.groups] == [[(g, 0), (g, 1)] for g in range(3)]
+    # A - mean over the group; the flat group has no gradient and is left out.
+    credit = [[branch.advantage.tolist() for branch in tree.branches] for tree in batch.trees]
+    assert credit == [[[-0.5, -0.5], [0.5, 0.5]], [[2.0, 2.0], [-2.0, -2.0]]]
+    assert [tree.prompt.tolist() for tree in batch.trees] == [[5, 6, 0], [5, 6, 2]]
+    for name, value in {
+        "rollout/reward": 4 / 6,
+        "rollout/zero_advantage_frac": 1 / 3,
+        "rollout/response_length": 2.0,
+        "rollout/truncated_frac": 0.0,
+        "rollout/num_tokens": 12.0,
+        "sync/lag": 0.0,
+        "trust/num_accepted": 8.0,
+    }.items():
+        assert batch.metrics[name] == pytest.approx(value), name
+    assert len(orchestrator._done) == 1
+    kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
+    flat = [r for group in batch.groups for r in group]
+    assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
+    assert all(rollout_lib.signature_ok(r) for r in kept)
+    # The counters start again; batch 2 was generated one version behind.
+    for group in groups[4:]:
+        submit(orchestrator, answers(group))
+    metrics = orchestrator.next_batch(2).metrics
+    assert metrics["trust/num_accepted"] == 4.0 and metrics["sync/lag"] == metrics["sync/lag_max"] == 1.0
+
+
+def test_next_batch_waits_for_all_of_its_groups(make):
+    orchestrator = make()
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.next_batch, 1)
+    for group in lease(orchestrator):
+        time.sleep(0.02)
+        assert not waiting.done()
+        submit(orchestrator, answers(group))
+    assert len(waiting.result(WAIT_S).groups) == 3
+
+
+def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
+    """Allowed when it was made (max_lag 2), too old when it is used (max_off_policy 1): the oldest token counts."""
+    orchestrator = make(rl__max_lag=2, rl__max_off_policy=1)
+    publish(orchestrator, 0)
+    groups = [group for group in lease(orchestrator) if group.step == 3]
+    publish(orchestrator, 1)
+    mixed = np.array([0, 0, 0, 0, 1], np.int32)
+    assert submit(orchestrator, answers(groups[0], versions=mixed)) == "accepted"
+    publish(orchestrator, 2)
+    for group in groups[1:]:
+        assert submit(orchestrator, answers(group, 1)) == "accepted"
+    waiting = later(orchestrator.next_batch, 3)
+    again = []
+    deadline = time.monotonic() + WAIT_S
+    while not again and time.monotonic() < deadline:
+        again = [group for group in lease(orchestrator) if group.step == 3]
+        time.sleep(0.01)
+    assert again == [groups[0]]
+    assert submit(orchestrator, answers(groups[0], 2)) == "accepted"
+    batch = waiting.result(WAIT_S)
+    assert batch.metrics["trust/num_stale"] == 2 and batch.metrics["sync/lag_max"] == 1
+    assert batch.groups[0][0].versions.tolist() == [2] * 5
+
+
+def test_a_failure_elsewhere_wakes_who_waits(make):
+    orchestrator = make()
+    waiting = later(orchestrator.next_batch, 1)
+    orchestrator.fail(ValueError("the server process ended"))
+    orchestrator.fail(ValueError("and then another"))  # the first is the cause
+    with pytest.raises(ValueError, match="the server process ended"):
+        waiting.result(WAIT_S)
+
+
+def test_held_out_tasks_come_first_and_are_kept_apart(make):
+    orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: "toploc: never")
+    publish(orchestrator, 0)
+    waiting = later(orchestrator.evaluate, 0)
+    while not orchestrator._todo or orchestrator._todo[0].split == "train":
+        time.sleep(0.001)
+    groups = lease(orchestrator)
+    assert [(group.split, group.group) for group in groups[:3]] == [("held_out", 0), ("held_out", 1), ("train", 0)]
+    for group in groups[1::-1]:
+        assert submit(orchestrator, answers(group)) == "accepted"  # not checked
+    results = waiting.result(WAIT_S)
+    assert [[r.task.index for r in task] for task in results] == [[0], [1]]
+    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and len(orchestrator._done) == 0
+
+    publish(orchestrator, 4)
+    waiting = later(orchestrator.evaluate, 3)
+    while not orchestrator._todo or orchestrator._todo[0].split == "train":
+        time.sleep(0.001)
+    group = lease(orchestrator)[0]
+    assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: 2 is older than 3")
+    for group in lease(orchestrator) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:
+        assert submit(orchestrator, answers(group, 4)) == "accepted"  # newer weights arrived meanwhile
+    assert len(waiting.result(WAIT_S)) == 2
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def test_the_routes(make):
+    orchestrator = make(
+        topology__mode="remote", topology__servers=("http://127.0.0.1:1",), topology__workers=(KEY.worker,)
+    )
+    with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
+        run = http.get("/run").json()
+        assert run["env"] == {
+            "name": "reverse_text",
+            "options": orchestrator._config.env.options.to_dict(),
+            "seed": 0,
+        }
+        assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
+        assert (
+            (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
+            and run["servers"] == []
+            and run["step"] == -1
+        )
+        publish(orchestrator, 0)
+        assert http.get("/run").json()["step"] == 0
+
+        good = lease_lib.request(KEY, 2)
+        for body in ({}, good | {"capacity": 3}, good | {"worker": OTHER.worker}, []):
+            reply = http.post("/lease", json=body)
+            assert reply.status_code == 400 and reply.json()["error"]["message"], body
+        assert http.post("/lease", content=b"{").status_code == 400
+
+        leased = http.post("/lease", json=good).json()["groups"]
+        groups = [task_schedule.Group(**group) for group in leased]
+        assert groups == task_schedule.train_groups(orchestrator._config, 1)[:2]
+        stranger = http.post("/lease", json=lease_lib.request(OTHER, 2))
+        assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
+        assert "it is a copy" in http.post("/lease", json=good).json()["error"]["message"]
+
+        good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
+        for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
+            reply = http.post("/submit", content=garbage)
+            assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]
+        assert http.post("/submit", content=good).json() == {"verdicts": {"train/1/0": "taken"}}
+        assert http.post("/submit", content=good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
+        assert http.get("/nothing").status_code == 404
+    orchestrator.close()

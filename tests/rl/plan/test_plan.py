@@ -1,0 +1,430 @@
+"""The planner: HLO text of known traffic, formulas against sums by hand, programs that lower, and the compiler itself (slow)."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base, intellect1, intellect2, intellect3, qwen3_0_6b_gsm8k, qwen3_30b_a3b
+from models import flops
+from rl.plan import hlo, plan, programs, roofline
+from sharding import mesh as mesh_lib
+from tests.support import tiny
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+CONFIGS = {
+    "intellect1": intellect1,
+    "intellect2": intellect2,
+    "intellect3": intellect3,
+    "qwen3_0_6b_gsm8k": qwen3_0_6b_gsm8k,
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+}
+
+# ---- the text of a program -------------------------------------------------------------------------------------------
+
+# A loop bounded by data around a scan of 3 layers; in the scan a gather over 4 devices, a fused reduce-scatter, a permute.
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: f32[8,128]) -> f32[2,128] {
+  %input = f32[8,128]{1,0} parameter(0)
+  %all-reduce.1 = f32[8,128]{1,0:T(8,128)} all-reduce(%input), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  ROOT %slice = f32[2,128]{1,0} dynamic-slice(%all-reduce.1, %zero), dynamic_slice_sizes={2,128}
+}
+
+%fused (p: bf16[4,64,2,16]) -> bf16[4,2,64,16] {
+  %inner = bf16[4,2,64,16]{3,2,1,0} transpose(%p), dimensions={0,2,1,3}
+  ROOT %out = bf16[4,2,64,16]{3,2,1,0} add(%inner, %inner)
+}
+
+%layer (state: (s32[], bf16[16,128])) -> (s32[], bf16[16,128]) {
+  %all-gather.1 = bf16[16,128]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+  %start = (bf16[5,64]{1,0}, bf16[5,64]{1,0}, u32[], u32[]) collective-permute-start(%y), channel_id=2, source_target_pairs={{0,0},{1,3},{3,1}}
+  %scatter = f32[2,128]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.1
+  %read = bf16[4,2,64,16]{3,2,1,0} fusion(%cache), kind=kLoop, calls=%fused
+  ROOT %tuple.1 = (s32[], bf16[16,128]) tuple(%next, %all-gather.1)
+}
+
+%layer_cond (state: (s32[], bf16[16,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(3)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%micro (state: (s32[], s32[])) -> (s32[], s32[]) {
+  %while.1 = (s32[], bf16[16,128]) while(%init), condition=%layer_cond, body=%layer
+  %all-reduce.2 = (f32[10]{0}, f32[6]{0}) all-reduce(%a, %b), channel_id=4, replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,4]T(1,0)) {'axis_1'}, to_apply=%add
+  ROOT %tuple.2 = (s32[], s32[]) tuple(%i, %n)
+}
+
+%micro_cond (state: (s32[], s32[])) -> pred[] {
+  ROOT %less.2 = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (batch: s32[8]) -> f32[] {
+  %copy.1 = bf16[4,2,64,16]{3,2,1,0} copy(%cache)
+  %copy-start.1 = (bf16[4,2,64,16]{3,2,1,0:T(8,128)S(1)}, bf16[4,2,64,16]{3,2,1,0}, u32[]) copy-start(%cache)
+  %while.2 = (s32[], s32[]) while(%start.1), condition=%micro_cond, body=%micro
+  ROOT %all-reduce.3 = f32[1]{0} all-reduce(%loss), channel_id=5, replica_groups=[8,1]<=[8], to_apply=%add
+}
+"""
+
+
+def test_collectives_are_counted_through_loops_and_fusions():
+    found = {c.kind: c for c in hlo.parse(TEXT, turns=(5,)).collectives()}
+    assert found.keys() == {
+        "all-gather",
+        "collective-permute",
+        "reduce-scatter",
+        "all-reduce",
+    }  # one device: no traffic
+    gather = found["all-gather"]
+    assert (gather.count, gather.num_bytes, gather.group) == (15, 16 * 128 * 2, (0, 2, 4, 6))
+    assert gather.sent_bytes == 15 * 4096 * 3 / 4
+    scatter = found["reduce-scatter"]  # groups [2, 4] of 0..7 laid out [4, 2] and transposed: 0 2 4 6
+    assert (scatter.count, scatter.num_bytes, scatter.group) == (15, 8 * 128 * 4, (0, 2, 4, 6))
+    assert scatter.sent_bytes == 15 * 4096 * 3 / 4
+    permute = found["collective-permute"]
+    assert (permute.count, permute.num_bytes, permute.group) == (15, 5 * 64 * 2, (1, 3))
+    assert permute.sent_bytes == 15 * 640
+    reduce = found["all-reduce"]  # 0..7 laid out [2, 4] and transposed: 0 4 1 5, 2 6 3 7
+    assert (reduce.count, reduce.num_bytes, reduce.group) == (5, 64, (0, 4, 1, 5))
+    assert reduce.sent_bytes == 5 * 64 * 2 * 3 / 4
+
+
+def test_nested_loops_over_data_take_the_turns_in_order():
+    steps = TEXT.replace("ENTRY %main", "%inner_entry").replace(
+        "%while.2 = (s32[], s32[]) while(%start.1), condition=%micro_cond, body=%micro",
+        "%while.2 = (s32[], s32[]) while(%start.1), condition=%micro_cond, body=%outer",
+    )
+    steps = steps.replace("%inner_entry", "ENTRY %main")
+    steps = steps.replace(
+        "ENTRY %main",
+        """%outer (state: (s32[], s32[])) -> (s32[], s32[]) {
+  %all-to-all.1 = f32[4]{0} all-to-all(%p), channel_id=6, replica_groups=[2,4]<=[8], dimensions={0}
+  %while.3 = (s32[], s32[]) while(%start.2), condition=%micro_cond, body=%micro
+  ROOT %tuple.3 = (s32[], s32[]) tuple(%i, %n)
+}
+
+ENTRY %main""",
+    )
+    counts = {c.kind: c.count for c in hlo.parse(steps, turns=(2, 7)).collectives()}
+    assert counts["all-to-all"] == 2 and counts["all-reduce"] == 14 and counts["all-gather"] == 42
+    # A loop over data that holds no other takes all that is left: here the scoring of every micro-batch.
+    assert {c.kind: c.count for c in hlo.parse(TEXT, turns=(2, 7)).collectives()}["all-gather"] == 42
+
+
+def test_copies_are_whole_arrays_that_are_written():
+    """Of the copy, the prefetch into on-chip memory, and the transpose inside a fusion, the first alone moves the array."""
+    program = hlo.parse(TEXT, turns=(5,))
+    assert program.copies((4, 64, 2, 16)) == 1 and program.copies((64, 2, 1, 4, 16)) == 1
+    assert program.copies((4, 64, 2, 8)) == 0
+
+
+def test_a_report_is_the_sums_by_hand():
+    """Two chips that compute for a second and read for two; nothing crosses the links."""
+    mesh = mesh_lib.create({"fsdp": 2}, jax.devices()[:2])
+    chip = roofline.CHIPS["v5p"]
+    program = programs.Program(
+        name="decode",
+        title="decode",
+        mesh=mesh,
+        lower=None,
+        held={"parameters": 2.0 * 2**30, "cache": 2.0**30},
+        needed={},
+        num_tokens=1000,
+        executed_flops=2 * chip.flops_per_s,
+        model_flops=0.0,
+        read_bytes=2 * chip.memory_bytes_per_s,
+        cache=((2, 3),),
+    )
+    outcome = plan.Outcome(
+        program, "", compile_s=7.0, peak_bytes=4.0 * 2**30, workspace_bytes=2.0**30, host_bytes=3.0 * 2**30
+    )
+    lines = {line[2:20].strip(): line[20:] for line in plan.describe(outcome, "v5p:2x2x1").splitlines()[1:]}
+    assert lines["memory per chip"] == "parameters 2.00, cache 1.00, workspace 1.00: 4.00 GiB of 95.74 GiB, 91.74 left"
+    assert lines["memory of hosts"] == "3.00 GiB per chip"
+    assert lines["arithmetic"] == "918 TFLOP executed, 1,000 tokens"
+    assert lines["collectives"] == "none" and lines["cache"].startswith("0 copies")
+    assert lines["time"].startswith("compute 1 s, memory 2 s, links 0 ms: at least 2 s (memory)")
+    assert lines["memory allows"].startswith("500 tokens/s = 1000 / (") and lines["memory allows"].endswith(
+        "2,765 GB/s)"
+    )
+    assert (
+        plan._flops(1.5e19) == "15 EFLOP" and plan._seconds(1000.4) == "1,000 s" and plan._seconds(0.0306) == "30.6 ms"
+    )
+
+
+def test_what_is_not_a_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        hlo.parse("HloModule nothing\n")
+    with pytest.raises(ValueError, match="replica groups are not understood"):
+        hlo.parse(TEXT.replace("replica_groups=[2,4]<=[4,2]T(1,0)", "replica_groups=new")).collectives()
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_work_of_a_dense_model_is_the_sum_by_hand():
+    """2 layers of D 32, H 4, K 2, C 8, F 64; V 272, untied."""
+    work = flops.ModelFlops.of(tiny.model(tie_embeddings=False, remat="block"))
+    layer = 32 * 4 * 8 + 2 * 32 * 2 * 8 + 4 * 8 * 32 + 3 * 32 * 64
+    head = 32 * 272
+    assert work.multiplied == 2 * layer + head and work.head == head
+    norms = 2 * (2 * 32 + 2 * 8) + 32
+    assert work.held == 2 * layer + 2 * head + norms
+    # 10 tokens in sequences of 5: each reads 3 keys on average, 2 FLOPs x 4 heads x (8 + 8) dims x 3 keys x 2 layers.
+    assert work.forward_flops(10, 5) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 3 * 2)
+    assert work.model_flops(10, 5) == 3 * work.forward_flops(10, 5)
+    executed = 10 * (4 * 2 * 2 * layer + 4 * 2 * head + 4.5 * 2 * 4 * 16 * 3 * 2)
+    assert work.executed_flops(10, 5) == executed
+    assert work.read_parameters(1) == work.held - head  # the table is looked up
+
+
+def test_work_of_a_mixture_counts_the_experts_of_a_token():
+    model = tiny.model(num_experts=8, experts_per_token=2, expert_ffn_dim=16, first_dense_layers=1, norm_topk=True)
+    work = flops.ModelFlops.of(model)
+    attention = 32 * 4 * 8 + 2 * 32 * 2 * 8 + 4 * 8 * 32
+    expert = 3 * 32 * 16
+    assert work.multiplied == 2 * attention + 3 * 32 * 64 + 2 * expert + 32 * 8 + 32 * 272
+    assert work.read_parameters(10**6) == pytest.approx(work.held)
+    assert work.held - work.read_parameters(1) == pytest.approx(8 * expert * 3 / 4)
+    assert work.held - work.read_parameters(3) == pytest.approx(8 * expert * (3 / 4) ** 3)
+
+
+def test_a_sliding_layer_reads_its_window():
+    model = tiny.model(window=3, layer_pattern="SF")
+    assert flops.ModelFlops.of(model).attention_flops(10) == 2 * 4 * 16 * (3 + 10)
+
+
+@pytest.mark.parametrize(
+    ("extent", "coords", "ports"),
+    [
+        ((4, 4, 4), [(0, 0, z) for z in range(4)], 2),  # a ring
+        ((4, 4, 4), [(x, y, 0) for x in range(4) for y in range(4)], 4),  # two rings
+        ((2, 2, 1), [(x, y, 0) for x in range(2) for y in range(2)], 2),  # two lines
+        ((4, 4, 4), [(0, 0, z) for z in range(2)], 1),  # a part of a ring is a line
+    ],
+)
+def test_links_of_a_group(extent, coords, ports):
+    chip = roofline.CHIPS["v5p"]
+    assert roofline.link_bytes_per_s(chip, extent, np.array(coords)) == ports * 100e9
+
+
+def test_bounds_are_the_longest_and_the_sum():
+    bounds = roofline.Bounds(compute_s=3.0, memory_s=1.0, links_s=2.0)
+    assert (bounds.overlapped_s, bounds.serial_s, bounds.limit) == (3.0, 5.0, "compute")
+    chip = roofline.CHIPS["v5e"]
+    assert roofline.mfu(197e12 * 8 * 2, 8, chip, 4.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5p", "malformed; write <kind>:<dims>"),
+        ("v5p:4xx4", "malformed"),
+        ("h100:8", "unknown kind; choose one of v5e, v6e, v5p"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused(topology, message):
+    with pytest.raises(ValueError, match=message):
+        roofline.chip_of(topology)
+
+
+def test_larger_topologies_come_by_size():
+    assert roofline.larger("v5e:8x8") == ["v5e:8x16", "v5e:16x16"]
+    assert roofline.larger("v5p:16x16x16") == []
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def small():
+    c = base.get_config()
+    c.model.num_layers = 2
+    c.train.rows = 8
+    c.train.row_length = 128
+    c.inference.num_slots = 8
+    return c
+
+
+def test_every_program_lowers_without_an_array():
+    """The learner's and the engine's own functions, on meshes of fake devices; bytes per chip are those of the shards."""
+    exp = programs.resolve(small())
+    mesh = mesh_lib.create({"fsdp": 4, "tensor": 2})
+    server_mesh = mesh_lib.create({"tensor": 2}, jax.devices()[:2])
+    made = [
+        programs.train_program(exp, mesh),
+        programs.logprobs_program(exp, mesh),
+        programs.prefill_program(exp, server_mesh),
+        programs.decode_program(exp, server_mesh),
+    ]
+    assert [program.name for program in made] == [*programs.LEARNER, *programs.SERVER]
+    for program in made:
+        assert isinstance(program.lower(), jax.stages.Lowered)
+    train, _, _, decode = made
+    # All but the norms (replicated over tensor, and too small to matter) are split 8 ways.
+    total = 4 * flops.ModelFlops.of(exp.model).held
+    assert total / 8 <= train.held["parameters"] < total / 8 * 1.1
+    assert train.held["optimizer"] == pytest.approx(2 * train.held["parameters"], rel=0.01)
+    # k and v of 2 layers, 8 slots, one of 2 key heads, 64 positions, 32 dims, float32.
+    assert decode.held["cache"] == 2 * 2 * 8 * 1 * 64 * 32 * 4
+    assert decode.cache == ((8, 1, 64, 32),)
+
+
+def test_the_batch_is_that_of_full_length_rollouts():
+    """32 x 8 rollouts of 64 tokens, two to a row of 128: 128 rows, 16 micro-batches of 8."""
+    exp = programs.resolve(small())
+    batch, in_use = programs.abstract_batch(exp, mesh_lib.create({"fsdp": 8}))
+    assert in_use == 16 and batch.tokens.shape[1:] == (8, 128) and batch.tokens.shape[0] >= in_use
+    assert batch.tokens.sharding.shard_shape(batch.tokens.shape)[1] == 1
+    assert batch.num_micro_batches.shape == ()
+
+
+def test_a_stacked_cache_is_watched_whole_and_by_layer():
+    c = small()
+    c.model.scan_layers = True
+    decode = programs.decode_program(programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2]))
+    assert decode.cache == ((2, 8, 1, 64, 32), (8, 1, 64, 32))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["stacked", "by_layer"])
+def test_decode_copies_no_cache(scan_layers):
+    """Compiled for the CPU; rl.plan prints the same count of what is compiled for a TPU."""
+    c = small()
+    c.model.scan_layers = scan_layers
+    decode = programs.decode_program(programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2]))
+    text = decode.lower().compile().as_text()
+    assert "32,64]" in text or "64,32]" in text  # arrays of the cache are there under the name that is looked for
+    assert sum(hlo.parse(text, decode.turns).copies(dims) for dims in decode.cache) == 0
+
+
+def test_resolving_for_a_plan_leaves_the_config_alone():
+    config = intellect2.get_config()
+    before = config.to_json()
+    assert programs.resolve(config).model.model_dim == 5120
+    assert config.to_json() == before
+
+
+def test_a_program_too_large_for_its_chips_is_not_compiled():
+    program = programs.train_program(programs.resolve(small()), mesh_lib.create({"fsdp": 8}))
+    chip = dataclasses.replace(roofline.CHIPS["v5e"], memory_bytes=1000)
+    program = dataclasses.replace(program, lower=None)  # would raise
+    outcome = plan.compile_program(program, chip)
+    assert re.match(r"its arguments alone need [\d.]+ GiB of 0.00 GiB per chip", outcome.refusal)
+    assert "DOES NOT FIT" in plan.describe(outcome, "v5e:2x4")
+
+
+def abstract_mesh(topology, axes):
+    """What `programs.create_mesh` gives, for sizes and shardings, without a compiler."""
+    size = roofline.num_chips(topology)
+    known = math.prod(n for n in axes.values() if n != -1)
+    if size % known:
+        raise ValueError(f"{axes} does not fit {size}")
+    sizes = tuple(size // known if axes[axis] == -1 else axes[axis] for axis in mesh_lib.AXES)
+    if math.prod(sizes) != size:
+        raise ValueError(f"{axes} does not fit {size}")
+    return jax.sharding.AbstractMesh(sizes, mesh_lib.AXES)
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "multiplied"),
+    [
+        ("intellect1", 10.2e9, 9.7e9),
+        ("intellect2", 32.8e9, 32.0e9),
+        ("intellect3", 106.9e9, 12.8e9),
+        ("qwen3_0_6b_gsm8k", 0.596e9, 0.596e9),
+        ("qwen3_30b_a3b", 30.5e9, 3.0e9),
+    ],
+)
+def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied):
+    """Parameters by the models' cards; rows, heads and parameters divide on the topology the config names."""
+    config = CONFIGS[name].get_config()
+    exp = programs.resolve(config)
+    work = flops.ModelFlops.of(exp.model)
+    assert work.held == pytest.approx(held, rel=0.01)
+    assert work.multiplied == pytest.approx(multiplied, rel=0.03)
+    topology = config.plan.topology
+    kind, chip = topology.partition(":")[0], roofline.chip_of(topology)
+    program = programs.train_program(exp, abstract_mesh(topology, config.mesh.to_dict()))
+    assert program.estimated_bytes < chip.memory_bytes
+    server = abstract_mesh(f"{kind}:{chip.host}", config.plan.server_mesh.to_dict())
+    assert sum(programs.decode_program(exp, server).held.values()) < chip.memory_bytes
+    assert topology in CONFIGS[name].__doc__ and f"configs/{name}.py" in CONFIGS[name].__doc__
+
+
+@pytest.mark.slow
+def test_a_remedy_costs_rows_before_chips(monkeypatch):
+    """Everything "compiles" whose arguments and saved inputs fit: 106 B parameters need more than eight small chips."""
+    monkeypatch.setattr(programs, "create_mesh", abstract_mesh)
+    monkeypatch.setattr(plan, "compile_program", lambda program, chip, effort=0: plan.Outcome(program, ""))
+    said = plan.remedy(intellect3.get_config(), "v5e:2x4", ["train"])
+    assert said == "--topology=v5p:2x4x4 --config.train.rows=32 (compiled: it fits)"
+    # 8 key heads divide over no larger v5e.
+    said = plan.remedy(intellect3.get_config(), "v5e:2x4", ["prefill", "decode"])
+    assert said == "--server_topology=v5p:2x2x1 (compiled: it fits)"
+    assert plan.remedy(intellect2.get_config(), "v5p:4x4x4", ["train", "logprobs"]).startswith(
+        "--config.model.remat=offload"
+    )
+    assert plan.remedy(intellect2.get_config(), "v5p:2x2x1", ["decode"]).startswith("--config.inference.num_slots=")
+
+
+def test_without_the_compiler_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match="pip install -r third_party/plan-requirements.txt"):
+        programs.create_mesh("v5e:2x4", {"fsdp": -1})
+
+
+def test_other_topologies_come_by_size():
+    others = roofline.others("v5e:2x4")
+    assert others[0] in ("v6e:2x2", "v5p:2x2x1") and not any(name.startswith("v5e") for name in others)
+    assert [roofline.num_chips(name) for name in others] == sorted(roofline.num_chips(name) for name in others)
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"),
+    reason="the TPU compiler is not installed: pip install -r third_party/plan-requirements.txt",
+)
+
+
+def command(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.plan", *args], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("name", "topology"), [("intellect2", "v5p:4x4x4"), ("intellect3", "v5p:4x4x8")])
+def test_the_large_configs_fit_their_pods(name, topology):
+    code, out, err = command(f"--config=configs/{name}.py", f"--topology={topology}")
+    assert code == 0, out + err
+    assert "0 copies of a whole array of it" in out
+    memory = float(re.search(r"fits; \d+ s, ([\d.]+) GiB of this machine", out)[1])
+    assert memory < 6
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_pod_too_small_is_refused_with_a_remedy():
+    """One for the learner, one for the server, each compiled."""
+    code, out, _ = command("--config=configs/intellect3.py", "--topology=v5e:2x4")
+    assert code == 1
+    assert out.count("DOES NOT FIT: its arguments alone need") == 4
+    assert re.search(r"remedy for train and logprobs: --topology=\S+ .*\(compiled: it fits\)", out)
+    assert re.search(r"remedy for prefill and decode: --server_topology=\S+ .*\(compiled: it fits\)", out)

@@ -1,0 +1,195 @@
+"""metrics.jsonl survives kills and resumes; the display says the truth about rate and time left."""
+
+import contextlib
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import tensorboardX.proto.event_pb2 as event_pb2
+from tensorboardX import record_writer
+
+from rl.reporting import metrics
+
+
+def test_lines_are_exact_sorted_and_finite_json(tmp_path):
+    def run(workdir):
+        with contextlib.closing(metrics.MetricsWriter(workdir, tensorboard=False)) as writer:
+            writer.write(1, "rl", {"rollout/reward": 0.1 + 0.2, "loss/total": np.float32(0.1), "loss/kl": math.nan})
+            writer.write(2, "rl", {"loss/kl": -math.inf})
+        return (workdir / "metrics.jsonl").read_bytes()
+
+    text = run(tmp_path / "a")
+    first, second = text.decode().splitlines()
+    assert first == (
+        '{"phase": "rl", "step": 1, "loss/kl": "nan", "loss/total": 0.10000000149011612, '
+        '"rollout/reward": 0.30000000000000004}'
+    )
+    assert json.loads(second)["loss/kl"] == "-inf"
+    assert text == run(tmp_path / "b")
+    records = metrics.read(tmp_path / "a" / "metrics.jsonl")
+    assert math.isnan(records[0]["loss/kl"]) and records[1]["loss/kl"] == -math.inf
+    assert records[0]["rollout/reward"] == 0.1 + 0.2
+
+
+def test_a_name_without_a_place_is_refused(tmp_path):
+    with contextlib.closing(metrics.MetricsWriter(tmp_path, tensorboard=False)) as writer:
+        with pytest.raises(ValueError, match="step"):
+            writer.write(1, "rl", {"step": 2.0})
+
+
+def test_resume_after_a_kill_holds_every_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.write(7, "warm-up", {"loss/total": 2.0})
+        for step in range(1, 6):
+            writer.write(step, "rl", {"loss/total": 1 / step})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"phase": "rl", "step": 6, "loss/to')
+    assert [r["step"] for r in metrics.read(path)] == [7, 1, 2, 3, 4, 5]  # the torn end is no line
+    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+        assert path.read_bytes() == whole
+        writer.truncate("rl", 3)  # the checkpoint was of step 3; warm-up's step 7 is another count
+        for step in (4, 5, 6):
+            writer.write(step, "rl", {"loss/total": 1 / step})
+    assert [(r["phase"], r["step"]) for r in metrics.read(path)] == [
+        ("warm-up", 7), *(("rl", step) for step in range(1, 7))
+    ]  # fmt: skip
+    assert path.read_bytes().startswith(whole)
+    assert list(tmp_path.glob(".*")) == []
+
+    files = sorted((tmp_path / "tensorboard" / "rl").iterdir())
+    assert len(files) == 2  # also when both were opened within one second
+    steps = [{e.step for e in _events(file) if e.summary.value} for file in files]
+    purges = [[e.step for e in _events(file) if e.session_log.status] for file in files]
+    assert sorted(zip(steps, purges, strict=True), key=str) == [({1, 2, 3, 4, 5}, []), ({4, 5, 6}, [4])]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for broken in ("{", "[1]", '"x"', '{"step": 1}', '{"phase": "rl", "step": 1, "loss/total": "x"}'):
+        path.write_text('{"phase": "rl", "step": 1}\n' + broken + "\n")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .* delete it"):
+            metrics.read(path)
+
+
+def test_other_hosts_write_and_say_nothing(tmp_path, capsys):
+    writer = metrics.MetricsWriter(tmp_path / "run", active=False)
+    writer.write(1, "rl", {"loss/total": 1.0})
+    writer.truncate("rl", 0)
+    writer.close()
+    progress = metrics.Progress(active=False)
+    progress.note("compiling")
+    with progress.phase("rl", total=1) as bar:
+        bar.update(1)
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_reduce_follows_the_names():
+    rows = [
+        {"loss/kl": 1.0, "loss/num_tokens": 3, "loss/ratio_max": 2.0, "time/wait_s": 1.5, "time/tokens_per_s": 10},
+        {"loss/kl": 2.0, "loss/num_tokens": 4, "loss/ratio_max": 5.0, "time/wait_s": 0.5, "trust/lag_min": 1},
+    ]
+    assert metrics.reduce(rows) == {
+        "loss/kl": 1.5, "loss/num_tokens": 7, "loss/ratio_max": 5.0, "time/wait_s": 2.0, "trust/lag_min": 1,
+        "time/tokens_per_s": 10,
+    }  # fmt: skip
+
+
+def test_plain_lines_first_last_and_at_most_one_per_interval(capsys):
+    clock = Clock()
+    progress = metrics.Progress(clock=clock)
+    progress.note("compiling train_step for [8, 256] ...")
+    with progress.phase("rl", total=20) as bar:
+        for step in range(1, 18):
+            clock.now += 1.0
+            bar.update(step, {"reward": step / 17, "kl": 3.1e-8, "tok/s": 8123.4})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiling train_step for [8, 256] ..."
+    assert lines[1].startswith("rl  step  1/20  reward 0.0588  kl 3.1e-08  tok/s 8.1k  1.00 s/step")
+    assert [line.split()[2] for line in lines[1:]] == ["1/20", "6/20", "11/20", "16/20", "17/20"]
+    assert len({line.index("kl") for line in lines[1:]}) == 1  # aligned
+    assert lines[-1].endswith("1.00 s/step  eta 0:03")
+
+
+def test_rate_after_resume_counts_only_own_steps_and_no_compilation(capsys):
+    clock = Clock()
+    with metrics.Progress(clock=clock).phase("rl", total=150, initial=100) as bar:
+        clock.now += 60.0  # compiles
+        bar.update(101)
+        assert bar.pace() == ["60.00 s/step", "eta 49:00"]
+        for step in range(102, 112):
+            clock.now += 2.0
+            bar.update(step)
+        assert bar.pace() == ["2.00 s/step", "eta 1:18"]
+        clock.now += 78.0
+        bar.update(150)
+        assert bar.pace()[-1] == "took 2:38"
+    assert "step 150/150" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_a_bar_and_one_line_per_step(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = metrics.Progress(stream=stream)
+    progress.note("compiling [8, 256]")
+    with pytest.raises(KeyboardInterrupt):
+        with progress.phase("rl", total=3) as bar:
+            for step in (1, 2):
+                with progress.phase("evaluate", total=2, unit="task") as inner:
+                    inner.update(1)
+                bar.update(step, {"reward": 0.5})
+            raise KeyboardInterrupt
+    text = stream.getvalue()
+    assert "compiling [8, 256]  0.0 s" in text  # brackets are no markup
+    assert text.count("step 1/3  reward 0.500") == text.count("step 2/3  reward 0.500") == 1
+    assert "⠋ compiling [8, 256]  0:00" in text
+    with progress.phase("rl", total=3, initial=1):
+        pass
+    assert "━" in stream.getvalue() and stream.getvalue().count("step 1/3") == 1  # nothing done, nothing said
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.433, "0.433"), (-0.0123, "-0.0123"), (8123.4, "8.1k"), (3.1e-8, "3.1e-08"), (256, "256"), (0.0, "0"),
+     (999.7, "1.0k"), (123.4, "123"), (2.5e6, "2.5M"), (math.nan, "nan"), (-math.inf, "-inf"), ("ok", "ok")],
+)  # fmt: skip
+def test_format_value(value, text):
+    assert metrics.format_value(value) == text
+
+
+def test_format_seconds():
+    assert [metrics.format_seconds(s) for s in (0.4, 59.6, 161, 3761)] == ["0:00", "1:00", "2:41", "1:02:41"]
+
+
+def test_summary_table_is_aligned(capsys):
+    metrics.summary_table([{"when": "before", "avg@1": 0.41}, {"when": "after", "avg@1": 0.675, "tasks": 200}])
+    assert capsys.readouterr().out.splitlines() == [
+        "when    avg@1  tasks",
+        "------  -----  -----",
+        "before  0.410      -",
+        "after   0.675    200",
+    ]
+    metrics.summary_table([])
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def _events(path):
+    """TFRecord framing: length, crc, bytes, crc."""
+    data, events = path.read_bytes(), []
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        assert record_writer.masked_crc32c(data[:8]).to_bytes(4, "little") == data[8:12]
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events

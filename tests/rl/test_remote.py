@@ -1,0 +1,159 @@
+"""`topology.mode = "remote"` as a user runs it: learner, two relays in a row, a server and workers, each started by itself.
+
+The learner runs the first relay; the second knows only the first's URL, the server only the second's. So what the second
+holds went through both, and what the server samples with came from there.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from inference.rollouts import parquet
+from rl import launch
+from rl.reporting import metrics
+from sharding import broadcast
+from tests.rl import test_train
+from tests.support import proxy
+
+NUM_STEPS = 4
+
+
+@pytest.mark.slow
+def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
+    server_port, relay_port = free_port(), free_port()
+    workdir = tmp_path / "run"
+    overrides = {
+        "topology.mode": "remote",
+        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.relay_port": relay_port,
+        "broadcast.snapshot_every": 3,
+        "rl.num_steps": NUM_STEPS,
+    }
+    start = Starter(tmp_path, request)
+    learner = start("learner", *test_train.command(workdir, **overrides)[1:])
+    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
+    proxy.wait_until(lambda: re.search(said, learner.text()) or learner.poll() is not None, 200, "what to start")
+    first, key, orchestrator = re.search(said, learner.text()).groups()
+    assert first == f"http://127.0.0.1:{relay_port}"
+
+    relay = ["--upstream", first, "--dir", str(tmp_path / "mirror"), "--trusted_key", key, "--port", "0"]
+    start("relay", "-m", "sharding.relay", *relay, "--address_file", str(tmp_path / "address"))
+    proxy.wait_until((tmp_path / "address").exists, 60, "the second relay")
+    second = (tmp_path / "address").read_text()
+    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
+    start(
+        *("server", "-m", "inference.serve", "--weights", second, "--weights_key", key, "--port", str(server_port)),
+        *sizes,
+    )
+    for i in range(2):
+        start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
+    proxy.wait_until(lambda: start.ended(), 400, "the run")
+    assert start.ended() == ["learner"] and learner.returncode == 0, [
+        p.text()[-3000:] for p in start.processes.values()
+    ]
+
+    steps = [line for line in metrics.read(workdir / "metrics.jsonl") if line["phase"] == "rl"]
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert all(line["trust/num_refused"] == 0 for line in steps)
+    manifests = [broadcast.read_manifest(workdir / "weights", v, key=key) for v in range(NUM_STEPS + 1)]
+    assert len({m.digest for m in manifests}) == len(manifests) and {m.base is None for m in manifests} == {True, False}
+    # The second relay fetched each object of each version once, the server is on the last one, and each was sampled from.
+    assert broadcast.versions(second) == list(range(NUM_STEPS + 1))
+    counted = dict(re.findall(r"^intellax_relay_(\S+) (\d+)$", get(f"{second}/metrics"), re.MULTILINE))
+    assert int(counted['mirrored_total{what="bytes"}']) == sum(m.size_bytes for m in manifests)
+    assert int(counted['served_total{what="sent_bytes"}']) > 0
+    assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS
+    sampled = [parquet.read(file) for file in sorted((workdir / "rollouts").rglob("*.parquet"))]
+    versions = {
+        v
+        for rollouts in sampled
+        for r in rollouts
+        for v, by_us in zip(r.versions, r.sampled_mask, strict=True)
+        if by_us
+    }
+    assert versions >= set(range(NUM_STEPS))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
+    """The server is told the run's key before the evaluation begins, and the weights come in the run's dtype."""
+    workdir, server_port, relay_port = tmp_path / "run", free_port(), free_port()
+    overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
+    assert test_train.run(workdir, **overrides).returncode == 0
+    key = broadcast.read_manifest(workdir / "weights", 2).public_key
+    overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
+    overrides |= {"topology.relay_port": relay_port}
+    start = Starter(tmp_path, request)
+    scorer = start("scorer", *test_train.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
+    said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
+    proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
+    (orchestrator,) = re.search(said, scorer.text()).groups()
+    weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key]
+    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64", "--port", str(server_port)]
+    start("server", "-m", "inference.serve", *weights, *sizes)
+    start("worker", "-m", "rl.worker", "--orchestrator", orchestrator)
+    proxy.wait_until(lambda: start.ended(), 200, "the evaluation")
+    assert start.ended() == ["scorer"] and scorer.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
+    scores = {e["step"]: e["scores"] for e in json.loads((workdir / "evaluations.json").read_text())}
+    assert scores[2]["num_tasks"] == 8 and "held-out, version 2" in scorer.text()
+
+
+def test_a_run_waits_for_its_servers_and_says_so(monkeypatch):
+    monkeypatch.setattr(launch, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launch, "NOTICE_S", 0.1)
+    lines, url = [], f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        ValueError, match=f"no rollout server at {url} within .*; start it, or correct topology.servers"
+    ):
+        launch._await_servers([url], lines.append)
+    assert lines and all(line.startswith(f"waiting for the rollout server at {url}") for line in lines)
+    with pytest.raises(ValueError, match="topology.servers has 'host:8100', which is no URL"):
+        launch._await_servers(["host:8100"], lines.append)
+    with proxy.socket.create_server(("127.0.0.1", 0)) as sock:  # listens, and has not answered anything yet
+        launch._await_servers([f"http://127.0.0.1:{sock.getsockname()[1]}"], lines.append)
+
+
+class Starter:
+    """Starts processes as from a shell, and ends them with the test."""
+
+    def __init__(self, directory, request):
+        self._directory, self._request, self.processes = directory, request, {}
+
+    def __call__(self, name, *arguments):
+        log = self._directory / f"{name}.log"
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONUNBUFFERED": "1"}
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=test_train.ROOT, env=environment, stdout=file, stderr=file
+            )
+
+        def end():
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+        self._request.addfinalizer(end)
+        process.text = log.read_text
+        self.processes[name] = process
+        return process
+
+    def ended(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
+
+def free_port() -> int:
+    with proxy.socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def get(url) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()

@@ -1,0 +1,196 @@
+"""The report is whole, loads nothing, survives missing and hostile data, and says what the numbers say."""
+
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rl import report
+from rl.reporting import metrics
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" \x1b[31m \u202e\ud800\U000e0041 \x00"
+
+
+def test_a_full_run(tmp_path):
+    page = _draw(_run(tmp_path))
+    document = _parse(page)
+    assert document.text("h1") == "Held-out avg@1 rose from 0.100 to 0.600"
+    assert page.count("<svg") == page.count("<figure") == len(report.CURVES) + 1
+    assert "No data" not in page and "step 7: reward 0.0700" in page and "step 20: KL 2.0e-05" in page
+    assert "learner against sampler, log scale; not drawn: 1 not finite or not positive" in page
+    assert "10⁻⁶" in page and "start, step 0: 0.100" in page
+    rows = re.findall(r'<th scope="row">(.*?)</th>.*?<td>(.*?)</td><td>(.*?)</td>', page)
+    # 50 steps of 1.6 s (0.1 s of each unnamed: "other"), 20 of warm-up, 15 of start-up
+    assert rows == [
+        ("waiting for rollouts", "0:50", "43.5%"),
+        ("train step", "0:25", "21.7%"),
+        ("warm-up", "0:20", "17.4%"),
+        ("start-up", "0:15", "13.0%"),
+        ("other", "0:05", "4.3%"),
+    ]
+    assert "python -m rl.train --config=configs/quickstart.py" in page and "num_layers" in page
+
+
+def test_it_loads_nothing_and_escapes_everything(tmp_path):
+    run = _run(tmp_path, text=HOSTILE)
+    config = json.loads((run / "config.json").read_text()) | {"<b>name</b>": HOSTILE, "command": [HOSTILE]}
+    (run / "config.json").write_text(json.dumps(config))
+    page = _draw(run)
+    document = _parse(page)
+    assert not document.tags & {"script", "link", "img", "iframe", "a", "object", "embed", "base", "form"}
+    assert not document.attributes & {"src", "href", "xlink:href", "srcset", "action", "onload", "onclick", "onerror"}
+    assert "://" not in page and "url(" not in page and "@import" not in page
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)" in page and "&quot;quoted&quot;" in page
+    for name in ("U+001B", "U+202E", "U+D800", "U+E0041", "U+0000"):
+        assert f"<i>{name}</i>" in page
+    assert not report.HIDDEN.search(page)
+
+
+def test_an_empty_run_says_what_is_missing(tmp_path):
+    page = _draw(tmp_path)
+    assert _parse(page).text("h1") == "No held-out evaluation yet"
+    needed = [curve for curve in report.CURVES if not curve.optional]
+    assert page.count("No data in this run") == len(needed) + 2 and "<svg" not in page
+
+
+def test_mismatch_is_that_with_the_sampler(tmp_path):
+    """With old log-probabilities of the learner, loss/mismatch_kl says what the batch's own steps changed."""
+    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, "rl", {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.001})
+    writer.write(1, "warm-up", {"loss/total": 2.0})
+    writer.close()
+    page = _draw(tmp_path)
+    assert "step 1: KL 0.001" in page and "KL 0.5" not in page
+    assert "Clipped tokens" not in page and "held-out</span>" not in page  # what the run does not have is left out
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5, 1e-30, 7e20, math.nan])
+def test_flat_and_extreme_curves(tmp_path, value):
+    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+    for step in (1, 2):
+        writer.write(step, "rl", {name: value for curve in report.CURVES for name in curve.lines.values()})
+    writer.close()
+    _parse(_draw(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [(0.5, 0.52, "did not change measurably: 0.500 → 0.520"), (0.9, 0.2, "fell from 0.900 to 0.200")],
+)
+def test_the_headline_does_not_boast(tmp_path, before, after, words):
+    evaluations = [
+        {"step": i, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 100}, "samples": []}
+        for i, score in enumerate((before, after))
+    ]
+    (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
+    assert _parse(_draw(tmp_path)).text("h1") == f"Held-out avg@1 {words}"
+
+
+def test_two_right_out_of_two_is_no_proof():
+    assert report._error({"num_tasks": 2}, 1.0) > 0.3
+
+
+def test_long_runs_are_binned(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(1, 1001):
+        writer.write(step, "rl", {"rollout/reward": step})
+    writer.close()
+    page = _draw(tmp_path)
+    assert "a point is the mean of 5 steps" in page and page.count("<circle") == 200
+    assert "step 5: reward 3</title>" in page  # 1 2 3 4 5
+
+
+@pytest.mark.parametrize(
+    "lo, hi, ticks",
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 0, None), (5, 5, None), (-0.025, 0.008, [-0.03, -0.02, -0.01, 0, 0.01])],
+)
+def test_ticks_enclose(lo, hi, ticks):
+    got = report._ticks(lo, hi, 5)
+    assert got[0] <= lo and got[-1] >= hi and len(got) >= 2
+    assert ticks is None or got == pytest.approx(ticks)
+
+
+def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path, capsys):
+    run = _run(tmp_path / "run")
+    page = _draw(run)
+    (run / "report.html").unlink()
+    command = [sys.executable, "-m", "rl.report"]
+    done = subprocess.run([*command, str(run)], capture_output=True, text=True)
+    assert done.stdout.strip() == str(run / "report.html") and not done.stderr
+    assert (run / "report.html").read_text() == page
+    for name, text in (("metrics.jsonl", "x\n"), ("config.json", "{"), ("evaluations.json", '[{"step": 1}]')):
+        run = _run(tmp_path / name)
+        (run / name).write_text(text)
+        assert report.main([str(run)]) == 1 and not (run / "report.html").exists()
+        (message,) = capsys.readouterr().err.splitlines()
+        assert message.startswith("error: ") and name in message
+    assert report.main([str(tmp_path / "absent")]) == 1 and "metrics.jsonl: not found" in capsys.readouterr().err
+
+
+def _run(workdir, text="2 + 2 = 4"):
+    writer = metrics.MetricsWriter(workdir, tensorboard=False)
+    writer.write(0, "start-up", {"time/step_s": 15.0})
+    for step in range(1, 21):
+        writer.write(step, "warm-up", {"loss/total": 1 / step, "time/step_s": 1.0, "time/train_step_s": 0.9})
+    for step in range(1, 51):
+        curves = {name: step / 100 for curve in report.CURVES for name in curve.lines.values()}
+        curves["loss/mismatch_kl"] = step * 1e-6 if step != 9 else math.inf
+        times = {"time/wait_s": 1.0, "time/train_step_s": 0.5, "time/step_s": 1.6}
+        writer.write(step, "rl", curves | times)
+    writer.close()
+    samples = [{"prompt": "2 + 2", "completion": text, "reward": 1.0}, {"prompt": text, "completion": "", "reward": 0}]
+    evaluations = [
+        {"step": step, "phase": phase, "scores": {"avg@1": score, "num_tasks": 200}, "samples": samples}
+        for step, phase, score in ((0, "start", 0.1), (0, "rl", 0.2), (50, "rl", 0.6))
+    ]
+    (workdir / "evaluations.json").write_text(json.dumps(evaluations))
+    command = ["python", "-m", "rl.train", "--config=configs/quickstart.py"]
+    config = {"command": command, "versions": {"jax": "0.10.2"}, "model": {"num_layers": 2}}
+    (workdir / "config.json").write_text(json.dumps(config))
+    return workdir
+
+
+def _draw(workdir):
+    path = report.write(workdir)
+    assert path == workdir / "report.html" and not list(workdir.glob(".*"))
+    return path.read_text(encoding="utf-8")
+
+
+class _Document(html.parser.HTMLParser):
+    """Tags, attributes and texts; fails on a tag that does not nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.open, self.texts = set(), set(), [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+        assert "nan" not in str(attributes) and "inf" not in str(attributes), attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((tuple(self.open), data))
+
+    def text(self, tag):
+        return "".join(data for path, data in self.texts if tag in path)
+
+
+def _parse(page):
+    document = _Document()
+    document.feed(page)
+    document.close()
+    assert document.open == []
+    return document

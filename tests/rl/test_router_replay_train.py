@@ -1,0 +1,145 @@
+"""A run that replays its routers: what it asks for, what it refuses, and the whole walk."""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart, quickstart_moe
+from inference.engine import request as request_lib
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl import launch
+from rl.batch import router_replay
+from rl.experiment import experiment
+from rl.orchestrator import admission
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.protocol import task_schedule
+from rl.validator import calibrate
+from rl.verification import checks, verifier
+from tests.rl import test_train
+from tests.rl.orchestrator import test_orchestrator
+from tests.rl.verification import test_router_replay_claims as claims
+from tests.support import tiny
+
+
+def test_a_run_that_replays_records_asks_and_packs(monkeypatch, tmp_path):
+    exp = experiment.resolve(claims.moe_config())
+    assert exp.engine.routed_experts and exp.credit.router_replay == router_replay.RouterReplay.of(exp.model)
+    assert verifier.rules_of(exp.raw, exp.tokenizer).router_replay
+    assert checks.Tolerance.of(exp.raw.trust).routing == exp.raw.trust.routing_margin == 0.02
+    commands = []
+
+    def answering(name, command, *rest):
+        commands.append(command)
+        return contextlib.nullcontext("url")
+
+    monkeypatch.setattr(launch, "_answering", answering)
+    with launch._server(exp, tmp_path, tmp_path, None):
+        pass
+    plain = experiment.resolve(quickstart_moe.get_config())
+    with launch._server(plain, tmp_path, tmp_path, None):
+        pass
+    assert "--routed_experts" in commands[0] and "--routed_experts" not in commands[1]
+    assert not plain.engine.routed_experts and plain.credit.router_replay is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__num_experts": 0, "model__experts_per_token": 0, "model__expert_ffn_dim": 0}, "no router to replay"),
+        (
+            {"train__row_length": 2**24, "inference__max_model_len": 2**23},
+            "a whole group with its experts in one submission",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_before_it_starts(changes, words):
+    with pytest.raises(ValueError, match=words):
+        experiment.resolve(claims.moe_config(**changes))
+
+
+def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_replayed(tmp_path):
+    config = claims.moe_config(
+        rl__prompts_per_step=3, rl__samples_per_prompt=2, rl__num_steps=10, trust__check_fraction=0.0
+    )
+    exp = experiment.resolve(config)
+    orchestrator = orchestrator_lib.Orchestrator(
+        exp.raw, tmp_path, credit=exp.credit, check=lambda rollouts: None, secret=b"s", on_wait=print
+    )
+    assert orchestrator.describe()["router_replay"] is True
+    group = task_schedule.train_groups(exp.raw, 1)[0]
+    rng = np.random.default_rng(0)
+
+    def refusal(claim, split="train"):
+        rollouts = test_orchestrator.answers(group, routed_experts=claim)
+        asked = dataclasses.replace(group, split=split)
+        return admission.refusal(exp.raw, asked, rollouts, newest=0, claims=exp.credit.router_replay)
+
+    rows = np.stack([rng.permutation(4)[:2] for _ in range(4 * exp.model.num_layers)])
+    rows = rows.reshape(4, -1, 2).astype(np.uint8)
+    assert refusal(rows) is None and refusal(None, "held_out") is None
+    assert refusal(None).startswith("routing: it does not say which experts ran")
+    assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
+    orchestrator._updater.shutdown()
+    orchestrator._screeners.close()
+    orchestrator._checker.shutdown()
+
+
+@pytest.mark.slow
+def test_honest_claims_of_every_variant_pass_at_the_default_limits():
+    """Other batches, chunkings and a mesh give other near ties, and none is an offence; bfloat16 stays within the limit for it."""
+    exp = experiment.resolve(claims.moe_config(model__num_experts=16, rl__max_lag=0))
+    params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
+    limits = checks.Tolerance.of(exp.raw.trust)
+    judge = verifier.Validator(
+        exp.model, lambda version: params, request_lib.NO_FILTERS, limits, max_model_len=exp.raw.inference.max_model_len
+    )
+    key, measured = rollout_lib.WorkerKey.generate(), {}
+    for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):
+        rollouts = calibrate.variant_rollouts(exp, params, 0, calibrate.VARIANTS[name], 128, key)
+        assert all(rollout.routed_experts is not None for rollout in rollouts)
+        measured[name] = calibrate.measure(judge, rollouts, limits)
+        if name != "bfloat16":
+            assert measured[name].num_refused == 0 and measured[name].routing < 1e-3, measured
+    assert 1e-3 < measured["bfloat16"].routing < 0.2, measured
+    tolerance, _ = calibrate.limits(list(measured.values()))
+    assert tolerance.routing == calibrate.SAFETY * measured["bfloat16"].routing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_quickstart_of_a_mixture_replays_its_routers(tmp_path, devices):
+    """The whole walk: asked for, signed, judged (every group), packed, replayed, kept. Nothing honest is refused."""
+    overrides = {"train__router_replay": True, "trust__check_fraction": 1.0, "model__num_layers": 2, "rl__max_lag": 1}
+    overrides |= {"model__expert_ffn_dim": 32}
+    env = {}
+    if devices == 8:
+        env, overrides = {"JAX_NUM_CPU_DEVICES": "8"}, overrides | {"mesh__fsdp": 2, "mesh__expert": 4}
+    result = test_train.run(tmp_path / "w", config="quickstart_moe", env=env, **overrides)
+    assert result.returncode == 0, result.stderr
+    steps = test_train.curve(tmp_path / "w")
+    assert len(steps) == 6
+    for step in steps:
+        assert step["trust/num_refused"] == 0
+        # One version apart and in programs of other shapes: a few near ties, of thousands of choices.
+        assert 0 <= step["moe/routing_mismatch"] < 0.2, step
+    assert sum(step["trust/num_checked"] for step in steps) == 6 * 16
+    assert sum(step["loss/grad_norm"] > 0 for step in steps) > 3
+    kept = parquet.read(tmp_path / "w" / "rollouts" / "step_3" / "accepted.parquet")
+    assert all(r.routed_experts.shape == (len(r.tokens) - 1, 2, 2) and r.routed_experts.max() < 4 for r in kept)
+
+
+@pytest.mark.slow
+def test_a_dense_run_says_so_in_one_line(tmp_path):
+    argv = [sys.executable, "-m", "rl.train", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'w'}"]
+    argv += ["--config.train.router_replay=True"]
+    result = subprocess.run(argv, cwd=test_train.ROOT, capture_output=True, text=True, env=os.environ, timeout=200)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and "no router to replay" in result.stderr
+    assert quickstart.get_config().train.router_replay is False

@@ -1,0 +1,71 @@
+"""Adapters through the whole walk: RL trains them alone, servers get the merged model, a resume repeats, an export loads."""
+
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from models import hf
+from rl.experiment import experiment
+from rl.learner import lora, train_step
+from sharding import broadcast, checkpoint
+from sharding import mesh as mesh_lib
+from tests.rl import test_train
+
+pytestmark = pytest.mark.slow
+FIELDS = {"lora.rank": 4, "lora.alpha": 8.0, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0}
+PRODUCTS = {"q": "dr,rhc->dhc", "k": "dr,rhc->dhc", "v": "dr,rhc->dhc", "o": "hcr,rd->hcd"}
+PRODUCTS |= {"gate": "dr,rf->df", "up": "dr,rf->df", "down": "fr,rd->fd"}
+
+
+def test_adapters_train_publish_resume_and_export(tmp_path):
+    """Stopped after step 2 and carried on to 4, against 4 steps in one go."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for workdir, num_steps in ((straight, 4), (resumed, 2), (resumed, 4)):
+        result = test_train.run(workdir, rl__num_steps=num_steps, **FIELDS)
+        assert result.returncode == 0, result.stderr
+    assert "resuming after step 2" in result.stdout
+    assert test_train.curve(resumed) == test_train.curve(straight) and len(test_train.curve(straight)) == 4
+    for line in test_train.curve(straight):  # servers ran what the step computed with
+        assert line["loss/mismatch_kl"] < 1e-6 and line["trust/num_refused"] == 0
+
+    base, last = (leaves(broadcast.pull(straight / "weights", version).params) for version in (0, 4))
+    state = saved_state(resumed / "checkpoints", step=4)
+    frozen, adapters = leaves(state.frozen), leaves(state.params)
+    assert_same(frozen, base)  # b began at 0, so that version 0 is the base; and the base stayed
+    assert {name.rpartition("/")[2] for name in base if not np.array_equal(base[name], last[name])} == set(PRODUCTS)
+    for name, kernel in frozen.items():
+        if (kind := name.rpartition("/")[2]) in PRODUCTS:
+            a, b = (adapters[f"{name}/{part}"].astype(np.float64) for part in "ab")
+            kernel = kernel + 8.0 / 4 * np.einsum(PRODUCTS[kind], a, b)
+        np.testing.assert_allclose(last[name], kernel, atol=1e-6, err_msg=name)  # one float32 sum of size 1
+
+    argv = [*test_train.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]
+    argv.append(f"--output={tmp_path / 'exported'}")
+    result = subprocess.run(argv, cwd=test_train.ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert_same(leaves(hf.load(tmp_path / "exported")[1]), last)
+
+
+def saved_state(directory, step):
+    """The train state as the config of the run describes it, on one device."""
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(test_train.TINY | FIELDS)
+    exp, mesh = experiment.resolve(config), mesh_lib.create({}, jax.devices()[:1])
+    assert exp.lora == lora.LoraConfig(4, 8.0)
+    optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
+    with checkpoint.Checkpointer(directory) as checkpointer:
+        return checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora), step)[1]
+
+
+def leaves(tree) -> dict[str, np.ndarray]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in found}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

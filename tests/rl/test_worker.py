@@ -1,0 +1,384 @@
+"""The rollout worker end to end: against an orchestrator and a rollout server that this file plays, over real sockets.
+
+The played server answers each prompt with the right text for even seeds and with a wrong one for odd seeds.
+"""
+
+import asyncio
+import base64
+import collections
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import fastapi
+import httpx
+import numpy as np
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from inference.server import web
+from models.text import tokenizer as tokenizer_lib
+from rl import envs, worker
+from rl.protocol import lease
+from sharding.system import sockets
+from tests.support import tiny
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TOKENIZER = tokenizer_lib.byte_chatml()
+OPTIONS = {"min_length": 3, "max_length": 6, "reward": "exact"}
+ENV = envs.load("reverse_text", seed=4, **OPTIONS)
+WAIT_S = 60
+GROUP = {
+    "step": 3,
+    "group": 7,
+    "split": "train",
+    "index": 12345,
+    "seed": 2**32 - 2,
+    "num_samples": 4,
+    "temperature": 0.8,
+    "min_version": 1,
+}
+
+
+class Played:
+    """Both services in one app, on a free port: what they were asked is kept, what they answer can be changed."""
+
+    def __init__(self, groups):
+        self.groups, self.leases, self.requests, self.submitted = collections.deque(groups), [], [], []
+        self.failures = collections.deque()  # (path, status, body) answered once instead
+        self.submission = threading.Event()
+        self.change = lambda choice: choice
+        app = fastapi.FastAPI()
+
+        @app.middleware("http")
+        async def fail(request, call_next):
+            if self.failures and self.failures[0][0] == request.url.path:
+                _, status, body = self.failures.popleft()
+                return fastapi.responses.JSONResponse(body, status_code=status)
+            return await call_next(request)
+
+        @app.get("/run")
+        async def run():
+            sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
+            env = {"name": "reverse_text", "options": OPTIONS, "seed": 4}
+            tokenizer = {"tokenizer": "byte_chatml", "tokenizer_date": "2026-01-01"}
+            return tokenizer | {"env": env, "servers": [self.url], "sampling": sampling, "step": 2}
+
+        @app.post("/lease")
+        async def lease(request: fastapi.Request):
+            body = await request.json()
+            self.leases.append(body)
+            return {"groups": [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]}
+
+        @app.post("/submit")
+        async def submit(request: fastapi.Request):
+            self.submitted += parquet.from_bytes(await request.body())
+            self.submission.set()
+            return {"verdicts": {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}}
+
+        @app.post("/inference/v1/generate")
+        async def generate(request: fastapi.Request):
+            body = await request.json()
+            self.requests.append(body)
+            seed, n = body["sampling_params"]["seed"], body["sampling_params"]["n"]
+            prompt = TOKENIZER.decode(body["token_ids"])
+            answer = prompt.rpartition("Reverse: ")[2][: prompt.rpartition("Reverse: ")[2].index("\n")][::-1]
+            return {"choices": [self.change(choice((seed + i) % 2**32, answer)) for i in range(n)]}
+
+        self.sock = sockets.listen("127.0.0.1", 0)
+        self.url = sockets.address(self.sock)
+        self.server = web.server(app)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]}, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.server.should_exit = True
+        self.thread.join()
+
+
+def choice(seed, answer):
+    tokens = [*TOKENIZER.encode(answer if seed % 2 == 0 else "no"), TOKENIZER.eos_id]
+    return {
+        "token_ids": tokens,
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": 5e-7} for token in tokens]},
+        "policy_versions": [[1, 1], [2, len(tokens) - 1]],
+        "prompt_policy_version": 1,
+        "proofs": base64.b64encode(bytes([seed % 256])).decode(),
+    }
+
+
+@pytest.fixture
+def play():
+    played = []
+
+    def play(*groups):
+        played.append(Played(groups))
+        return played[-1]
+
+    yield play
+    for each in played:
+        each.close()
+
+
+def work_until(played, done, *, concurrency=4, key=None):
+    """Runs the worker until `done()`; what it raises first is raised."""
+
+    async def main():
+        key_ = key or rollout_lib.WorkerKey.generate()
+        task = asyncio.create_task(worker.work(played.url, key_, concurrency=concurrency, give_up_s=0.0))
+        deadline = time.monotonic() + WAIT_S
+        while not done() and not task.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        if task.done():
+            await task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_group_from_lease_to_submission(play, capsys):
+    played, key, since = play(GROUP), rollout_lib.WorkerKey.generate(), []
+
+    def done():  # the refusal is printed when the reply is in, a moment after the submission was
+        if played.submission.is_set():
+            since.append(time.monotonic())
+        return bool(since) and since[-1] - since[0] > 2.0
+
+    work_until(played, done, key=key)
+    desk = lease.Desk([key.worker])
+    assert desk.read(played.leases[0]) == (key.worker, 4)
+    for again in played.leases[1:5]:  # each is newer and signed
+        desk.read(again)
+
+    (request,) = played.requests  # one for the group
+    task = ENV.make_task(GROUP["index"], "train")
+    prompt = TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
+    assert request["token_ids"] == prompt and request["proofs"] is True
+    assert request["sampling_params"] == {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "max_tokens": 12,
+        "n": 4,
+        "temperature": 0.8,
+        "seed": 2**32 - 2,
+        "return_routed_experts": False,
+    }
+
+    assert [r.sample for r in played.submitted] == [0, 1, 2, 3]
+    for i, r in enumerate(played.submitted):
+        completion = [*TOKENIZER.encode(task.answer if i % 2 == 0 else "no"), TOKENIZER.eos_id]
+        assert r.tokens.tolist() == prompt + completion and rollout_lib.signature_ok(r) and r.worker == key.worker
+        assert r.sampled_mask.tolist() == [False] * len(prompt) + [True] * len(completion)
+        assert not r.logprobs.any()  # 5e-7, a hair above 0, is rounded down to what a log-probability can be
+        assert r.versions.tolist() == [1] * len(prompt) + [1] + [2] * (len(completion) - 1)
+        assert (r.seed, r.temperature, r.step, r.finish_reason) == ((2**32 - 2 + i) % 2**32, 0.8, 3, "stop")
+        assert r.task == rollout_lib.TaskRef("reverse_text", GROUP["index"], 7, 4)
+        assert r.reward == r.rewards["reward"] == 1.0 - i % 2 and r.proofs == bytes([r.seed % 256])
+    error = capsys.readouterr().err
+    assert error == "train/3/7 refused: temperature: expected 1.0\n"  # and not a word of what was accepted
+
+
+def test_groups_in_flight_are_bounded_and_all_are_done(play):
+    groups = [GROUP | {"group": g, "index": g, "num_samples": 2} for g in range(9)]
+    played = play(*groups)
+    work_until(played, lambda: len(played.submitted) == 18, concurrency=2)
+    assert {lease["capacity"] for lease in played.leases} <= {1, 2}
+    assert sorted({r.task.group for r in played.submitted}) == list(range(9))
+
+
+def test_held_out_groups_need_no_proofs(play):
+    played = play(GROUP | {"split": "held_out", "index": 1, "temperature": 0.0})
+    work_until(played, played.submission.is_set)
+    assert played.requests[0]["proofs"] is False and played.requests[0]["sampling_params"]["temperature"] == 0.0
+    task = ENV.make_task(1, "held_out")
+    assert played.requests[0]["token_ids"] == TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def run_main(played, *arguments):
+    return worker.main(
+        ["--orchestrator", played if isinstance(played, str) else played.url, "--give_up_s", "0", *arguments]
+    )
+
+
+def refusal(message):
+    return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "param": None}}
+
+
+@pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
+def test_an_orchestrator_that_refuses_ends_it_with_its_words(play, capsys, path):
+    played = play(GROUP)
+    played.failures.append((path, 400, refusal("rollout file, row 3: seed")))
+    assert run_main(played) == 1
+    error = capsys.readouterr().err
+    assert error == f"error: the orchestrator refused {path}: rollout file, row 3: seed\n"
+
+
+@pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
+def test_an_orchestrator_that_fails_is_asked_again(play, path):
+    played = play(GROUP)
+    played.failures += [(path, 503, {})] * 2
+
+    async def main():
+        task = asyncio.create_task(
+            worker.work(played.url, rollout_lib.WorkerKey.generate(), concurrency=4, give_up_s=WAIT_S)
+        )
+        while not played.submission.is_set() and not task.done():
+            await asyncio.sleep(0.005)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert len(played.submitted) == 4 and not played.failures
+
+
+def test_an_orchestrator_that_is_gone_ends_it(capsys):
+    assert run_main("http://127.0.0.1:9") == 1
+    assert capsys.readouterr().err.startswith("error: the orchestrator at http://127.0.0.1:9 is gone: ")
+
+
+def test_a_server_that_refuses_ends_it_with_its_words(play, capsys):
+    played = play(GROUP)
+    played.failures.append(("/inference/v1/generate", 400, refusal("this model's maximum context length is 9")))
+    assert run_main(played) == 1
+    assert "refused the request: this model's maximum context length is 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c | {"logprobs": {"content": []}}, "tokens, 0 logprobs"),
+        (lambda c: {k: v for k, v in c.items() if k != "proofs"}, "malformed reply: KeyError: 'proofs'"),
+        (lambda c: c | {"finish_reason": "tool_calls"}, "the finish_reason 'tool_calls'"),
+        (lambda c: c | {"policy_versions": [[2**40, len(c["token_ids"])]]}, "not an integer in"),
+    ],
+)
+def test_a_server_that_only_talks_nonsense_is_one_line(play, capsys, change, message):
+    played = play(GROUP)
+    played.change = change
+    assert run_main(played) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not played.submitted
+
+
+def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
+    bodies = []
+
+    async def main(groups):
+        async def take(request):
+            bodies.append([r.task.group for r in parquet.from_bytes(await request.aread())])
+            return httpx.Response(200, json={"verdicts": {}})
+
+        finished = asyncio.Queue()
+        for group in groups:
+            finished.put_nowait(group)
+        total = sum(map(len, groups))
+        async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
+            task = asyncio.create_task(worker._submit(http, finished, 0.0))
+            while sum(map(len, bodies)) < total and not task.done():
+                await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                task.result()
+
+    groups = [[made_up(number)] * 2 for number in range(7)]
+    size = worker._estimated_bytes(groups[0])
+    assert len(parquet.to_bytes(groups[0] * 50)) < 50 * size  # proofs are as good as random
+    monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 3 * size)
+    asyncio.run(main(groups))
+    assert bodies == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6]]
+    monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 0)  # a group is never cut
+    bodies.clear()
+    asyncio.run(main(groups[:2]))
+    assert bodies == [[0, 0], [1, 1]]
+    bodies.clear()
+    monkeypatch.setattr(worker.web, "MAX_BODY_BYTES", 1000)
+    with pytest.raises(ValueError, match="group 0 of step 3 takes .* takes 1000; lower sampling.max_tokens"):
+        asyncio.run(main(groups[:1]))
+
+
+def made_up(number):
+    tokens = np.random.default_rng(number).integers(0, 2**31 - 1, 500).astype(np.int32)
+    return tiny.rollout(
+        np.arange(500) > 0,
+        tokens=tokens,
+        logprobs=-np.arange(500).astype(np.float32),
+        versions=tokens,
+        task=rollout_lib.TaskRef("e", 0, number, 0),
+        step=3,
+        finish_reason="stop",
+        proofs=np.random.default_rng(number).bytes(258 * 16),
+    )
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_made_once_and_read_again(play, tmp_path, capsys):
+    path = tmp_path / "keys" / "worker.pem"
+    workers = []
+    for _ in range(2):
+        played = play(GROUP)
+        played.failures.append(("/submit", 400, refusal("enough")))
+        assert run_main(played, "--key", str(path)) == 1
+        workers.append(played.leases[0]["worker"])
+    assert workers[0] == workers[1] == rollout_lib.WorkerKey.load(path).worker
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    anonymous = play(GROUP)
+    anonymous.failures.append(("/submit", 400, refusal("enough")))
+    assert run_main(anonymous) == 1 and anonymous.leases[0]["worker"] != workers[0]
+
+    capsys.readouterr()
+    path.write_text("no key")
+    assert run_main(anonymous, "--key", str(path)) == 1
+    assert "is not an unencrypted PEM private key" in capsys.readouterr().err
+
+
+def test_the_process_works_without_jax_and_ends_with_its_parent(play):
+    """`python -m rl.worker`, in an interpreter in which an import of jax is an error."""
+    played = play(GROUP)
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "from rl import worker\n"
+        f"sys.exit(worker.main(['--orchestrator', {played.url!r}, '--exit_with_parent']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, env=dict(os.environ)
+    ) as process:
+        try:
+            assert played.submission.wait(WAIT_S) and process.poll() is None
+            process.stdin.close()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    assert len(played.submitted) == 4
+
+
+def test_it_imports_no_jax():
+    code = "import rl.worker, sys; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--orchestrator", "host:1"], "'host:1' is no URL"),
+        (["--orchestrator", "http://h", "--concurrency", "0"], "= 0"),
+    ],
+)
+def test_a_mistake_is_told_at_once(arguments, words, capsys):
+    """Not after minutes of asking an address that cannot be."""
+    assert worker.main(arguments) == 1 and words in capsys.readouterr().err

@@ -1,0 +1,396 @@
+"""What a request at the validation service may cost whom: each file is settled for itself, and an asker's word costs nothing.
+
+The judge is a stand-in without weights (signatures are real, the replay says what the test wants), so that every case is
+a question of who pays: two groups of four samples, two nodes with a stake each, a ledger and files on disk.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import sqlite3
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.ledger import events as ledger_events
+from rl.ledger import ledger as ledger_lib
+from rl.protocol import task_schedule
+from rl.validator import service as service_lib
+from rl.validator import state, work_units
+from rl.verification import checks, sequential_test, verifier
+from tests.support import tiny
+
+KEEPER, KEY, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
+G, STAKE, SLASH, WAIT_S = 4, 100, 30, 60
+BANDS = sequential_test.Bands(margin=0.1, logprob=0.1, proof=0.1, shape=0.1)
+RULES = checks.Rules(
+    env="e",
+    env_seed=0,
+    vocab_size=272,
+    max_model_len=64,
+    max_tokens=64,
+    stop_ids=(258,),
+    groups=lambda step: [task_schedule.Group(step, g, "train", g, 0, G, 1.0, 0) for g in range(2 * step - 2, 2 * step)],
+    num_steps=9,
+    max_lag=1,
+)
+
+
+class Judge(verifier.Validator):
+    """Signatures and versions are looked at; `replay` says the rest, and may raise. Every rollout is evidence of `margin`."""
+
+    def __init__(self):
+        super().__init__(tiny.model(), None, {}, None, max_model_len=64, bands=BANDS)
+        self.replay, self.margin = lambda rollout: checks.OK, 0.0
+
+    def judge_cheaply(self, rollouts, newest):
+        found = [(checks.signature(rollout), rollout) for rollout in rollouts]
+        return [checks.policy_version(r, RULES, newest) if verdict.accepted else verdict for verdict, r in found]
+
+    def add_claims(self, rollouts):  # nothing here was drawn
+        return [checks.OK] * len(rollouts)
+
+    def judge_replayed(self, rollouts):
+        return [self._judge_one(rollout) for rollout in rollouts]
+
+    def _judge_one(self, rollout):
+        verdict = self.replay(rollout)
+        if verdict.accepted:
+            record = self.records.setdefault(rollout.worker, sequential_test.Record(BANDS))
+            accusation = record.add(
+                sequential_test.Evidence(self.margin, 0.0, 0.0, np.zeros(len(sequential_test.TILTS)), 5)
+            )
+            verdict = checks.Verdict("statistics", accusation) if accusation else verdict
+        return verdict
+
+
+def group(number=0, key=KEY, *, length=8, step=1, version=0):
+    """One group's rollouts, signed."""
+    mask = np.arange(length) >= 3
+    return [
+        rollout_lib.sign(
+            tiny.rollout(
+                mask,
+                tokens=np.full(length, 5, np.int32),
+                logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+                versions=np.full(length, version, np.int32),
+                seed=sample,
+                task=rollout_lib.TaskRef("e", number, number, 0),
+                sample=sample,
+                step=step,
+            ),
+            key,
+        )
+        for sample in range(G)
+    ]
+
+
+def make_ledger(folder):
+    book = ledger_lib.Ledger.create(folder / "ledger.db", KEEPER)
+    for key in (KEY, OTHER):
+        book.append(
+            ledger_events.sign("join", key.worker, key), ledger_events.sign("stake", key.worker, key, amount=STAKE)
+        )
+    (folder / "files").mkdir()
+
+
+def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
+    """A service on what is in `folder`."""
+    return service_lib.Service(
+        Judge(),
+        rules,
+        tiny.model(),
+        folder / "files",
+        lambda: 8,
+        secret=b"s",
+        state=state.State(folder / "state.db", "a run", keep_steps=8),
+        book=ledger_lib.Ledger(folder / "ledger.db", keeper),
+        key=keeper,
+        slash=SLASH,
+        eject=eject,
+    )
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    """Everything is replayed, however well its node is reputed."""
+    monkeypatch.setattr(service_lib, "MIN_RATE", 1.0)
+    make_ledger(tmp_path)
+    made = start(tmp_path)
+    yield made
+    made.close()
+
+
+def flops(rollouts):
+    return sum(work_units.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
+
+
+def put(service, name, rollouts, node=KEY, units=None):
+    """Writes a file and submits its work for `node`, unless that is None; returns its hash."""
+    contents = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(rollouts)
+    sha = hashlib.sha256(contents).hexdigest()
+    (service._root / name).write_bytes(contents)
+    if node is not None:
+        units = units or (9 if isinstance(rollouts, bytes) else flops(rollouts))
+        service._book.append(ledger_events.sign("submit", node.worker, node, work=sha, units=units))
+    return sha
+
+
+def ask(service, name, *shas, group=None):
+    group = len(shas) > 1 if group is None else group
+    service.submit(name, shas, group=group)
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    return service.status(name, group=group)
+
+
+def paid(service, sha):
+    work = service._book.state.works[sha]
+    return work.units if work.status == "accepted" else 0
+
+
+def unharmed(service, key):
+    """No event of the ledger took anything from the node, or from its name."""
+    node = service._book.state.nodes[key.worker]
+    return (node.stake, node.num_slashes, node.num_invalidated, node.ejected) == (STAKE, 0, 0, False)
+
+
+# ---- each file for itself --------------------------------------------------------------------------------------------
+
+
+def test_claimed_units_are_held_against_each_file_in_any_company(service):
+    greedy = put(service, "a-0.parquet", group(0), units=2**53)
+    stray = put(service, "a-1.parquet", group(1, OTHER), None)
+    with pytest.raises(ValueError, match=f"{stray} is no work of this ledger"):
+        service.submit("a-0.parquet", [greedy, stray], group=True)
+    honest = put(service, "b-1.parquet", group(1, OTHER, length=9), OTHER)
+    (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
+    status = ask(service, "b-0.parquet", greedy, honest)
+    assert status.status == "reject" and status.failing_indices == (0,) and status.reasons[0].startswith("units: ")
+    assert paid(service, greedy) == 0 and service._book.state.nodes[KEY.worker].stake == STAKE - SLASH
+    assert paid(service, honest) == flops(group(1, OTHER, length=9)) and unharmed(service, OTHER)
+
+
+def test_units_too_many_and_too_few_do_not_cancel_out(service):
+    shas = [
+        put(service, f"a-{i}.parquet", group(i), units=flops(group(i)) + change) for i, change in enumerate((9, -9))
+    ]
+    assert ask(service, "a-0.parquet", *shas).failing_indices == (0, 1)
+    assert [paid(service, sha) for sha in shas] == [0, 0]
+
+
+def test_nobody_is_paid_for_a_file_that_another_signed(service):
+    stolen = put(service, "a-0.parquet", group(0), OTHER)
+    own = put(service, "a-1.parquet", group(1, OTHER), OTHER)
+    status = ask(service, "a-0.parquet", stolen, own)
+    assert status.reasons == {0: "signature: it is signed by another node than the one that submitted the work"}
+    assert paid(service, stolen) == 0 and service._book.state.nodes[OTHER.worker].ejected and unharmed(service, KEY)
+
+
+def test_a_neighbours_garbage_is_the_neighbours(service):
+    garbage = put(service, "a-0.parquet", b"PAR1 and so on PAR1", OTHER)
+    honest = put(service, "a-1.parquet", group(0))
+    status = ask(service, "a-0.parquet", garbage, honest)
+    assert (status.status, status.failing_indices) == ("reject", (0,))
+    assert paid(service, honest) == flops(group(0)) and unharmed(service, KEY)
+    assert service._book.state.nodes[OTHER.worker].ejected
+
+
+def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
+    """OTHER sends the second half of a group whose first half is KEY's."""
+    half, rest = put(service, "a-0.parquet", group(0)[:2]), put(service, "a-1.parquet", group(0, OTHER)[2:], OTHER)
+    assert ask(service, "a-0.parquet", half, rest).status == "incomplete_group"
+    service._judge.replay = lambda rollout: checks.Verdict("sampling") if rollout.worker == OTHER.worker else checks.OK
+    twin = put(service, "b-1.parquet", group(1, OTHER), OTHER)
+    mine = put(service, "b-0.parquet", group(1))
+    status = ask(service, "b-0.parquet", mine, twin)
+    assert status.failing_indices == (1,) and paid(service, mine) == flops(group(1)) and unharmed(service, KEY)
+
+
+def test_a_cheat_in_one_half_costs_its_node_both(service):
+    service._judge.replay = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
+    shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
+    status = ask(service, "a-0.parquet", *shas)
+    assert (status.status, status.failing_indices, status.reasons) == ("reject", (0, 1), {1: "sampling: no"})
+    node = service._book.state.nodes[KEY.worker]
+    assert (node.num_invalidated, node.num_slashes, node.ejected) == (2, 1, True)
+
+
+# ---- an asker's word costs nothing ----------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_group_asked_alone_costs_nothing(service):
+    shas = [
+        put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2] + (group(1) if i == 0 else [])) for i in range(2)
+    ]
+    for is_group in (False, True):
+        status = ask(service, "a-0.parquet", shas[0], group=is_group)
+        assert status.status == "incomplete_group" and status.reason.startswith("samples: expected 0..3 once each")
+    assert unharmed(service, KEY) and service._book.state.works[shas[0]].status == "pending"
+    assert ask(service, "a-0.parquet", *shas).status == "accept"
+    assert [paid(service, sha) > 0 for sha in shas] == [True, True]
+    assert ask(service, "a-0.parquet", shas[0], group=False).status == "accept"  # the same bytes, the same status
+
+
+def test_what_was_not_replayed_is_not_taken_for_done(service):
+    """A forged group beside a sound one, asked with half a group of another node: the sound task can come again."""
+    forged = [dataclasses.replace(rollout, reward=1.0) for rollout in group(0)]
+    shas = [
+        put(service, "a-0.parquet", forged + group(1)),
+        put(service, "a-1.parquet", group(0, OTHER)[:2], OTHER),
+    ]
+    status = ask(service, "a-0.parquet", *shas)
+    assert status.status == "reject" and list(status.reasons) == [0] and not status.checked
+    again = put(service, "b.parquet", group(1, OTHER), OTHER)
+    assert ask(service, "b.parquet", again).status == "accept" and unharmed(service, OTHER)
+
+
+def test_a_file_is_judged_once_under_any_name_and_route(service):
+    sha = put(service, "a-0.parquet", group(0))
+    (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
+    other = put(service, "b-1.parquet", group(1))
+    assert ask(service, "a-0.parquet", sha, group=False).status == "accept"
+    for name, shas, is_group in (("a-0", [sha], True), ("b-0", [sha], False), ("b-0", [sha, other], True)):
+        status = ask(service, f"{name}.parquet", *shas, group=is_group)
+        assert status.status == "accept" and status.output_flops == sum(paid(service, s) for s in shas) > 0
+    assert unharmed(service, KEY)
+
+
+def test_work_that_is_not_submitted_yet_is_not_judged(service):
+    sha = put(service, "a.parquet", group(0), None)
+    with pytest.raises(ValueError, match="append its submit event first"):
+        service.submit("a.parquet", [sha])
+    put(service, "a.parquet", group(0))
+    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))
+
+
+def test_a_status_is_that_of_its_own_route(service):
+    shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
+    assert ask(service, "a-0.parquet", *shas).status == "accept"
+    assert service.status("a-0.parquet").status == "unknown"
+    with pytest.raises(ValueError, match="names one file twice"):
+        service.submit("a-0.parquet", [shas[0]] * 2, group=True)
+
+
+def test_the_same_task_twice_is_not_paid_twice_and_no_offence(service):
+    """A lease that ran out: both did the task."""
+    first, second = put(service, "a.parquet", group(0)), put(service, "b.parquet", group(0, OTHER), OTHER)
+    assert ask(service, "a.parquet", first).status == "accept"
+    assert ask(service, "b.parquet", second).reason.startswith("duplicate: sample 0 of group 0 was accepted before")
+    node = service._book.state.nodes[OTHER.worker]
+    assert paid(service, second) == 0 and (node.stake, node.num_slashes, node.ejected) == (STAKE, 0, False)
+    both = [put(service, f"c-{i}.parquet", group(1, key), key) for i, key in enumerate((KEY, OTHER))]
+    assert ask(service, "c-0.parquet", *both).failing_indices == (1,)
+    assert [paid(service, sha) > 0 for sha in both] == [True, False]
+
+
+def test_simultaneous_askers_get_one_verdict(service):
+    shas = [put(service, f"{i}.parquet", group(i)) for i in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(8) as askers:
+        for i, sha in enumerate(shas):
+            said = list(askers.map(lambda _, i=i, sha=sha: service.submit(f"{i}.parquet", [sha]).status, range(32)))
+            assert set(said) <= {"pending", "accept"}
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    assert service.counts == {"accept": 2} and len(service._jobs) == 2 and unharmed(service, KEY)
+
+
+# ---- our own faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
+    """Many slow files of one node: another's are judged meanwhile, also in company, and so are they in the end."""
+    go_on, begun, judge = threading.Event(), threading.Semaphore(0), service._judge.judge_cheaply
+
+    def slow(rollouts, newest):
+        if rollouts and rollouts[0].worker == KEY.worker:
+            begun.release()
+            assert go_on.wait(WAIT_S)
+        return judge(rollouts, newest)
+
+    service._judge.judge_cheaply = slow
+    shas = [put(service, f"slow{n}.parquet", group(0)[: n + 1]) for n in range(3)]
+    for n, sha in enumerate(shas):
+        assert service.submit(f"slow{n}.parquet", [sha]).status == "pending"
+    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
+    quick = put(service, "quick.parquet", group(1, OTHER), OTHER)
+    service.submit("quick.parquet", [quick])
+    deadline = time.monotonic() + WAIT_S
+    while service.status("quick.parquet").status != "accept":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(service.status(f"slow{n}.parquet").status == "pending" for n in range(3))
+    go_on.set()
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    assert [service.status(f"slow{n}.parquet").status for n in range(3)] == ["incomplete_group"] * 3
+
+
+def test_what_became_final_while_it_was_looked_over_stays_so(service):
+    """Asked alone and in company at once: one verdict, one payment."""
+    judge, gate = service._judge.judge_cheaply, threading.Barrier(2)
+
+    def together(rollouts, newest):
+        gate.wait(WAIT_S)
+        return judge(rollouts, newest)
+
+    service._judge.judge_cheaply = together
+    shas = [put(service, f"a-{n}.parquet", group(n)) for n in range(2)]
+    service.submit("a-0.parquet", shas[:1])
+    service.submit("a-0.parquet", shas, group=True)
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    assert service.status("a-0.parquet").status == service.status("a-0.parquet", group=True).status == "accept"
+    assert service._book.state.nodes[KEY.worker].num_accepted == 2 and service.counts == {"accept": 2}
+
+
+def test_weights_that_cannot_be_had_cost_nobody_anything(service):
+    sha = put(service, "a.parquet", group(0))
+    for fault in (
+        lambda rollout: checks.Verdict("weights", "v3 was cleaned away"),
+        lambda rollout: (_ for _ in ()).throw(ConnectionError("no relay answers")),
+    ):
+        service._judge.replay = fault
+        assert ask(service, "a.parquet", sha).status == "crashed"
+        assert unharmed(service, KEY) and service._book.state.works[sha].status == "pending"
+    service._judge.replay = lambda rollout: checks.OK
+    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha)  # handed in again
+
+
+def test_a_version_that_has_not_come_here_yet_is_no_offence(service):
+    service._newest = lambda: 1
+    sha = put(service, "a.parquet", group(4, step=3, version=2))
+    status = ask(service, "a.parquet", sha)
+    assert status.status == "crashed" and "version 2 has not come here yet" in status.reason and unharmed(service, KEY)
+    service._newest = lambda: 2
+    assert ask(service, "a.parquet", sha).status == "accept"
+    early = put(service, "b.parquet", group(4, OTHER, step=3, version=3), OTHER)  # batch 3 is made with version 2
+    assert ask(service, "b.parquet", early).reason.startswith("versions: 3 is newer than 2")
+    assert service._book.state.nodes[OTHER.worker].ejected
+
+
+def test_a_ledger_that_could_not_be_written_is_written_when_asked_again(service, monkeypatch):
+    sha = put(service, "a.parquet", group(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            service._book, "append", lambda *events: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
+        )
+        assert ask(service, "a.parquet", sha).status == "crashed"
+    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))
+
+
+def test_a_request_is_bounded_before_it_is_read(service, monkeypatch):
+    shas = [put(service, f"a-{i}.parquet", group(i)) for i in range(2)]
+    size = (service._root / "a-0.parquet").stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(service_lib.parquet_footer, "MAX_FILE_BYTES", size + 9)
+        with pytest.raises(ValueError, match=f"at most {size + 9} are read"):
+            service.submit("a-0.parquet", shas, group=True)
+    experts = np.zeros((7, 2, 8), np.uint8)  # 112 bytes, where tokens and proofs of both files take 210
+    for limit, claims in ((200, {}), (400, {"routed_experts": experts})):
+        with monkeypatch.context() as patch:
+            one = dataclasses.replace(group(0)[0], proofs=b"x", **claims)
+            patch.setattr(service_lib.parquet, "from_bytes", lambda data, one=one: [one])
+            patch.setattr(service_lib.parquet_footer, "MAX_DECODED_BYTES", limit)
+            assert ask(service, "a-0.parquet", *shas).status == "crashed"
+    assert ask(service, "a-0.parquet", *shas).status == "accept"

@@ -1,0 +1,480 @@
+"""Each check against records made by hand, and the sequential tests against simulation and their own inequality."""
+
+import dataclasses
+import math
+
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from inference.engine import sampler
+from inference.proofs import toploc
+from inference.rollouts import rollout as rollout_lib
+from rl.envs import scorer
+from rl.protocol import task_schedule
+from rl.validator import status
+from rl.verification import checks as verdicts
+from rl.verification import sequential_test
+
+KEY = rollout_lib.WorkerKey.generate()
+STOP = 257
+PROMPT = [5, 6, 7]
+
+
+def groups(step):
+    return [
+        task_schedule.Group(
+            step=step,
+            group=10 * step + i,
+            split="train",
+            index=100 + 10 * step + i,
+            seed=2**32 - 2 + i,
+            num_samples=4,
+            temperature=1.0,
+            min_version=max(0, step - 2),
+        )
+        for i in range(2)
+    ]
+
+
+def score(group, tokens):
+    return {"reward": float(len(tokens) == 6), "odd": float(tokens[0] % 2)}
+
+
+RULES = verdicts.Rules(
+    env="copy",
+    env_seed=3,
+    vocab_size=272,
+    max_model_len=12,
+    max_tokens=6,
+    stop_ids=(STOP, 258),
+    groups=groups,
+    num_steps=9,
+    max_lag=1,
+    prompt=lambda group: PROMPT,
+    score=lambda group, completions: [scorer.Scored(score(group, tokens), 0.01) for tokens in completions],
+)
+
+
+def make(number=0, *, step=3, output=(11, 12, STOP), finish="stop", **changes):
+    """Sample `number` of the step's first group, honest unless changed."""
+    group = groups(step)[0]
+    tokens = np.array([*PROMPT, *output], np.int32)
+    mask = np.arange(len(tokens)) >= 3
+    scores = score(group, list(output))
+    fields = dict(
+        tokens=tokens,
+        sampled_mask=mask,
+        logprobs=np.where(mask, -1.0, 0).astype(np.float32),
+        versions=np.full(len(tokens), step - 1, np.int32),
+        temperature=1.0,
+        seed=(group.seed + number) % 2**32,
+        task=rollout_lib.TaskRef("copy", group.index, group.group, 3),
+        sample=number,
+        step=step,
+        reward=scores["reward"],
+        rewards=scores,
+        finish_reason=finish,
+        proofs=b"",
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.sign(rollout_lib.Rollout(**fields | changes), KEY)
+
+
+def task(**changes):
+    return dataclasses.replace(make().task, **changes)
+
+
+GAP = np.array([False, False, False, True, False, True])
+FULL = dict(output=(11, 12, 13, 14, 15, 16), finish="length")
+
+
+def cheap(rollout, newest=2):
+    checks = (
+        verdicts.form,
+        verdicts.signature,
+        lambda r: verdicts.prescribed(r, RULES),
+        lambda r: verdicts.policy_version(r, RULES, newest),
+        lambda r: verdicts.bounds(r, RULES),
+        lambda r: verdicts.ending(r, RULES),
+        lambda r: verdicts.prompt(r, RULES),
+        lambda r: verdicts.rewards([r], RULES)[0],
+    )
+    return next((v for check in checks if not (v := check(rollout)).accepted), verdicts.OK)
+
+
+# ---- from the record alone ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_honest_records_pass(number):
+    for rollout in (make(number), make(number, **FULL), make(number, step=1), make(number, output=(258,))):
+        assert cheap(rollout) == verdicts.OK
+    older = make(number, versions=np.full(6, 1, np.int32))
+    mixed = make(number, versions=np.array([1, 1, 1, 1, 2, 2], np.int32))
+    assert cheap(older).accepted and cheap(mixed).accepted
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (lambda: dataclasses.replace(make(), reward=float("nan")), "schema: reward: must be finite"),
+        (lambda: dataclasses.replace(make(), seed=1), "signature: the key in"),
+        (lambda: make(step=10), "step: 10 is not one of 1..9"),
+        (lambda: make(task=task(group=40)), "task: group 40 does not belong to step 3"),
+        (lambda: make(task=task(group=29)), "task: group 29 does not belong to step 3"),
+        (lambda: make(task=task(index=131)), "task: expected copy 130, got copy 131"),
+        (lambda: make(task=task(env="other")), "task: expected copy 130, got other 130"),
+        (lambda: make(task=task(seed=4)), "task: expected copy 130, got copy 130 of seed 4"),
+        (lambda: make(sample=4), "samples: expected one of 0..3, got 4"),
+        (lambda: make(1, seed=2**32 - 2), "seed: expected 4294967295 for sample 1, got 4294967294"),
+        (lambda: make(2, seed=2), "seed: expected 0 for sample 2"),
+        (lambda: make(temperature=0.9), "temperature: expected 1.0, got 0.9"),
+        (lambda: make(versions=np.zeros(6, np.int32)), "versions: 0 is older than 1"),
+        (lambda: make(versions=np.full(6, 3, np.int32)), "versions: 3 is newer than 2"),
+        (lambda: make(versions=np.array([2, 2, 2, 2, 1, 1], np.int32)), "versions: they fall"),
+        (lambda: make(output=range(7), finish="length"), "length: 7 sampled tokens, at most 6"),
+        (lambda: make(output=(11, 272, STOP)), "tokens: id 272 is outside the vocabulary of 272"),
+        (lambda: make(reward=1.5, rewards={}), r"reward: 1.5 is outside \[-1.0, 1.0\]"),
+        (lambda: make(output=(11, 12, 13)), "termination: finish_reason is stop, the last token says otherwise"),
+        (lambda: make(finish="length"), "termination: finish_reason is length, the last token says otherwise"),
+        (lambda: make(output=(11, 12), finish="length"), "termination: 2 tokens are not the most allowed"),
+        (lambda: make(output=(11, STOP, 13, 14, 15, 16), finish="length"), "termination: it goes on after a stop"),
+        (lambda: make(sampled_mask=np.arange(6) == 4, logprobs=-(np.arange(6) == 4).astype("f4")), "termination: it g"),
+        (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the one"),
+        (
+            lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")),
+            "prompt: tokens that were not sampled stand behind",
+        ),
+        (lambda: make(versions=np.array([0, 0, 0, 2, 2, 2], np.int32)), "versions: 0 is older than 1"),  # of the prompt
+        (lambda: make(logprobs=np.where(np.arange(6) == 3, -25.7, 0).astype("f4")), "logprob: -25.7"),  # ln 272 = 5.6
+        (lambda: make(reward=1.0), "reward: reward is 1.0, recomputed 0.0"),
+        (lambda: make(rewards={"reward": 0.0, "odd": 0.0}), "reward: odd is 0.0, recomputed 1.0"),
+        (lambda: make(rewards={"odd": 1.0, "even": 0.0}), r"reward: its parts are \['odd', 'reward'\], got"),
+    ],
+)
+def test_each_rule_names_itself(rollout, said):
+    import re
+
+    verdict = cheap(rollout())
+    assert not verdict.accepted and re.match(said, str(verdict)), verdict
+
+
+@pytest.mark.parametrize(
+    ("claimed", "found", "said"),
+    [
+        ((1, 0.5), scorer.Scored({"reward": 1.0, "odd": 0.5}, 4.9), "ok"),
+        ((0, 0), scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False), "ok"),  # both gave up
+        ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.25), "ok"),  # a slower machine did
+        ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.15), "reward: odd is 0, recomputed 0.5"),
+        ((0, 0.5), scorer.Scored({"reward": 1.0, "odd": 0.5}, 4.9), "reward: reward is 0.0, recomputed 1.0"),
+        (
+            (1, 0),
+            scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False),
+            "unscored: the scorer took 5 s",
+        ),
+    ],
+)
+def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
+    rules = dataclasses.replace(RULES, score=lambda group, completions: [found] * len(completions))
+    rollout = make(reward=float(claimed[0]), rewards={"reward": float(claimed[0]), "odd": claimed[1]})
+    (verdict,) = verdicts.rewards([rollout], rules)
+    assert str(verdict).startswith(said)
+    assert status.is_offence(str(verdict)) == ("recomputed" in str(verdict) or verdict.accepted)
+
+
+def test_a_version_must_be_out():
+    assert str(cheap(make(), newest=1)) == "versions: 2 is newer than 1, the newest that step 3 can have seen"
+    assert cheap(make(), newest=7).accepted
+    later = make(versions=np.full(6, 3, np.int32))  # out by now, but only after step 3 had consumed its batch
+    assert str(cheap(later, newest=7)) == "versions: 3 is newer than 2, the newest that step 3 can have seen"
+
+
+def test_who_may_submit():
+    assert verdicts.signature(make(), ["a", KEY.worker]).accepted
+    assert verdicts.signature(make(), ["a"]).reason == "signature"
+
+
+def test_duplicates_and_replays_of_what_was_accepted():
+    seen = verdicts.Seen(keep_steps=4)
+    assert verdicts.fresh(make(), seen).accepted and verdicts.fresh(make(), seen).accepted  # not remembered by looking
+    seen.remember([make(0), make(1)])
+    assert "this rollout was accepted before" in str(verdicts.fresh(make(1), seen))
+    assert "sample 1 of group 30 was accepted before" in str(verdicts.fresh(make(1, output=(STOP,)), seen))
+    assert verdicts.fresh(make(2), seen).accepted  # the same text under its own seed is no offence
+    seen.remember([make(step=7)])
+    assert "step 3 is over" in str(verdicts.fresh(make(2), seen)) and verdicts.fresh(make(2, step=4), seen).accepted
+    assert len(seen._by_step) == 1
+
+
+def test_a_group_is_its_samples_once_each():
+    whole = [make(i) for i in range(4)]
+    assert verdicts.complete(whole[::-1], RULES).accepted
+    for broken in (whole[:3], [*whole[:3], make(2)], [*whole, make(3)]):
+        assert verdicts.complete(broken, RULES).reason == "samples"
+    other = dataclasses.replace(make(3), tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32))
+    assert verdicts.complete([*whole[:3], other], RULES).reason == "prompt"
+    stranger = rollout_lib.sign(make(3), rollout_lib.WorkerKey.generate())
+    assert verdicts.complete([*whole[:3], stranger], RULES).reason == "signature"
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(st.data())
+def test_cheap_checks_are_total(draw):
+    """Any record of the right form gets a verdict; so does any of the wrong one."""
+    n = draw.draw(st.integers(1, 14))
+    ints = st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n)
+    mask = np.array(draw.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    rollout = dataclasses.replace(
+        make(),
+        tokens=np.array(draw.draw(ints), np.int32),
+        sampled_mask=mask,
+        logprobs=np.where(mask, -1, 0).astype(np.float32),
+        versions=np.array(draw.draw(ints), np.int32),
+        step=draw.draw(st.integers(-1, 2**31)),
+        sample=draw.draw(st.integers(-1, 2**31)),
+        seed=draw.draw(st.integers(-1, 2**32)),
+        reward=draw.draw(st.floats()),
+        task=task(group=draw.draw(st.integers(-1, 2**63)), index=draw.draw(st.integers(-1, 2**63))),
+    )
+    if rollout_lib.validate(rollout) is None:
+        rollout = rollout_lib.sign(rollout, KEY)
+    assert not cheap(rollout).accepted
+
+
+# ---- from a replay --------------------------------------------------------------------------------------------------
+
+TOLERANCE = verdicts.Tolerance(margin=0.1, max_wrong_tokens=1, logprob=0.2)
+
+
+def scored(**changes):
+    fields = dict(
+        positions_N=np.array([3, 4, 5]),
+        margin_N=np.zeros(3, np.float32),
+        claimed_N=np.full(3, -1, np.float32),
+        logp_N=np.full(3, -1, np.float32),
+        tilt_K=np.zeros(4),
+        hidden_ND=np.random.default_rng(0).standard_normal((3, 64)).astype(toploc.jnp.bfloat16),
+    )
+    return verdicts.Scores(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"margin_N": np.array([0.1, 0.05, 5])}, "ok"),
+        (
+            {"margin_N": np.array([0.2, 0, 5])},
+            "sampling: 2 of 3 tokens are not what the seed draws; token 5 misses by 5",
+        ),
+        ({"margin_N": np.array([np.nan, np.inf, 0])}, "sampling: 2 of 3 .* token 3 misses by inf"),
+        ({"claimed_N": np.array([-1, -1.25, -1])}, "logprob: claimed and replayed differ by 0.25, more than 0.2"),
+        ({"logp_N": np.array([-1, np.nan, -1])}, "logprob: claimed and replayed differ by nan"),
+        (
+            {"logp_N": np.array([-1, -1, -17.3]), "claimed_N": np.array([-1, -1, -17.3])},
+            "termination: it stopped where",
+        ),
+        ({"tilt_K": np.array([0, 0, 0, 18.0])}, "shape: its tokens fit 0.25 times the claimed temperature better"),
+        ({"tilt_K": np.array([17.0, 0, 0, 0])}, "ok"),  # one bet of four: e^17 / 4 < 1e7
+        ({"hidden_ND": np.ones((3, 64), toploc.jnp.bfloat16)}, "toploc: constant"),
+    ],
+)
+def test_each_replayed_rule_names_itself(changes, said):
+    import re
+
+    honest = scored()
+    rollout = dataclasses.replace(make(), proofs=toploc.join(toploc.build_proofs(honest.hidden_ND)))
+    changed = scored(**changes)
+    found = verdicts.proof_results([rollout] * 2, [honest, changed], TOLERANCE.proofs)
+    assert verdicts.replayed(rollout, honest, found[0], TOLERANCE, RULES) == verdicts.OK
+    verdict = verdicts.replayed(rollout, changed, found[1], TOLERANCE, RULES)
+    assert re.match(said, str(verdict)), verdict
+
+
+def test_the_published_rule_for_endings_is_there():
+    """P(EOS) > 0.1 refuses what honest sampling does once in twenty."""
+    likely = scored(logp_N=np.log(np.array([0.5, 0.5, 0.05])))
+    assert verdicts.stopping(make(), likely, RULES).accepted
+    strict = dataclasses.replace(RULES, min_stop_probability=0.1)
+    assert str(verdicts.stopping(make(), likely, strict)) == (
+        "termination: it stopped where that had a probability of 0.05, less than 0.1"
+    )
+    assert verdicts.stopping(make(**FULL), likely, strict).accepted
+    assert verdicts.stopping(make(temperature=0.0), likely, strict).accepted
+
+
+# ---- over many rollouts ---------------------------------------------------------------------------------------------
+
+BANDS = sequential_test.Bands(margin=0.01, logprob=0.01, proof=0.05, shape=1e-6)
+NOTHING = np.zeros(len(sequential_test.TILTS))
+
+
+def evidence(margin=0.0, logprob=0.0, proof=0.0, shape=NOTHING, num_tokens=32):
+    return sequential_test.Evidence(margin, logprob, proof, shape, num_tokens)
+
+
+def until(record, draw, limit=2000):
+    """Rollouts until the accusation, or None."""
+    for n in range(1, limit + 1):
+        if record.add(draw()):
+            return n
+    return None
+
+
+@pytest.mark.parametrize("stream", ["margin", "logprob", "proof"])
+def test_wealth_is_the_average_of_products(stream):
+    """By hand: two rollouts, the first above the band, the second at 0."""
+    record, m = sequential_test.Record(BANDS), getattr(BANDS, stream)
+    for x in (3 * m, 0.0):
+        record.add(evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x}))
+    expected = np.mean([(1 + f * 2) * (1 - f) for f in sequential_test.BETS])
+    assert record.log_wealth()[stream] == pytest.approx(math.log(expected), rel=1e-12)
+    others = {"margin", "logprob", "proof"} - {stream}
+    assert all(record.log_wealth()[name] == pytest.approx(0, abs=1e-12) for name in others)  # at the band: no news
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.05])
+def test_honest_nodes_are_accused_no_more_often_than_promised(alpha):
+    """300 honest lives at an alpha that can be counted; numbers scatter widely around a mean at the very band."""
+    # Mutation seen to fail here: a threshold of a fifth of log(1 / alpha).
+    rng = np.random.default_rng(0)
+    accused = 0
+    for _ in range(300):
+        record = sequential_test.Record(BANDS, alpha=alpha, epoch=20)
+        accused += (
+            until(record, lambda: evidence(0.2 * (rng.random() < 0.05), 2e-2 * rng.random(), 0.1 * rng.random()), 50)
+            is not None
+        )
+    # The bound is alpha; 4 standard errors of 300 lives above it.
+    assert accused / 300 <= alpha + 4 * math.sqrt(alpha / 300)
+
+
+def test_the_tilts_are_a_fair_game_and_find_another_temperature():
+    """The mean of prod q/p over draws from p is 1, whatever p; draws at another temperature make it grow."""
+    rng = np.random.default_rng(1)
+    logits = 2 * rng.standard_normal((64, 20))  # 64 positions
+
+    def draw(temperature, size):
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        q = np.exp(logits / temperature) / np.exp(logits / temperature).sum(-1, keepdims=True)
+        tokens = (q.cumsum(-1)[None] < rng.random((size, 64, 1))).sum(-1).clip(max=19)
+        out = []
+        for b in sequential_test.TILTS:
+            ratio = (b - 1) * np.log(p) - np.log((p**b).sum(-1, keepdims=True))
+            out.append(ratio[np.arange(64)[None], tokens])
+        return np.stack(out, -1)  # [size, 64, K]
+
+    fair = np.exp(draw(1.0, 20000)[:, :4]).prod(axis=1)  # 4 tokens: 64 would need more draws than there are
+    error = fair.std(axis=0) / np.sqrt(20000)
+    assert np.all(np.abs(fair.mean(axis=0) - 1) <= 5 * error + 1e-9)
+    for temperature, limit in ((1.0, None), (0.8, 40), (1.25, 40), (0.25, 1)):
+        tilts = iter(draw(temperature, 400).sum(axis=1))
+        found = until(
+            sequential_test.Record(BANDS), lambda tilts=tilts: evidence(shape=next(tilts), num_tokens=64), 400
+        )
+        assert (found is None) if limit is None else found <= limit
+
+
+def test_a_cheat_after_long_honesty_is_found_as_soon_as_a_fresh_one():
+    fresh = until(sequential_test.Record(BANDS, epoch=100), lambda: evidence(margin=0.05))
+    old = sequential_test.Record(BANDS, epoch=100)
+    assert until(old, lambda: evidence(margin=0.0), 1000) is None
+    assert until(old, lambda: evidence(margin=0.05)) <= fresh + 6  # the threshold of the 11th epoch
+
+
+# ---- claims against the noise ---------------------------------------------------------------------------------------
+
+
+def drawn(seed, num_tokens=40, *, claimed=lambda logp_NV: logp_NV, temperature=1.0, sharp=3.0):
+    """A rollout of one turn drawn from random distributions by the sampler's own noise; `claimed` of what is written down."""
+    rng = np.random.default_rng(seed)
+    logits_NV = sharp * rng.standard_normal((num_tokens, 200))
+    logp_NV = logits_NV / temperature - np.log(np.exp(logits_NV / temperature).sum(-1, keepdims=True))
+    position_N = np.arange(3, 3 + num_tokens)
+    noise_NV = np.asarray(sampler.noise(jnp.full(num_tokens, seed, jnp.uint32), jnp.asarray(position_N), 200))
+    token_N = (logp_NV + noise_NV).argmax(-1)
+    logp_N = np.minimum(claimed(logits_NV - np.log(np.exp(logits_NV).sum(-1, keepdims=True))), 0)
+    logp_N = logp_N[np.arange(num_tokens), token_N]
+    return dataclasses.replace(
+        make(),
+        tokens=np.array([*PROMPT, *token_N], np.int32),
+        sampled_mask=np.arange(3 + num_tokens) >= 3,
+        logprobs=np.array([0.0] * 3 + list(logp_N), np.float32),
+        versions=np.zeros(3 + num_tokens, np.int32),
+        seed=seed,
+    )
+
+
+def test_single_entries_of_the_noise_are_those_of_all():
+    seeds, positions = np.array([0, 1, 2**32 - 1, 77], np.uint32), np.array([0, 5, 4000, 2**20])
+    every = np.asarray(sampler.noise(jnp.asarray(seeds), jnp.asarray(positions), 512), np.float64)
+    for token in (0, 1, 255, 511):
+        found = -np.log(sampler.races(seeds, positions, np.full(4, token)))
+        np.testing.assert_allclose(found, every[:, token], rtol=0, atol=3e-6)  # float32 against float64, up to 16.6
+
+
+def test_honest_claims_are_exponential_whatever_the_distribution():
+    y = np.concatenate(verdicts.claimed_races([drawn(seed, sharp=seed % 7) for seed in range(100)]))
+    assert len(y) == 4000 and abs(y.mean() - 1) < 4 / math.sqrt(4000) and abs((y < math.log(2)).mean() - 0.5) < 0.04
+    assert abs(np.exp(-y).mean() - 0.5) < 4 * math.sqrt(1 / 12 / 4000)
+
+
+def accused_after(claimed, **kwargs):
+    record = sequential_test.Record(None)
+    for n in range(1, 500):
+        (y_N,) = verdicts.claimed_races([drawn(n, claimed=claimed, **kwargs)])
+        if record.add_claims(sequential_test.claims_ratio(y_N)):
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    ("claimed", "limit"),
+    [
+        (lambda logp: logp, None),
+        (lambda logp: logp + 0.2, 100),
+        (lambda logp: logp - 0.2, 100),
+        (lambda logp: logp - 1, 3),
+        (lambda logp: logp / 1.5, 20),  # as if it had been hotter
+        (lambda logp: np.full_like(logp, -1.0), 30),
+        (lambda logp: logp + np.random.default_rng(0).normal(0, 1, logp.shape), 20),
+    ],
+)
+def test_wrong_claims_lose_their_bets_without_a_replay(claimed, limit):
+    # Mutation seen to fail here: `races` at the position before.
+    found = accused_after(claimed)
+    assert found is None if limit is None else found <= limit, found
+
+
+def test_another_temperature_than_claimed_shows_in_the_claims():
+    assert accused_after(lambda logp: logp, temperature=0.7) <= 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_claim_that_the_noise_cannot_make_up_for(seed):
+    honest = drawn(seed)
+    judge = lambda rollout: verdicts.claims(rollout, *verdicts.claimed_races([rollout]))  # noqa: E731
+    assert judge(honest) == verdicts.OK
+    lower = honest.logprobs.copy()
+    lower[20] -= 12
+    found = judge(dataclasses.replace(honest, logprobs=lower))
+    assert str(found).startswith(f"logprob: {lower[20]:.3g} of token 20, its noise draws it from ")
+    edited = honest.tokens.copy()
+    edited[20] = (edited[20] + 1 + seed) % 200
+    refused = judge(dataclasses.replace(honest, tokens=edited, temperature=0.0))
+    assert refused == verdicts.OK  # greedy: no noise
+    assert not judge(
+        dataclasses.replace(honest, logprobs=np.where(honest.sampled_mask, -9.0, 0).astype(np.float32))
+    ).accepted
+
+
+def test_an_accusation_names_its_stream_and_stays():
+    record = sequential_test.Record(BANDS)
+    assert until(record, lambda: evidence(logprob=0.5)) <= 5
+    assert record.accused.startswith("logprob: e^") and record.add(evidence()) == record.accused
+    huge = sequential_test.Record(BANDS)
+    huge.add(evidence(shape=np.array([1e300, np.inf, -1e300, 0])))
+    assert huge.accused.startswith("shape: ") and math.isfinite(huge.log_wealth()["shape"])

@@ -1,0 +1,179 @@
+"""The validator runs the experts that a rollout names, and holds them against the routers as they stand under them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
+from inference.engine import routed_experts
+from inference.scheduler import scheduler as scheduler_lib
+from models import moe, transformer
+from rl.verification import checks, verifier
+from tests.inference.rollouts import test_rollout
+from tests.rl.verification import test_router_replay_claims as claims
+from tests.support import tiny
+
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+CAPACITY = 64
+ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
+STRICT = checks.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
+REQUEST = scheduler_lib.GenerateRequest(
+    tuple(b"hello"), num_samples=4, max_tokens=30, seed=5, proofs=True, routed_experts=True
+)
+
+
+@functools.cache
+def weights(version):
+    return jax.tree.map(jnp.asarray, tiny.params(claims.MODEL, version))
+
+
+class Updating(engine_lib.Engine):
+    """Before the second call of `generate` version 1 is sent; it is in force from the next on."""
+
+    scheduler, calls = None, 0
+
+    def generate(self, params, state):
+        self.calls += 1
+        if self.calls == 2 and self.scheduler is not None:
+            self.scheduler.update(weights(1), 1)
+        return super().generate(params, state)
+
+
+@functools.cache
+def honest(updated=False):
+    """A group as the scheduler makes it and a worker writes it down."""
+    engine = Updating(claims.MODEL, ENGINE, claims.TOKENIZER, weights(0))
+    scheduler = scheduler_lib.Scheduler(engine, weights(0), 0)
+    engine.scheduler = scheduler if updated else None
+    completions = scheduler.submit(REQUEST).result(60)
+    scheduler.close()
+    P = len(REQUEST.tokens)
+    return tuple(
+        test_rollout.make(
+            tokens=np.array([*REQUEST.tokens, *c.tokens], np.int32),
+            sampled_mask=np.array([False] * P + [True] * len(c.tokens)),
+            logprobs=np.array([0.0] * P + c.logprobs, np.float32),
+            versions=np.array([c.prompt_version] * P + c.versions, np.int32),
+            temperature=1.0,
+            seed=REQUEST.seed + i,
+            sample=i,
+            step=1,
+            finish_reason=c.finish_reason,
+            proofs=c.proofs,
+            routed_experts=routed_experts.full(c.experts, claims.MODEL),
+        )
+        for i, c in enumerate(completions)
+    )
+
+
+def judge(rollouts, tolerance=STRICT):
+    return verifier.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, tolerance, max_model_len=CAPACITY).judge(
+        rollouts
+    )
+
+
+@pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_honest_claims_are_accepted_with_and_beside_others(updated):
+    """Within one version and across a swap in flight; a group in which one claims nothing is judged as well."""
+    rollouts = list(honest(updated))
+    versions = np.unique(np.concatenate([r.versions for r in rollouts])).tolist()
+    assert versions == ([0, 1] if updated else [0])
+    assert all(verdict.accepted for verdict in judge(rollouts)), judge(rollouts)
+    beside = [rollouts[0], dataclasses.replace(rollouts[1], routed_experts=None), *rollouts[2:]]
+    assert all(verdict.accepted for verdict in judge(beside)), judge(beside)
+
+
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("where", ["prompt", "prompt's last", "first", "last"])
+def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
+    """Of one token, in either mixture; those beside it are not blamed."""
+    rollouts = list(honest(updated))
+    t = {"prompt": 1, "prompt's last": 4, "first": 5, "last": len(rollouts[2].tokens) - 2}[where]
+    for layer in (0, 2):
+        claim = rollouts[2].routed_experts.copy()
+        claim[t, layer, 1] = next(e for e in range(5) if e not in claim[t, layer])
+        found = judge([*rollouts[:2], dataclasses.replace(rollouts[2], routed_experts=claim), rollouts[3]])
+        assert [verdict.reason for verdict in found] == ["ok", "ok", "routing", "ok"], found
+        assert f"token {t} miss" in found[2].detail or updated
+
+
+@pytest.mark.slow
+def test_stacked_layers_are_replayed_as_single_ones():
+    """Of one version in packed rows, of two over a cache of keys."""
+    stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
+    check = verifier.Validator(
+        stacked,
+        lambda version: transformer.stack(weights(version), stacked),
+        request_lib.NO_FILTERS,
+        STRICT,
+        max_model_len=CAPACITY,
+    )
+    for updated in (False, True):
+        rollouts = list(honest(updated))
+        claim = rollouts[1].routed_experts.copy()
+        claim[-1, 2, 0] = next(e for e in range(5) if e not in claim[-1, 2])
+        rollouts[1] = dataclasses.replace(rollouts[1], routed_experts=claim)
+        found = check.judge(rollouts)
+        assert [verdict.reason for verdict in found] == ["ok", "routing", "ok", "ok"], found
+
+
+def test_a_claim_of_experts_at_random_is_refused_for_that():
+    """What poisons most: the learner would run these. It is not mistaken for text that was not sampled."""
+    (rollout, *_) = honest()
+    rows = claims.good_claim(len(rollout.tokens) - 1)
+    (verdict,) = judge([dataclasses.replace(rollout, routed_experts=rows)])
+    assert verdict.reason == "routing" and "name experts that its policy does not choose" in verdict.detail
+    for malformed in (rows[:, :2], np.full_like(rows, 200), np.zeros_like(rows)):
+        (verdict,) = judge([dataclasses.replace(rollout, routed_experts=malformed)])
+        assert verdict.reason == "routing"
+
+
+@pytest.mark.slow
+def test_near_ties_are_forgiven_up_to_the_tolerance_and_measured():
+    """In the last layer of the last token that was run, the second choice against the third: their logits' difference.
+
+    Nothing that was sampled later reads it, but for one token's log-probability, so that `routing` is asked alone.
+    """
+    rollout = honest()[0]
+    t = len(rollout.tokens) - 2
+    padded = np.zeros((1, CAPACITY), np.int32)
+    padded[0, : len(rollout.tokens)] = rollout.tokens
+    seen = []
+    spied = functools.partial(spy, seen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "route", spied)
+        transformer.apply(weights(0), claims.MODEL, padded)  # not compiled: arrays pass through `route`
+    logits_E = seen[-1][0, t]
+    order = np.argsort(-logits_E)
+    claim = rollout.routed_experts.copy()
+    assert set(claim[t, 2].tolist()) == set(order[:2].tolist())
+    claim[t, 2] = order[[0, 2]]
+    flipped = dataclasses.replace(rollout, routed_experts=claim)
+    gap = float(logits_E[order[1]] - logits_E[order[2]])
+    loose = dataclasses.replace(STRICT, margin=1e9, logprob=1e9)
+    check = verifier.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, loose, max_model_len=CAPACITY)
+    replay = check.replay([flipped])
+    assert replay.gap[0, t] == pytest.approx(gap, abs=1e-4) and np.delete(replay.gap[0], t).max() < 1e-4
+    for routing_tolerance, reason in ((gap * 0.99, "routing"), (gap * 1.01, "ok")):
+        tolerance = dataclasses.replace(loose, routing=routing_tolerance)
+        assert checks.routing(checks.scores(flipped, replay, 0), tolerance).reason == reason
+
+
+_route = moe.route
+
+
+def spy(seen, x_BTD, params, config, **options):
+    seen.append(np.asarray(x_BTD, np.float64) @ np.asarray(params["router"], np.float64))
+    return _route(x_BTD, params, config, **options)
+
+
+def test_a_gap_that_is_no_number_is_refused():
+    scored = checks.Scores(*[np.zeros(2)] * 6, gap_T=np.array([0.0, np.nan]))
+    assert checks.routing(scored, STRICT).reason == "routing"
+    assert checks.routing(dataclasses.replace(scored, gap_T=None), STRICT).accepted

@@ -1,0 +1,515 @@
+"""Sources hand out verified bytes or a clear error, whoever lies, lags or dies."""
+
+import collections
+import dataclasses
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sharding.broadcast import source
+from sharding.download import range_get, relay_choice
+from sharding.download import relays as swarm
+from sharding.format import journal
+from tests.support import proxy
+
+TRUSTED = proxy.public(proxy.KEY)
+FAST = range_get.Options(patience_s=3.0, connect_s=1.0, stall_s=1.0, seed=0)
+SMALL_PIECES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, piece_bytes=10_000, seed=0)
+
+
+@pytest.fixture
+def root(tmp_path):
+    proxy.publish(tmp_path / "pub", 0, proxy.contents(0))
+    return tmp_path / "pub"
+
+
+def tamper(root, target, version=0, flip=100):
+    """A copy of a publisher's directory in which every object of some length has one bit wrong."""
+    shutil.copytree(root, target)
+    for path in (target / journal.dirname(version) / "tensors").rglob("c.*"):
+        data = bytearray(path.read_bytes())
+        if len(data) > flip:
+            data[flip] ^= 1
+            path.write_bytes(data)
+    return target
+
+
+BIG = "tensors/t0/c.0"
+
+
+def read(opened, objects, path):
+    return source.read(opened, 0, journal.Object(**proxy.entry(path, objects[path])))
+
+
+# ---- what is opened, and what is refused before ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ([], {}, "no source given"),
+        (["http://a:1", "/tmp"], {}, "mix kinds"),
+        (["/a", "/b"], {}, "mix kinds"),
+        ("ftp://a", {}, "unknown scheme"),
+        ("http://", {}, "is no URL"),
+        ("http://a/?x=1", {}, "is no URL"),
+        ("/tmp", {"trusted_key": "abc"}, "64 lower-case hex digits"),
+    ],
+)
+def test_what_is_no_source_is_refused(what, options, message):
+    with pytest.raises(ValueError, match=message):
+        source.open(what, **options)
+
+
+def test_a_worker_reads_from_relays_without_jax_or_tensorstore():
+    code = (
+        "import sys, sharding.source, sharding.relay; sys.exit(any(m in sys.modules for m in ('jax', 'tensorstore')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ENTRY = {"path": "a/b.0", "size": 3, "digest": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": "../x"},
+        {"path": "/etc/passwd"},
+        {"path": "a//b"},
+        {"path": "a/../b"},
+        {"path": "a/.part-0"},
+        {"path": "manifest.json"},
+        {"path": "objects.jsonl"},
+        {"path": ""},
+        {"path": "a\nb"},
+        {"path": "a" * 300},
+        {"path": 7},
+        {"size": -1},
+        {"size": 1 << 60},
+        {"size": 1.0},
+        {"size": True},
+        {"digest": "0" * 63},
+        {"digest": "A" * 64},
+        {"digest": None},
+        {"more": 1},
+    ],
+)
+def test_a_hostile_entry_is_refused(changes):
+    assert journal.parse_object(ENTRY).path == "a/b.0"
+    with pytest.raises(journal.CorruptSource):
+        journal.parse_object({**ENTRY, **changes})
+
+
+def test_a_line_without_its_end_is_not_an_entry_yet():
+    line = json.dumps(ENTRY).encode() + b"\n"
+    assert journal.parse_journal(line + line[:-1]) == ([journal.parse_object(ENTRY)], len(line))
+    with pytest.raises(journal.CorruptSource, match="no JSON"):
+        journal.parse_journal(b"{\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda o: proxy.manifest(1, o), "where version 0 was asked for"),
+        (lambda o: proxy.manifest(0, o, key=proxy.OTHER_KEY), "is signed by"),
+        (lambda o: proxy.manifest(0, o, key=None), "is signed by None"),
+        (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "digest"),
+        (lambda o: b"[]", "not an object"),
+        (lambda o: b"{", "JSON"),
+        (lambda o: b"\xff", "Unicode"),
+        (lambda o: b"[" * 100_000, "Recursion"),
+    ],
+)
+def test_a_manifest_that_is_not_good_is_refused(root, make, message):
+    (root / "v00000000" / "manifest.json").write_bytes(make(proxy.contents(0)))
+    with pytest.raises(journal.CorruptSource, match=message):
+        source.open(root, trusted_key=TRUSTED).manifest_bytes(0)
+
+
+# ---- a directory and a bucket ----------------------------------------------------------------------------------------
+
+
+def test_a_directory_gives_what_was_published(root):
+    opened = source.open(root, trusted_key=TRUSTED)
+    assert opened.versions() == [0]
+    assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
+
+
+def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
+    objects = proxy.contents(0)
+    opened = source.open(tamper(root, tmp_path / "bad"))
+    with pytest.raises(journal.CorruptSource, match="digest"):
+        read(opened, objects, "tensors/t3/c.0")
+    path = tmp_path / "bad" / "v00000000" / "tensors/t4/c.0"
+    os.truncate(path, 7)
+    with pytest.raises(journal.CorruptSource, match="7 bytes, not 200001"):
+        read(opened, objects, "tensors/t4/c.0")
+    path.unlink()
+    with pytest.raises(journal.CorruptSource, match="missing"):
+        read(opened, objects, "tensors/t4/c.0")
+    shutil.rmtree(tmp_path / "bad" / "v00000000")
+    with pytest.raises(FileNotFoundError, match="deleted while it was read"):
+        read(opened, objects, "tensors/t4/c.0")
+    with pytest.raises(FileNotFoundError, match="no version 0"):
+        opened.manifest_bytes(0)
+
+
+def test_a_directory_lists_what_grows(root):
+    opened = source.open(root)
+    assert opened.listing() == journal.Listing((0,), ())
+    objects = proxy.contents(1)
+    threading.Timer(0.1, proxy.begin, (root, 1, dict(list(objects.items())[:2]))).start()
+    assert opened.listing(5.0, opened.listing()) == journal.Listing((0,), (1,))
+    proxy.wait_until(lambda: (root / "v00000001/objects.jsonl").read_bytes().count(b"\n") == 2)
+    entries, is_complete = opened.entries(1)
+    assert [e.path for e in entries] == list(objects)[:2] and not is_complete
+    assert opened.entries(1, wait_s=0.05) == ([], False)
+    shutil.rmtree(root / "v00000001")  # the publisher died, and its successor begins anew
+    other = proxy.contents(2)
+    proxy.publish(root, 1, other)
+    entries, is_complete = opened.entries(1, wait_s=1.0)
+    assert [e.path for e in entries] == list(other) and is_complete
+
+
+def test_a_bucket_gives_what_was_published(root, tmp_path):
+    opened = source.open(f"file://{root}", trusted_key=TRUSTED)
+    objects = proxy.contents(0)
+    assert opened.versions() == [0]
+    assert proxy.read_all(opened, 0, objects) == objects
+    proxy.begin(root, 7, objects)
+    assert opened.listing() == journal.Listing((0,), (7,))
+    assert [e.path for e in opened.entries(7)[0]] == list(objects) and opened.entries(7) == ([], False)
+    bad = source.open(f"file://{tamper(root, tmp_path / 'bad')}")
+    with pytest.raises(journal.CorruptSource, match="digest"):
+        read(bad, objects, "tensors/t3/c.0")
+    with pytest.raises(FileNotFoundError, match="no version 5"):
+        opened.manifest_bytes(5)
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket", "relays", "relays that lie"])
+def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
+    """An array of chunks without checksums, each of which has its own place; what lies around stays as it was."""
+    path, data = "tensors/t4/c.0", proxy.contents(0)["tensors/t4/c.0"]
+    entry = journal.Object(**proxy.entry(path, data))
+    with proxy.running(root) as good, proxy.running(tamper(root, tmp_path / "bad")) as bad:
+        for relay in (good, bad):
+            proxy.wait_until(proxy.holds(relay, 0))
+        place = {
+            "directory": root,
+            "bucket": f"file://{root}",
+            "relays": good.url,
+            "relays that lie": [bad.url, good.url],
+        }
+        opened = opening(place[kind], options=SMALL_PIECES, trusted_key=TRUSTED)
+        array, checksum = bytearray(b"?" * (len(data) + 6)), bytearray(4)
+        into = [memoryview(array)[5 : 5 + len(data) - 4], memoryview(b""), memoryview(checksum)]
+        for _ in range(3):
+            array[5:-5] = bytes(len(data) - 4)
+            opened.read(0, entry, into)
+            assert array == b"?????" + data[:-4] + b"?????" and checksum == data[-4:]
+        for wrong in (into[:1], [*into, memoryview(bytearray(1))]):
+            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes: pass views"):
+                opened.read(0, entry, wrong)
+        with pytest.raises(ValueError, match="no path of plain segments"):
+            opened.read(0, dataclasses.replace(entry, path="../v00000000/tensors/t4/c.0"), into)
+
+
+# ---- relays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def origin(root):
+    with proxy.running(root) as relay:
+        proxy.wait_until(proxy.holds(relay, 0))
+        yield relay
+
+
+@pytest.fixture
+def opening():
+    opened = []
+
+    def open_source(*args, options=FAST, **kwargs):
+        opened.append(source.open(*args, options=options, **kwargs))
+        return opened[-1]
+
+    yield open_source
+    for one in opened:
+        one.close()
+
+
+def test_relays_give_what_was_published(origin, opening):
+    opened = opening(origin.url, trusted_key=TRUSTED, options=SMALL_PIECES)
+    objects = proxy.contents(0)
+    assert opened.versions() == [0]
+    assert proxy.read_all(opened, 0, objects) == objects
+    with pytest.raises(FileNotFoundError, match="no version 3"):
+        opened.manifest_bytes(3)
+    with pytest.raises(FileNotFoundError, match="is on none"):
+        source.read(opened, 0, journal.Object("tensors/none", 5, "0" * 64))
+
+
+def test_a_big_object_comes_from_several_relays(root, origin, opening):
+    with proxy.running(root) as second:
+        proxy.wait_until(proxy.holds(second, 0))
+        opened = opening([origin.url, second.url], options=SMALL_PIECES)
+        objects = proxy.contents(0)
+        for _ in range(5):
+            assert read(opened, objects, "tensors/t4/c.0") == objects["tensors/t4/c.0"]
+        assert all(relay["num_bytes"] > 100_000 for relay in opened.stats()["relays"].values())
+
+
+@pytest.mark.parametrize("options", [FAST, SMALL_PIECES])
+def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
+    with proxy.running(tamper(root, tmp_path / "bad")) as liar:
+        proxy.wait_until(proxy.holds(liar, 0))
+        opened = opening([liar.url, origin.url], trusted_key=TRUSTED, options=options)
+        objects = proxy.contents(0)
+        for _ in range(10):
+            assert proxy.read_all(opened, 0, objects) == objects
+        stats = opened.stats()["relays"]
+        assert stats[liar.url]["num_lies"] >= 1 and stats[origin.url]["num_lies"] == 0
+        # the lie costs its author what it could have served
+        assert stats[origin.url]["num_bytes"] > stats[liar.url]["num_bytes"]
+
+
+def test_only_liars_is_an_error_in_bounded_time(root, opening, tmp_path):
+    with proxy.running(tamper(root, tmp_path / "bad")) as liar:
+        proxy.wait_until(proxy.holds(liar, 0))
+        opened = opening(liar.url)
+        begun_s = time.monotonic()
+        with pytest.raises(journal.CorruptSource, match="wrong wherever"):
+            read(opened, proxy.contents(0), "tensors/t3/c.0")
+        assert time.monotonic() - begun_s < 10  # three attempts, two suspensions of at most 1 s between them
+
+
+def test_an_empty_object_with_another_hash_is_wrong(origin, opening):
+    with pytest.raises(journal.CorruptSource):
+        source.read(opening(origin.url), 0, journal.Object("deltas/d0", 0, "0" * 64))
+
+
+def test_a_dead_relay_changes_nothing(origin, opening):
+    dead = proxy.Proxy(origin.url)
+    dead.close()
+    opened = opening([dead.url, origin.url], trusted_key=TRUSTED)
+    begun_s = time.monotonic()
+    assert opened.versions() == [0]
+    assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
+    assert time.monotonic() - begun_s < 3  # a refused connection fails at once; the rest is the machine's load
+    stats = opened.stats()["relays"][dead.url]
+    assert not stats["is_alive"] and "refused" in stats["reason"].lower()
+
+
+def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
+    dead = proxy.Proxy(origin.url)
+    dead.close()
+    opened = opening(dead.url, options=range_get.Options(patience_s=1.0))
+    with pytest.raises(journal.Unavailable, match=dead.url):
+        opened.versions()
+    with pytest.raises(journal.Unavailable, match=dead.url):
+        opened.manifest_bytes(0)
+    with pytest.raises(journal.Unavailable, match="did not come in time"):
+        source.read(opened, 0, journal.Object(**proxy.entry("a", b"12345")))
+
+
+def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
+    objects = proxy.contents(0, (4_000_000,))
+    proxy.publish(tmp_path, 0, objects)
+    passed = collections.Counter()
+
+    def fault(rng):
+        passed["connections"] += 1  # closed, not reset: a reset may drop what was sent, all of it on a busy machine
+        return ("close", 1_500_000) if passed["connections"] % 2 else None
+
+    with proxy.running(tmp_path) as relay, proxy.Proxy(relay.url, fault) as between:
+        proxy.wait_until(proxy.holds(relay, 0))
+        opened = opening(between.url)
+        assert read(opened, objects, BIG) == objects[BIG]
+        assert opened.stats()["num_resumed"] >= 1
+        # whole again would be 5.5 MB: 4 MB and what was brought before the reset; slices of 256 kB and buffers may be lost
+        assert relay.server.counters["sent_bytes"] < 2 * 4_000_000
+
+
+def test_a_straggler_is_overtaken(root, origin, opening):
+    objects = proxy.contents(0)
+    with proxy.Proxy(origin.url, lambda rng: ("rate", 1000)) as slow:
+        opened = opening([slow.url, origin.url], options=range_get.Options(patience_s=30.0, seed=3))
+        begun_s = time.monotonic()
+        for _ in range(6):
+            assert read(opened, objects, "tensors/t4/c.0") == objects["tensors/t4/c.0"]
+        assert time.monotonic() - begun_s < 10  # alone the slow one would need 200 s for each
+        stats = opened.stats()
+        assert stats["num_hedges_won"] >= 1 and stats["num_hedges"] <= 6
+        rates = {url: relay["bytes_per_s"] for url, relay in stats["relays"].items()}
+        assert rates[slow.url] < rates[origin.url] / 10
+
+
+def test_a_hung_relay_is_overtaken(root, origin, opening):
+    objects = proxy.contents(0)
+    with proxy.Proxy(origin.url, lambda rng: "stall") as hung:
+        opened = opening([hung.url, origin.url], trusted_key=TRUSTED)
+        begun_s = time.monotonic()
+        assert opened.versions() == [0]
+        assert proxy.read_all(opened, 0, objects) == objects
+        assert time.monotonic() - begun_s < 8
+
+
+def test_too_slow_is_an_error_in_bounded_time(origin, opening):
+    with proxy.Proxy(origin.url, lambda rng: ("rate", 1000)) as slow:
+        opened = opening(slow.url, options=range_get.Options(patience_s=1.0))
+        begun_s = time.monotonic()
+        with pytest.raises(journal.Unavailable, match="in time"):
+            read(opened, proxy.contents(0), "tensors/t3/c.0")
+        assert time.monotonic() - begun_s < 1.0 + 70_000 / swarm.MIN_BYTES_PER_S + 2
+
+
+def test_who_was_cut_off_writes_nothing_more(origin, opening, tmp_path):
+    objects = proxy.contents(0, (20_000_000,))
+    proxy.publish(tmp_path, 0, objects)
+    with proxy.running(tmp_path) as relay, proxy.Proxy(relay.url, lambda rng: ("rate", 50_000_000)) as between:
+        proxy.wait_until(proxy.holds(relay, 0))
+        opened = opening(between.url)
+        target = bytearray(len(objects[BIG]))
+        get = range_get.Get(
+            opened.relays[0],
+            f"/v00000000/{BIG}",
+            start=0,
+            stop=len(target),
+            total=len(target),
+            target=range_get.Target([memoryview(target)]),
+        )
+        future = opened.submit(get)
+        proxy.wait_until(lambda: get.received > 0)
+        get.abort()
+        before = bytes(target)
+        with pytest.raises(range_get.Failed):
+            future.result(5)
+        time.sleep(0.2)
+        assert bytes(target) == before != objects[BIG]
+
+
+def test_who_is_being_cut_off_is_waited_for():
+    """`abort` returns only after the write that it found going on, and no other begins."""
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    class Response:
+        status, length, headers = 200, 8, {}
+
+        def readinto(self, target):
+            calls.append(len(target))
+            begun.set()
+            go_on.wait(5)
+            target[:2] = b"ab"
+            return 2
+
+    target = bytearray(8)
+    get = range_get.Get(relays(1)[0], "/x", stop=8, total=8, target=range_get.Target([memoryview(target)]))
+    failed, returned = [], threading.Event()
+
+    def receive():
+        try:
+            get._receive(Response())
+        except range_get.Failed as error:
+            failed.append(error)
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    begun.wait(5)
+    aborter = threading.Thread(target=lambda: (get.abort(), returned.set()))
+    aborter.start()
+    assert not returned.wait(0.2)
+    go_on.set()
+    assert returned.wait(5) and bytes(target[:2]) == b"ab"
+    receiver.join(5)
+    aborter.join(5)
+    assert len(calls) == 1 and failed
+
+
+def test_relays_that_disagree_need_a_key(root, origin, opening, tmp_path):
+    proxy.publish(tmp_path / "other", 0, proxy.contents(5), key=proxy.OTHER_KEY)
+    with proxy.running(tmp_path / "other") as other:
+        proxy.wait_until(proxy.holds(other, 0))
+        with pytest.raises(journal.CorruptSource, match="pass the trusted key"):
+            opening([origin.url, other.url]).manifest_bytes(0)
+        opened = opening([origin.url, other.url], trusted_key=TRUSTED)
+        for _ in range(3):
+            assert opened.versions() == [0]
+            assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
+        with pytest.raises(journal.CorruptSource, match="is signed by"):
+            opening(other.url, trusted_key=TRUSTED).versions()
+
+
+def test_a_made_up_version_hides_no_real_one(origin, opening):
+    class Liar(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_listing = self.path.startswith("/versions")
+            body = b'{"complete": [0, 999999], "partial": [], "tag": "x"}' if is_listing else b"{}"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        opened = opening([f"http://127.0.0.1:{server.server_port}", origin.url], trusted_key=TRUSTED)
+        assert opened.versions() == [0]
+        assert opened.versions() == [0]
+        server.shutdown()
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def relays(n):
+    return [range_get.Relay(f"http://r{i}:1", FAST) for i in range(n)]
+
+
+def test_choice_is_proportional_to_success_times_bandwidth():
+    chosen = relay_choice.Choice(relays(3), seed=1)
+    for relay, (success, rate) in zip(chosen.relays, [(1.0, 4e6), (0.5, 4e6), (1.0, 1e6)], strict=True):
+        relay.success, relay.bytes_per_s = success, rate
+    counts = collections.Counter(chosen.choose(0) for _ in range(7000))
+    for relay, expected in zip(chosen.relays, (4000, 2000, 1000), strict=True):
+        assert abs(counts[relay] - expected) < 5 * expected**0.5  # five standard deviations, at least
+
+
+def test_averages_heal_and_never_shut_a_relay_out():
+    chosen = relay_choice.Choice(relays(2), seed=1)
+    a, b = chosen.relays
+    chosen.observe(a, True, 1_000_000, 0.5)
+    chosen.observe(a, True, 1_000_000, 1.0)
+    assert a.bytes_per_s == pytest.approx(0.7 * 2e6 + 0.3 * 1e6)
+    chosen.observe(b, True, 1_000_000, 1.0)
+    chosen.observe(b, False, 0, 0.0)
+    assert b.success == pytest.approx(0.7)
+    chosen.observe(a, True, 1, 0.001)  # too small to say anything of bandwidth
+    assert a.bytes_per_s == pytest.approx(1.7e6) and b.success == pytest.approx(0.71)
+    chosen.convict(b, "lied")
+    assert b.success == 0.0 and all(chosen.choose(0) is a for _ in range(100))  # suspended
+    b.suspended_s = 0.0
+    counts = collections.Counter(chosen.choose(0) for _ in range(5000))
+    assert 20 < counts[b] < 400  # one in fifty
+    for _ in range(100):
+        chosen.observe(a, True, 0, 0.01)
+    assert b.success == pytest.approx(1.0)
+
+
+def test_a_relay_that_lacks_a_version_is_asked_for_others():
+    chosen = relay_choice.Choice(relays(2), seed=1)
+    a, b = chosen.relays
+    chosen.failed(a, range_get.Missing("HTTP 404"), 0, 0.1, version=5)
+    assert all(chosen.choose(5) is b for _ in range(50))
+    assert {chosen.choose(4) for _ in range(50)} == {a, b}
+    assert a.success == 1.0  # late is no failure
+    assert chosen.choose(5, {b}, wait=False) is None and chosen.choose(5, {a, b}) is None
+    assert chosen.choose(5, {b}) is a  # after its moment

@@ -1,0 +1,380 @@
+"""A manifest says one thing to everyone: what its bytes, its hash and its signature do not carry is refused with the reason."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import blake3
+import numpy as np
+import pytest
+import tensorstore as ts
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from sharding.format import journal, manifest
+
+KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OTHER = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
+PUBLIC = KEY.public_key().public_bytes_raw().hex()
+
+
+def digest_of(text: str) -> str:
+    return blake3.blake3(text.encode()).hexdigest()
+
+
+def snapshot(**changes) -> manifest.Manifest:
+    """Two tensors in three chunks, one tied to the first, and the objects that they need."""
+    a = manifest.Tensor("a", (4, 3), "bfloat16", (2, 3), (digest_of("a0"), digest_of("a1")))
+    b = manifest.Tensor("b/0", (), "int8", (), (digest_of("b"),))
+    c = manifest.Tensor("c", (4, 3), "bfloat16", (2, 3), (), tied_to="a")
+    objects = []
+    for t in (a, b):
+        data = manifest.zarr_json(t)
+        objects.append(journal.Object(f"tensors/{t.name}/zarr.json", len(data), blake3.blake3(data).hexdigest()))
+        objects += [
+            journal.Object(path, t.chunk_bytes + 4, digest)
+            for (path, _), digest in zip(t.cells(), t.chunks, strict=True)
+        ]
+    fields = {
+        "version": 3,
+        "base": None,
+        "delta_of": None,
+        "encodings": ("zarr3",),
+        "digest_before": None,
+        "digest_after": manifest.digest((a, b, c)),
+        "tensors": (a, b, c),
+        "objects": tuple(objects),
+        "containers": {"b": "list"},
+        "metadata": {"é": [1.5, None]},
+        "run": "a run",
+    }
+    return manifest.Manifest(**fields | changes)
+
+
+def deltas() -> manifest.Manifest:
+    """The next version: patches for one chunk of `a` and for `b`, in one object."""
+    before = snapshot()
+    a, b, c = before.tensors
+    a = dataclasses.replace(a, chunks=(digest_of("new"), a.chunks[1]), deltas=((0, 0, 10), None))
+    b = dataclasses.replace(b, deltas=((0, 10, 5),))
+    return dataclasses.replace(
+        before,
+        version=4,
+        base=3,
+        delta_of=3,
+        encodings=("xor",),
+        digest_before=before.digest,
+        digest_after=manifest.digest((a, b, c)),
+        tensors=(a, b, c),
+        objects=(journal.Object("deltas/00000-000000.bin", 15, digest_of("pack")),),
+    )
+
+
+@pytest.mark.parametrize("make", [snapshot, deltas])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_round_trip(make, key):
+    parsed = manifest.parse(manifest.encode(make(), key), version=make().version, trusted_key=key and PUBLIC)
+    assert parsed.public_key == (key and PUBLIC) and (parsed.signature is None) == (key is None)
+    assert dataclasses.replace(parsed, public_key=None, signature=None) == make()
+
+
+def test_digest_against_its_definition():
+    rows = []
+    for t in sorted(snapshot().tensors, key=lambda t: t.name):
+        chunks = [digest_of("b")] if t.name == "b/0" else [digest_of("a0"), digest_of("a1")]
+        combined = blake3.blake3(b"".join(map(bytes.fromhex, chunks))).hexdigest()
+        rows.append([t.name, t.dtype, list(t.shape), list(t.chunk), combined])
+    assert snapshot().digest == blake3.blake3(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def test_grid_and_cells():
+    t = manifest.Tensor("w", (5, 4), "float32", (2, 4), ())
+    assert t.grid == (3, 1) and t.chunk_bytes == 32
+    assert list(t.cells()) == [
+        ("tensors/w/c.0.0", (slice(0, 2), slice(0, 4))),
+        ("tensors/w/c.1.0", (slice(2, 4), slice(0, 4))),
+        ("tensors/w/c.2.0", (slice(4, 5), slice(0, 4))),
+    ]
+    three = manifest.Tensor("w", (5, 4, 7), "int8", (2, 3, 2), ())
+    assert [three.region(i) for i in range(24)] == [region for _, region in three.cells()]
+    assert manifest.Tensor("s", (), "bool", (), ()).region(0) == ()
+    assert list(manifest.Tensor("s", (), "bool", (), ()).cells()) == [("tensors/s/c", ())]
+    assert list(manifest.Tensor("e", (3, 0), "bool", (3, 1), ()).cells()) == []
+
+
+@pytest.mark.parametrize("dtype", manifest.ITEM_BYTES)
+def test_stock_tensorstore_opens_our_array_metadata(dtype):
+    t = manifest.Tensor("w", (4, 3), dtype, (2, 3), ())
+    context = ts.Context()
+    store = ts.KvStore.open("memory://", context=context).result()
+    store.write("zarr.json", manifest.zarr_json(t)).result()
+    opened = ts.open({"driver": "zarr3", "kvstore": "memory://"}, context=context, open=True).result()
+    assert opened.shape == t.shape and opened.chunk_layout.read_chunk.shape == t.chunk
+    assert opened.dtype.name == manifest.STORED_AS.get(dtype, dtype)
+    assert opened.dtype.numpy_dtype.itemsize == manifest.ITEM_BYTES[dtype]
+
+
+# ---- lies ------------------------------------------------------------------------------------------------------------
+
+
+def sealed(body: dict) -> bytes:
+    """A liar's manifest: changed, then hashed and signed again, so that only the rules can refuse it."""
+    body = {name: value for name, value in body.items() if name not in ("own_digest", "signature")}
+    body["own_digest"] = blake3.blake3(manifest.canonical(body)).hexdigest()
+    body["signature"] = KEY.sign(manifest.canonical(body)).hex()
+    return manifest.canonical(body)
+
+
+def rehash(body: dict) -> None:
+    tensors = tuple(
+        manifest.Tensor(t["name"], t["shape"], t["dtype"], t["chunk"], t["chunks"], tied_to=t["tied_to"])
+        for t in body["tensors"]
+    )
+    body["digest_after"] = manifest.digest(tensors)
+
+
+def first_tensor(**fields):
+    return lambda m: m["tensors"][0].update(fields)
+
+
+def first_object(**fields):
+    return lambda m: m["objects"][0].update(fields)
+
+
+LIES = {
+    "format": (lambda m: m.update(format=4), "format 4 is not 3, which this release reads"),
+    "missing field": (lambda m: m.pop("run"), r"not exactly the fields of format 3: \['run'\]"),
+    "unknown field": (lambda m: m.update(colour="red"), "colour"),
+    "version": (lambda m: m.update(version=9), "version 9 lies where version 3 was asked for"),
+    "version type": (lambda m: m.update(version=True), "version is True"),
+    "version sign": (lambda m: m.update(version=-1), "version is -1"),
+    "base": (lambda m: m.update(base=-1), "base is -1"),
+    "base of snapshot": (lambda m: m.update(base=2), "a snapshot needs no other version, but base is 2"),
+    "delta_of alone": (lambda m: m.update(delta_of=2), "delta_of is 2"),
+    "encoding": (lambda m: m.update(encodings=["gzip"]), "encodings .*gzip.* are none of"),
+    "encodings twice": (lambda m: m.update(encodings=["zarr3", "zarr3"]), "are none of"),
+    "no encoding": (lambda m: m.update(encodings=[]), "are none of"),
+    "run": (lambda m: m.update(run="x" * 201), "not a short string"),
+    "traversal": (first_object(path="tensors/../../secret"), "secret.*plain segments"),
+    "absolute": (first_object(path="/etc/passwd"), "/etc/passwd.*plain segments"),
+    "hidden": (first_object(path="tensors/.a/c"), r"\.a/c.*plain segments"),
+    "itself": (first_object(path="manifest.json"), "manifest.json.*plain segments"),
+    "object size": (first_object(size=1 << 60), "size 1152921504606846976"),
+    "negative size": (first_object(size=-1), "size -1"),
+    "float size": (first_object(size=1.0), "size 1.0"),
+    "other size": (lambda m: m["objects"][1].update(size=17), "has 17 bytes, but its tensor needs 16"),
+    "other hash": (lambda m: m["objects"][1].update(digest="0" * 64), "but its tensor says"),
+    "other zarr.json": (first_object(digest="0" * 64), "zarr.json' has digest"),
+    "no hash": (first_object(digest="x" * 64), "not 64 hex digits"),
+    "extra field of object": (first_object(mode=7), "not exactly the fields path, size, digest"),
+    "duplicate object": (lambda m: m["objects"].append(m["objects"][0]), "an object path occurs twice"),
+    "no object": (lambda m: m["objects"].pop(), "'tensors/b/0/c' is missing"),
+    "surplus object": (
+        lambda m: m["objects"].append({"path": "x", "size": 1, "digest": "0" * 64}),
+        "'x' belongs to no tensor",
+    ),
+    "name": (first_tensor(name="../w"), r"\.\./w.*plain segments"),
+    "name type": (first_tensor(name=3), "name '3' is no path"),
+    "long name": (first_tensor(name="x/" * 500 + "x"), "no path of plain segments"),
+    "duplicate tensor": (lambda m: m["tensors"].append(m["tensors"][0]), "a tensor name occurs twice"),
+    "dtype": (first_tensor(dtype="object"), "unknown dtype 'object'"),
+    "dtype type": (first_tensor(dtype=["int8"]), "unknown dtype"),
+    "same-size dtype": (lambda m: m["tensors"][1].update(dtype="bool"), "zarr.json' has"),
+    "absurd shape": (first_tensor(shape=[1 << 60, 3]), "has shape"),
+    "negative shape": (first_tensor(shape=[-4, 3]), "has shape"),
+    "rank": (first_tensor(shape=[1] * 33, chunk=[1] * 33), "has shape"),
+    "huge shape": (first_tensor(shape=[1 << 40, 3]), "has 2 chunks, not 549755813888"),
+    "huge chunk": (first_tensor(shape=[1 << 40, 3], chunk=[1 << 40, 3]), "bytes, more than 268435456"),
+    "zero chunk": (first_tensor(chunk=[0, 3]), r"has chunk \(0, 3\)"),
+    "chunk rank": (first_tensor(chunk=[2]), r"has chunk \(2,\)"),
+    "chunk digests": (first_tensor(chunks=["0"]), "has 1 chunks, not 2"),
+    "chunk digest": (first_tensor(chunks=["0", "1"]), "no digest of 64"),
+    "chunks type": (first_tensor(chunks="ab"), "chunks of tensor 'a' is a str"),
+    "deltas in a snapshot": (first_tensor(deltas=[None, None]), "deltas of tensor 'a' do not agree"),
+    "tensor type": (lambda m: m.update(tensors=["x"]), "has other fields"),
+    "tensors type": (lambda m: m.update(tensors={}), "tensors is a dict"),
+    "metadata type": (lambda m: m.update(metadata=[]), "metadata is a list"),
+    "tied to nothing": (lambda m: m["tensors"][2].update(tied_to="z"), "'c' is tied to 'z'"),
+    "tied to itself": (lambda m: m["tensors"][2].update(tied_to="c"), "'c' is tied to 'c'"),
+    "tied to another": (lambda m: m["tensors"][2].update(tied_to="b/0"), "'c' is tied to 'b/0'"),
+    "tied to a list": (lambda m: m["tensors"][2].update(tied_to=["a"]), "is tied to"),
+    "tied with chunks": (lambda m: m["tensors"][2].update(chunks=["0" * 64]), "has chunks of its own"),
+    "container": (lambda m: m["containers"].update({"b/..": "list"}), "container name 'b/..'"),
+    "container kind": (lambda m: m["containers"].update({"b": "set"}), "unknown kind 'set'"),
+    "container is tensor": (lambda m: m["containers"].update({"a": "dict"}), "'a' is also a container"),
+    "list": (lambda m: m["containers"].update({"": "list"}), "list at ''"),
+    "none with children": (lambda m: m["containers"].update({"b": "none"}), "None at 'b' has children"),
+    "digest": (lambda m: m.update(digest_after="0" * 64), "digest_after '000.* is not"),
+    "digest type": (lambda m: m.update(digest_after=None), "digest_after is 'None'"),
+    "digest_before": (lambda m: m.update(digest_before="0" * 64), "digest_before is"),
+    "public key": (lambda m: m.update(public_key="0"), "public_key is '0'"),
+}
+DELTA_LIES = {
+    "no base": (lambda m: m.update(base=None, delta_of=None), "base None is not the version"),
+    "two bases": (lambda m: m.update(base=2), "base 2 is not the version 3 of the deltas"),
+    "base of the future": (lambda m: m.update(base=4, delta_of=4), "is not older than version 4"),
+    "no digest_before": (lambda m: m.update(digest_before=None), "digest_before is 'None'"),
+    "no deltas": (first_tensor(deltas=None), "deltas of tensor 'a' do not agree"),
+    "too few deltas": (first_tensor(deltas=[None]), "has 1 deltas for 2 chunks"),
+    "delta of two": (first_tensor(deltas=[[0, 0], None]), r"not \[object, offset, size\]"),
+    "negative offset": (first_tensor(deltas=[[0, -1, 10], None]), r"not \[object, offset, size\]"),
+    "no such object": (first_tensor(deltas=[[1, 0, 10], None]), "outside every object of deltas"),
+    "past its end": (first_tensor(deltas=[[0, 10, 10], None]), "outside every object of deltas"),
+    "bytes unused": (first_tensor(deltas=[[0, 0, 9], None]), "has 15 bytes, of which deltas use 14"),
+    "object elsewhere": (first_object(path="tensors/a/c.0.0"), "outside every object of deltas"),
+    "huge patch": (
+        lambda m: (
+            m["objects"][0].update(size=400 << 20),
+            m["tensors"][0].update(deltas=[[0, 0, (400 << 20) - 5], None]),
+        ),
+        "more than 335544320",
+    ),
+    "arrays": (lambda m: m.update(encodings=["xor", "zarr3"], base=None), "zarr.json' is missing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "lie"), [(snapshot, lie) for lie in LIES.items()] + [(deltas, lie) for lie in DELTA_LIES.items()]
+)
+def test_a_lie_is_refused_with_its_reason(make, lie):
+    change, message = lie[1]
+    body = json.loads(manifest.encode(make(), KEY))
+    change(body)
+    with pytest.raises(manifest.CorruptManifest, match=message):
+        manifest.parse(sealed(body), version=make().version)
+
+
+def test_a_chunk_digest_that_the_tree_digest_does_not_have():
+    body = json.loads(manifest.encode(snapshot(), KEY))
+    body["tensors"][0]["chunks"][0] = body["objects"][1]["digest"] = digest_of("other")
+    with pytest.raises(manifest.CorruptManifest, match="digest_after"):
+        manifest.parse(sealed(body))
+    rehash(body)
+    assert manifest.parse(sealed(body)).digest != snapshot().digest
+
+
+DATA = manifest.encode(snapshot(), KEY)
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "message"),
+    [
+        (DATA, OTHER.public_key().public_bytes_raw().hex(), "not by the trusted"),
+        (manifest.encode(snapshot()), PUBLIC, "signed by None, not by the trusted"),
+        (DATA.replace(b'"run":"a run"', b'"run":"b run"'), None, "its digest is"),
+        (
+            manifest.encode(snapshot(), OTHER).replace(
+                OTHER.public_key().public_bytes_raw().hex().encode(), PUBLIC.encode()
+            ),
+            None,
+            "its digest is",
+        ),
+        (DATA.replace(b',"tensors"', b', "tensors"'), None, "not canonical"),
+        (DATA.replace(b'"run":"a run"', b'"run":"x","run":"a run"'), None, "not canonical"),
+        (b" " + DATA, None, "not canonical"),
+    ],
+)
+def test_who_signed_what(data, key, message):
+    with pytest.raises(manifest.CorruptManifest, match=message):
+        manifest.parse(data, trusted_key=key)
+
+
+@pytest.mark.parametrize("signature", [None, "", "0" * 128, "zz" * 64, OTHER.sign(b"").hex()])
+def test_a_signature_that_does_not_fit(signature):
+    body = json.loads(DATA) | {"signature": signature}
+    with pytest.raises(manifest.CorruptManifest, match="signature"):
+        manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
+
+
+def test_another_format_is_refused_with_what_to_do():
+    body = json.loads(DATA) | {"format": 2}
+    remedy = "^format 2 is not 3, which this release reads: publish again, or use the release that wrote it$"
+    with pytest.raises(manifest.CorruptManifest, match=remedy):
+        manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
+
+
+def test_a_signature_without_a_key():
+    body = json.loads(manifest.encode(snapshot())) | {"signature": "0" * 128}
+    with pytest.raises(manifest.CorruptManifest, match="no public_key"):
+        manifest.parse(manifest.canonical(body))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":3}', b"NaN", b"1e999", b'{"format":' + b"9" * 5000 + b"}"],
+)
+def test_malformed_bytes(data):
+    with pytest.raises(manifest.CorruptManifest):
+        manifest.parse(data)
+
+
+def test_too_many_bytes_are_not_even_read(monkeypatch):
+    monkeypatch.setattr(journal, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(manifest.CorruptManifest, match="refused before it is read"):
+        manifest.parse(DATA)
+
+
+def test_random_values_in_random_places_are_refused_and_nothing_else_happens():
+    """Each run puts a wrong value somewhere in the tree of JSON, re-signed; a crash would be another exception."""
+    rng = np.random.default_rng(0)
+    values = [None, True, -1, 0, 1 << 70, 1.5, "", "../x", "x" * 300, [], {}, [[]], {"a": 1}, float("1e308")]
+    refused = 0
+    for _ in range(600):
+        body = json.loads(manifest.encode([snapshot, deltas][rng.integers(2)](), KEY))
+        node = body
+        while True:
+            key = list(node)[rng.integers(len(node))] if isinstance(node, dict) else int(rng.integers(len(node)))
+            if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.3:
+                break
+            node = node[key]
+        node[key] = values[rng.integers(len(values))]
+        try:
+            manifest.parse(sealed(body))
+        except manifest.CorruptManifest as error:
+            refused += 1
+            assert len(str(error)) < 2000
+    assert refused > 450  # some values are allowed where they fall: metadata, run, another version number
+
+
+def test_imports_no_accelerator():
+    code = "import sys, sharding.manifest, sharding.delta; assert not {'jax', 'tensorstore', 'ml_dtypes'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a/b": 1}, "key 'a/b'"),
+        ({"..": 1}, r"key '\.\.'"),
+        ({".a": 1}, r"key '\.a'"),
+        ({"": 1}, "key ''"),
+        ({1: 1}, "key 1"),
+        ({"x" * 201: 1}, "rename it"),
+        (1, "wrap it in a dict"),
+    ],
+)
+def test_names_that_cannot_be(tree, message):
+    with pytest.raises(ValueError, match=message):
+        manifest.flatten(tree, lambda name, leaf: None)
+
+
+def test_deep_trees_are_refused():
+    tree = 1
+    for _ in range(500):
+        tree = {"a": tree}
+    with pytest.raises(ValueError, match="nest less deeply"):
+        manifest.flatten(tree, lambda name, leaf: None)
+
+
+def test_flatten_and_unflatten_are_inverse():
+    tree = {"l": [1, (2, {"x": None, "y": {}, "t": (), "e": []})], "d.0-a_": {"0": 3}}
+    leaves, containers = manifest.flatten(tree, lambda name, leaf: None)
+    assert leaves == {"l/0": 1, "l/1/0": 2, "d.0-a_/0": 3}
+    back = manifest.unflatten(leaves, containers)
+    assert back == tree and type(back["l"][1]) is tuple
+
+
+@pytest.mark.parametrize("leaves", [{"a": 1, "a/b": 2}, {"a/b": 2, "a": 1}])
+def test_a_tensor_inside_a_tensor(leaves):
+    with pytest.raises(manifest.CorruptManifest, match="inside another tensor|also a container"):
+        manifest.unflatten(leaves, {})

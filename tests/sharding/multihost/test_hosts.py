@@ -1,0 +1,306 @@
+"""Several hosts as one learner: they meet, the first tells, and whatever happens to one, all end with the same line.
+
+The fast tests fork processes of a program that has imported `sharding.multihost.hosts` once; no JAX backend is started in them.
+"""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from rl.batch import host_feed, packing
+from sharding import mesh as mesh_lib
+from sharding.multihost import cluster
+from sharding.multihost import hosts as hosts_lib
+from tests.support import proxy
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+# argv: folder. Runs all cases side by side and prints {case: [[exit code, stdout, stderr, seconds] per host]}.
+PROGRAM = """
+import ctypes, json, os, pathlib, signal, socket, sys, time
+import numpy as np
+from sharding.multihost import hosts as hosts_lib
+
+def explain(error):
+    if isinstance(error, KeyboardInterrupt):
+        return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
+    ranks = {ValueError: hosts_lib.MISTAKE, hosts_lib.Consequence: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}
+    rank = ranks.get(type(error), hosts_lib.BUG)
+    return str(error), 1, rank
+
+def join(index, count, timeout_s=20.0, workdir="shared", jax_version=None):
+    if jax_version:
+        hosts_lib.jax.__version__ = jax_version
+    hosts_lib.jax.distributed.initialize = lambda *args, **kwargs: None
+    hosts_lib.jax.process_count, hosts_lib.jax.process_index = lambda: count, lambda: count - 1 - index
+    return hosts_lib.joined(coordinator=f"127.0.0.1:{port}", num_processes=count, process_id=index, timeout_s=timeout_s,
+        workdir=pathlib.Path(workdir), explain=explain)
+
+def hang():  # as in a collective: no bytecode runs here until it is over
+    ctypes.CDLL(None).sleep(60)
+
+def talk(index):
+    with join(index, 3) as hosts:
+        told = [hosts.agree({"step": 7, "of": [hosts.index]}), hosts.agree(None)]
+        assert not hosts.is_first or hosts.processes == {0: 2, 1: 1, 2: 0}
+        arrays = lambda host: [np.full((3, 2), host, np.int32), np.zeros((0, 4)), np.arange(host, dtype=np.float32)]
+        if hosts.is_first:
+            hosts.deal(lambda host: ({"for": host}, arrays(host)))
+        else:
+            header, data = hosts.receive()
+            assert bytes(data) == b"".join(array.tobytes() for array in arrays(index)) and header["for"] == index
+        time.sleep(0.3 * (index == 0))  # the others wait for the first
+        print(json.dumps([hosts.index, hosts.is_first, told]))
+
+def mistake(index):
+    with join(index, 2):
+        hang() if index == 0 else None
+        raise ValueError("rl.loss = 'x' is unknown")
+
+def cause_beats_consequence(index):
+    with join(index, 2):
+        if index == 0:
+            raise OSError("hosts [1] could not publish")
+        time.sleep(0.3)
+        raise ValueError("the disk is full")
+
+def bug(index):
+    with join(index, 2):
+        hang() if index == 0 else None
+        {}["the missing key"]
+
+def killed(index):
+    with join(index, 2) as hosts:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        raise RuntimeError("Gloo: connection closed by peer")  # what a collective makes of it
+
+def killed_while_told(index):
+    with join(index, 2) as hosts:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            hosts.agree(0)
+
+def first_killed(index):
+    with join(index, 2) as hosts:
+        os.kill(os.getpid(), signal.SIGKILL) if index == 0 else hosts.receive()
+
+def terminated(index):
+    with join(index, 2) as hosts:
+        if index == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.fork() == 0:
+                time.sleep(0.3)
+                os.kill(os.getppid(), signal.SIGTERM)
+                os._exit(0)
+            hang()
+        hosts.receive() if index else hang()
+
+def counts(index):
+    with join(index, (2, 3)[index]):
+        hang()
+
+def versions(index):
+    with join(index, 2, jax_version=("0.11.0", "0.12.0")[index]):
+        hang()
+
+def disks(index):
+    hosts_lib.KEY_S = 0.5
+    with join(index, 2, workdir=("here", "elsewhere")[index]):
+        hang()
+
+def missing(index):
+    if index != 1:
+        with join(index, 3, timeout_s=1.5):
+            hang()
+
+def twice(index):
+    with join(min(index, 1), 3):
+        hang()
+
+def nobody(index):
+    if index == 1:
+        with join(index, 2, timeout_s=0.7):
+            hang()
+
+os.chdir(sys.argv[1])
+cases = dict(talk=3, mistake=2, cause_beats_consequence=2, bug=2, killed=2, killed_while_told=2, first_killed=2, terminated=2,
+             counts=2, versions=2, disks=2, missing=3, twice=3, nobody=2)
+running, ports = {}, []
+for name in cases:
+    while True:
+        with socket.socket() as one, socket.socket() as next_one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                next_one.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+        if port not in ports and port + 1 not in ports:
+            break
+    ports += [port, port + 1]
+    os.mkdir(name)
+    for index in range(cases[name]):
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(name)
+            for fd, kind in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{index}.{kind}", os.O_WRONLY | os.O_CREAT), fd)
+            try:
+                globals()[name](index)
+            except BaseException as error:
+                print(f"escaped: {error!r}", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(0)
+        running[pid] = name, index
+begun, found = time.monotonic(), {name: [None] * number for name, number in cases.items()}
+while running:
+    pid, status = os.wait()
+    if pid in running:
+        name, index = running.pop(pid)
+        texts = [pathlib.Path(name, f"{index}.{kind}").read_text() for kind in ("out", "err")]
+        found[name][index] = [os.waitstatus_to_exitcode(status), *texts, time.monotonic() - begun]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    arguments = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path_factory.mktemp("hosts"))]
+    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_first_tells_and_deals(cases):
+    for index, (code, out, err, _) in enumerate(cases["talk"]):
+        assert (code, err) == (0, "")
+        assert json.loads(out) == [index, index == 0, [{"step": 7, "of": [0]}, None]]
+
+
+@pytest.mark.parametrize(
+    ("case", "host", "message", "code"),
+    [
+        ("mistake", 1, "rl.loss = 'x' is unknown", 1),
+        ("cause_beats_consequence", 1, "the disk is full", 1),
+        ("bug", 1, "'the missing key'", 1),
+        ("killed", 1, "ended without a word", 1),
+        ("killed_while_told", 1, "ended without a word", 1),
+        ("first_killed", 0, "ended without a word", 1),
+        ("terminated", 1, "interrupted; the same command resumes from the last checkpoint", 128 + signal.SIGTERM),
+        ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same everywhere", 1),
+        ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same everywhere", 1),
+        ("disks", 0, "does not see the key of this run in here: give a --workdir on a disk that all hosts share", 1),
+        ("missing", 0, "host(s) 1 of 3 did not come within 2 s; start the same command on every host", 1),
+        ("twice", 0, "was started twice; give each host a topology.process_id of its own", 1),
+        ("nobody", 1, "host 0 did not answer at 127.0.0.1:", 1),
+    ],
+)
+def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, code):
+    for index, (found, _, err, seconds) in enumerate(cases[case]):
+        if found == -signal.SIGKILL or (case, index) in (("missing", 1), ("nobody", 0)):
+            continue  # the victim, and those that never came
+        lines = err.splitlines()
+        assert found == code and seconds < 15, (index, found, err, seconds)
+        assert lines[-1].startswith("error: ") and message in lines[-1] and f"host {host}" in lines[-1], (index, err)
+        assert sum(line.startswith("error: ") for line in lines) == 1 and "escaped" not in err
+        assert ("Traceback" in err) == (case == "bug" and index == host), err  # a bug keeps it, on its own host
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("localhost:1", 2, 2), "topology.process_id = 2 must be below topology.num_processes = 2"),
+        (("localhost", 2, 0), "topology.coordinator = 'localhost' must be HOST:PORT"),
+        (("localhost:1", 0, -1), "topology.num_processes = unset and topology.process_id = unset do not say where"),
+        (("auto", 0, -1), "JAX finds no cluster; set all three"),
+        (("", 2, 0), "mean nothing without topology.coordinator"),
+    ],
+)
+def test_a_place_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        cluster.standing(*arguments, timeout_s=1.0)
+
+
+def test_where_a_process_stands(monkeypatch):
+    assert cluster.standing("", 0, -1, 1.0) is None
+    assert cluster.standing("localhost:1", 1, 0, 1.0) is None
+    assert cluster.standing("localhost:1", 2, 1, 1.0)[:3] == ("localhost:1", 1, 2)
+    for name, value in (("COORDINATOR_ADDRESS", "first:7"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    assert cluster.standing("", 0, -1, 1.0)[:3] == ("first:7", 3, 4)
+
+
+def test_a_pod_and_a_slurm_step_are_found(monkeypatch):
+    """Three workers of a TPU slice, of which this is the second; four tasks of Slurm; a machine alone, in both."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.cloud_tpu_init, "running_in_cloud_tpu_vm", True)
+        patch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+        patch.delenv("JAX_PLATFORMS")
+        variables = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost,b,c", "TPU_WORKER_ID": "1"}
+        for name, value in (
+            variables | {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "1"}
+        ).items():
+            patch.setenv(name, value)
+        patch.setenv("MEGASCALE_SLICE_ID", "0")
+        address, index, count, device_ids = cluster.standing("", 0, -1, 1.0)
+        assert (address.split(":")[0], index, count, device_ids) == ("localhost", 1, 3, None)
+        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+        patch.setenv("TPU_WORKER_ID", "0")
+        assert cluster.standing("", 0, -1, 1.0) is None
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost,b,c")
+        assert cluster.standing("", 0, -1, 1.0) is None  # the CPU of a pod's host, for an export
+    variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
+    for name, value in (variables | {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}).items():
+        monkeypatch.setenv(name, value)
+    address, *rest = cluster.standing("", 0, -1, 1.0)
+    assert address.startswith("node3:") and rest == [2, 4, [0]]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in an allocation
+    assert cluster.standing("", 0, -1, 1.0) is None
+
+
+def test_a_stranger_is_not_listened_to(tmp_path):
+    """Bytes that are no message, and messages that claim too much, are no reason to end."""
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 12, hosts_lib._HEAD.pack(2, 1 << 40) + b"{}"):
+        one, other = proxy.socket.socketpair()
+        with one, other:
+            one.sendall(sent)
+            one.shutdown(proxy.socket.SHUT_WR)
+            link = hosts_lib._Link.__new__(hosts_lib._Link)
+            link._sock = other
+            with pytest.raises((OSError, EOFError, ValueError)):
+                link.receive(timeout_s=1.0)
+
+
+def test_dealt_rows_are_the_rows_that_were_packed():
+    """Cut and put together again for the one host that is here: the same global arrays, unused micro-batches included."""
+    rng = np.random.default_rng(0)
+    trees = []
+    for length in rng.integers(3, 9, 10):
+        ones = np.ones(length, np.float32)
+        trees.append(packing.stream(rng.integers(0, 9, length).astype(np.int32), 0 * ones, -ones, 0.5 * ones, 0.7))
+    layout = packing.Layout(16, 4, 5, shards=4, streams=("ce_weight",))
+    batch = packing.pack(trees, layout)
+    assert 0 < batch.num_micro_batches < 5
+    for sizes in ({"fsdp": 4, "context": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        mesh = mesh_lib.create(sizes)
+        header, buffers = host_feed._cut(batch, layout, mesh, 0)
+        data = bytearray(b"".join(buffer.tobytes() for buffer in buffers))
+        built = host_feed._assemble(header["num_micro_batches"], data, layout, mesh)
+        for name, placed in vars(packing.place(batch, mesh)).items():
+            found = getattr(built, name)
+            assert (found is None) == (placed is None)
+            if placed is not None:
+                assert found.sharding == placed.sharding and found.dtype == placed.dtype
+                np.testing.assert_array_equal(jax.device_get(found), jax.device_get(placed), err_msg=name)
+        used = sum(field.nbytes for name, field in vars(batch).items() if field is not None and field.ndim)
+        assert len(data) == used * int(batch.num_micro_batches) // 5  # each row once, and none that holds nothing

@@ -1,0 +1,702 @@
+"""A relay exposes what it verified, as soon as it did, to those it may, and outlives what happens to it."""
+
+import http.client
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import blake3
+import pytest
+
+from sharding.broadcast import source
+from sharding.download import range_get
+from sharding.format import journal
+from sharding.relay import server as relay_lib
+from sharding.relay import store, throttle
+from sharding.system import sockets
+from tests.support import commands, proxy
+
+TRUSTED = proxy.public(proxy.KEY)
+FAST = range_get.Options(patience_s=2.0, connect_s=1.0, stall_s=1.0, seed=0)
+
+
+@pytest.fixture
+def pub(tmp_path):
+    return tmp_path / "pub"
+
+
+def get(relay, path, headers=None, method="GET"):
+    connection = http.client.HTTPConnection(relay.url.removeprefix("http://"), timeout=5)
+    try:
+        connection.request(method, path, headers=headers or {})
+        response = connection.getresponse()
+        return response.status, response.read(), response.headers
+    finally:
+        connection.close()
+
+
+def finish(root, version, objects, **fields):
+    directory = root / f"v{version:08d}"
+    (directory / "tmp").write_bytes(proxy.manifest(version, objects, **fields))
+    os.rename(directory / "tmp", directory / "manifest.json")
+
+
+# ---- mirroring -------------------------------------------------------------------------------------------------------
+
+
+def test_objects_flow_down_the_tree_before_the_manifest_exists(pub, tmp_path):
+    objects = proxy.contents(0)
+    first, rest = dict(list(objects.items())[:6]), dict(list(objects.items())[6:])
+    pub.mkdir()
+    with (
+        proxy.running(pub, options=FAST) as origin,
+        proxy.running(origin.url, tmp_path / "a", options=FAST) as a,
+        proxy.running(a.url, tmp_path / "b", options=FAST) as b,
+        proxy.running(b.url, tmp_path / "c", options=FAST, trusted_key=TRUSTED) as c,
+    ):
+        proxy.begin(pub, 4, first)
+        proxy.wait_until(lambda: 4 in c.store.versions and len(c.store.versions[4].objects) == 6)
+        assert get(c, "/v00000004/tensors/t2/c.0")[1] == objects["tensors/t2/c.0"]
+        assert get(c, "/v00000004/manifest.json")[0] == 404
+        listing = json.loads(get(c, "/versions")[1])
+        assert (listing["complete"], listing["partial"]) == ([], [4])
+        proxy.begin(pub, 4, rest)
+        proxy.wait_until(lambda: len(c.store.versions[4].objects) == 10)
+        assert not (tmp_path / "c" / "v00000004" / "manifest.json").exists()
+        finish(pub, 4, objects)
+        proxy.wait_until(proxy.holds(c, 4))
+        opened = source.open(c.url, trusted_key=TRUSTED)
+        assert opened.versions() == [4] and proxy.read_all(opened, 4, objects) == objects
+        opened.close()
+    opened = source.open(tmp_path / "c", trusted_key=TRUSTED)  # a relay's directory is as good as a publisher's
+    assert opened.versions() == [4] and proxy.read_all(opened, 4, objects) == objects
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_the_journal_is_a_promise_and_the_manifest_the_word(pub, tmp_path, begins_anew):
+    """Objects that a publisher replaced or gave up are dropped or fetched again; so they are if it died and began anew."""
+    objects = proxy.contents(0)
+    old = {**objects, "tensors/t3/c.0": b"given up", "extra": b"not in the manifest"}
+    pub.mkdir()
+    with proxy.running(pub) as origin, proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
+        proxy.begin(pub, 1, old)
+        proxy.wait_until(lambda: 1 in relay.store.versions and len(relay.store.versions[1].objects) == 11)
+        if begins_anew:
+            shutil.rmtree(pub / "v00000001")
+            proxy.begin(pub, 1, objects)
+        else:
+            proxy.begin(pub, 1, {"tensors/t3/c.0": objects["tensors/t3/c.0"]})
+        finish(pub, 1, objects)
+        proxy.wait_until(proxy.holds(relay, 1))
+        assert relay.store.num_bytes == sum(map(len, objects.values())) + len(proxy.manifest(1, objects))
+        assert get(relay, "/v00000001/extra")[0] == 404
+        assert get(relay, "/v00000001/tensors/t3/c.0")[1] == objects["tensors/t3/c.0"]
+    files = {p.relative_to(tmp_path / "a/v00000001").as_posix() for p in (tmp_path / "a/v00000001").rglob("*")}
+    assert "extra" not in files and not [f for f in files if ".part" in f]
+
+
+def test_a_number_published_again_with_other_weights_replaces_the_old(pub, tmp_path):
+    with proxy.running(pub, options=FAST) as origin, proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
+        for number in (0, 1, 2):
+            proxy.publish(pub, number, proxy.contents(number))
+        proxy.wait_until(proxy.holds(relay, 0, 1, 2))
+        for number in (1, 2):  # the learner resumes from step 0
+            shutil.rmtree(pub / f"v{number:08d}")
+        proxy.wait_until(proxy.holds(origin, 0))
+        assert relay.store.listing()["complete"] == [0, 1, 2]  # a loss upstream is no reason to lose ours
+        proxy.publish(pub, 1, proxy.contents(11))
+        expected = proxy.contents(11)["tensors/t4/c.0"]
+        proxy.wait_until(lambda: get(relay, "/v00000001/tensors/t4/c.0")[1] == expected)
+        proxy.wait_until(lambda: relay.store.is_complete(1))
+        assert relay.mirror.counters["replaced_versions"] == 1
+
+
+def test_the_disk_is_bounded_and_bases_stay(pub, tmp_path):
+    bases = {0: None, 1: 0, 2: 1, 3: None, 4: 3, 5: 4, 6: 5}
+    with proxy.running(pub) as origin, proxy.running(origin.url, tmp_path / "a", keep=2, options=FAST) as relay:
+        for number, base in bases.items():
+            objects = proxy.contents(number) if base is None else proxy.deltas(number)
+            proxy.publish(pub, number, objects, base=base)
+            proxy.wait_until(lambda number=number: relay.store.is_complete(number))
+            if number == 2:
+                proxy.wait_until(proxy.holds(relay, 0, 1, 2))  # 2 and 1, and 0 for both
+            if number == 3:
+                proxy.wait_until(proxy.holds(relay, 0, 1, 2, 3))
+            if number == 4:
+                proxy.wait_until(proxy.holds(relay, 3, 4))
+        proxy.wait_until(proxy.holds(relay, 3, 4, 5, 6))
+        on_disk = sorted(p.name for p in (tmp_path / "a").iterdir())
+        assert on_disk == [f"v{n:08d}" for n in (3, 4, 5, 6)]
+        with proxy.running(relay.url, tmp_path / "late", keep=1, options=FAST) as late:  # needs 6, hence 5, 4 and 3
+            proxy.wait_until(proxy.holds(late, 3, 4, 5, 6))
+
+
+def test_a_full_disk_costs_old_versions_and_never_the_newest(pub, tmp_path):
+    """`max_bytes` is the double of a full disk here: the same error number as a quota's."""
+    size = sum(map(len, proxy.contents(0).values()))
+    with (
+        proxy.running(pub, options=FAST) as origin,
+        proxy.running(origin.url, tmp_path / "a", keep=5, max_bytes=int(2.5 * size), options=FAST) as relay,
+    ):
+        for number in range(4):
+            proxy.publish(pub, number, proxy.contents(number))
+            proxy.wait_until(lambda number=number: relay.store.is_complete(number))
+        assert relay.store.num_bytes <= 2.5 * size and relay.mirror.counters["evicted_for_room"] >= 2
+        proxy.publish(pub, 4, proxy.contents(4, (3 * size,)))  # cannot fit at all
+        proxy.wait_until(lambda: relay.mirror.counters["failed_objects"] >= 2)
+        assert relay.store.is_complete(3) and not relay.store.is_complete(4)
+        assert not (tmp_path / "a" / "v00000004" / "manifest.json").exists()
+        proxy.publish(pub, 5, proxy.contents(5))
+        proxy.wait_until(lambda: relay.store.is_complete(5))
+        opened = source.open(relay.url)
+        assert proxy.read_all(opened, 5, proxy.contents(5)) == proxy.contents(5)
+        opened.close()
+
+
+def test_a_relay_outlives_its_upstream(pub, tmp_path):
+    objects = proxy.contents(0)
+    proxy.publish(pub, 0, objects)
+    with proxy.running(pub, options=FAST) as origin:
+        port = int(origin.url.rpartition(":")[2])
+        with proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
+            proxy.wait_until(proxy.holds(relay, 0))
+            origin.close()
+            proxy.wait_until(lambda: not relay.mirror.is_upstream_alive)
+            opened = source.open(relay.url)
+            assert opened.versions() == [0] and proxy.read_all(opened, 0, objects) == objects
+            proxy.publish(pub, 1, proxy.deltas(1), base=0)
+            with proxy.running(pub, port=port, options=FAST):
+                proxy.wait_until(proxy.holds(relay, 0, 1))
+            opened.close()
+
+
+def test_a_bucket_is_mirrored(pub, tmp_path):
+    proxy.publish(pub, 0, proxy.contents(0))
+    with proxy.running(f"file://{pub}", tmp_path / "a", trusted_key=TRUSTED) as relay:
+        proxy.wait_until(proxy.holds(relay, 0))
+        proxy.begin(pub, 1, proxy.contents(1))
+        proxy.wait_until(lambda: 1 in relay.store.versions and len(relay.store.versions[1].objects) == 10)
+        finish(pub, 1, proxy.contents(1))
+        proxy.wait_until(proxy.holds(relay, 0, 1))
+        assert get(relay, "/v00000001/tensors/t4/c.0")[1] == proxy.contents(1)["tensors/t4/c.0"]
+
+
+def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
+    proxy.publish(pub, 0, proxy.contents(0))
+    proxy.publish(pub, 1, proxy.contents(1), key=proxy.OTHER_KEY)
+    proxy.publish(pub, 2, proxy.contents(2))
+    with proxy.running(pub) as origin:
+        with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED, options=FAST) as relay:
+            proxy.wait_until(proxy.holds(relay, 0, 2), timeout_s=20)
+            assert "signed by" in relay.mirror.last_error
+            assert not (tmp_path / "a" / "v00000001").exists()
+
+
+def test_made_up_versions_take_no_place_of_real_ones(pub, tmp_path):
+    """An upstream that claims more versions than are kept, all of them newer than the real ones."""
+    with proxy.running(pub, options=FAST) as origin, proxy.running(pub, options=FAST) as liar:
+        real = liar.store.listing
+        liar.store.listing = lambda *args: {**real(*args), "complete": [0, *range(900, 920)]}
+        with proxy.running([liar.url, origin.url], tmp_path / "a", keep=2, options=FAST, trusted_key=TRUSTED) as relay:
+            for number in range(3):
+                proxy.publish(pub, number, proxy.contents(number))
+            proxy.wait_until(proxy.holds(relay, 1, 2), timeout_s=20)
+
+
+def test_two_upstreams_and_one_lies(pub, tmp_path):
+    objects = proxy.contents(0)
+    proxy.publish(pub, 0, objects)
+    shutil.copytree(pub, tmp_path / "bad")
+    path = tmp_path / "bad/v00000000/tensors/t4/c.0"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with (
+        proxy.running(tmp_path / "bad") as liar,
+        proxy.running(pub) as origin,
+        proxy.running([liar.url, origin.url], tmp_path / "a", options=FAST, trusted_key=TRUSTED) as relay,
+    ):
+        proxy.wait_until(proxy.holds(relay, 0))
+        assert get(relay, "/v00000000/tensors/t4/c.0")[1] == objects["tensors/t4/c.0"]
+        assert relay.mirror.upstream.stats()["relays"][origin.url]["num_lies"] == 0
+
+
+def test_killed_and_started_again_it_goes_on_where_it_was(pub, tmp_path):
+    """kill -9 in the midst of a version; one object rots on the disk before the restart."""
+    objects = proxy.contents(0, sizes=(100_000,) * 40)
+    proxy.publish(pub, 0, objects)
+
+    def start(upstream):
+        address = tmp_path / "address"
+        address.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "sharding.relay", "--upstream", upstream, "--dir", tmp_path / "a"]
+        command += ["--port", "0", "--address_file", address, "--trusted_key", TRUSTED, "--exit_with_parent"]
+        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        proxy.wait_until(address.exists, timeout_s=20)
+        return process, address.read_text()
+
+    directory = tmp_path / "a" / "v00000000"
+    with proxy.running(pub) as origin, proxy.Proxy(origin.url, lambda rng: ("rate", 200_000)) as slow:
+        process, _ = start(slow.url)
+        try:
+            proxy.wait_until(lambda: directory.exists() and len(list(directory.rglob("c.*"))) >= 5, timeout_s=20)
+            os.kill(process.pid, signal.SIGKILL)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+        assert not (directory / "manifest.json").exists()
+        (directory / ".c.0-0123456789abcdef.tmp").write_bytes(b"half of something")
+        kept = sorted(directory.rglob("c.*"))
+        kept[0].write_bytes(b"rotten")
+        with open(directory / "objects.jsonl", "a") as file:
+            file.write('{"path": "tensors/t39')  # cut off in the midst of a line
+        process, url = start(origin.url)
+        try:
+            opened = source.open(url, trusted_key=TRUSTED)
+
+            def is_there():
+                try:
+                    return opened.versions() == [0]
+                except journal.Unavailable as error:  # what it is told meanwhile
+                    assert "still checking" in str(error)
+
+            proxy.wait_until(is_there)
+            assert proxy.read_all(opened, 0, objects) == objects
+            metrics = http.client.HTTPConnection(url.removeprefix("http://"))
+            metrics.request("GET", "/metrics")
+            text = metrics.getresponse().read().decode()
+            metrics.close()
+            opened.close()
+            fetched = int(re.search(r'mirrored_total{what="objects"} (\d+)', text)[1])
+            assert fetched <= 80 - 2 * len(kept) + 2
+            assert 'mirrored_total{what="bad_recovered"} 1\n' in text
+        finally:
+            process.stdin.close()  # --exit_with_parent
+            assert process.wait(10) == 0
+    assert not list(directory.rglob(".*.tmp"))
+
+
+def test_rot_in_a_complete_version_is_found_at_the_start(pub, tmp_path):
+    objects = proxy.contents(0)
+    proxy.publish(pub, 0, objects)
+    with proxy.running(pub) as origin:
+        with proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
+            proxy.wait_until(proxy.holds(relay, 0))
+        path = tmp_path / "a/v00000000/tensors/t4/c.0"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        with proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
+            proxy.wait_until(proxy.holds(relay, 0))
+            assert get(relay, "/v00000000/tensors/t4/c.0")[1] == objects["tensors/t4/c.0"]
+            assert relay.mirror.counters["objects"] == 1
+
+
+# ---- serving ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def relay(pub):
+    proxy.publish(pub, 0, proxy.contents(0))
+    proxy.begin(pub, 1, proxy.contents(1))
+    (pub / "v00000000" / "secret").write_bytes(b"not listed")
+    (pub / "secret").write_bytes(b"not listed")
+    with proxy.running(pub, limits=throttle.Limits(max_connections=20, max_connections_per_client=10)) as running:
+        proxy.wait_until(proxy.holds(running, 0))
+        yield running
+
+
+BODY = proxy.contents(0)["tensors/t2/c.0"]
+
+
+@pytest.mark.parametrize(
+    ("range_", "status", "body"),
+    [
+        ("", 200, BODY),
+        ("bytes=0-299", 206, BODY),
+        ("bytes=0-0", 206, BODY[:1]),
+        ("bytes=10-19", 206, BODY[10:20]),
+        ("bytes=290-", 206, BODY[290:]),
+        ("bytes=290-9999", 206, BODY[290:]),
+        ("bytes=-5", 206, BODY[-5:]),
+        ("bytes=-9999", 206, BODY),
+        ("bytes=300-", 416, b""),
+        ("bytes=20-10", 416, b""),
+        ("bytes=-0", 416, b""),
+        ("bytes=-", 200, BODY),
+        ("bytes=1-2,5-6", 200, BODY),
+        ("lines=1-2", 200, BODY),
+        ("bytes=99999999999999999999-", 200, BODY),
+    ],
+)
+def test_ranges(relay, range_, status, body):
+    got = get(relay, "/v00000000/tensors/t2/c.0", {"Range": range_} if range_ else {})
+    assert got[:2] == (status, body)
+    if status == 206:
+        first = BODY.index(body) if len(body) > 1 else 0
+        assert got[2]["Content-Range"] == f"bytes {first}-{first + len(body) - 1}/300"
+    assert got[2].get("ETag", proxy.entry("", BODY)["digest"]).strip('"') == proxy.entry("", BODY)["digest"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v00000000",
+        "/v00000000/",
+        "/v00000000/secret",
+        "/v00000000/tensors",
+        "/v00000000/../secret",
+        "/v00000000/%2e%2e/secret",
+        "/../../etc/passwd",
+        "//etc/passwd",
+        "/v00000000//secret",
+        "/v00000000/tensors/t2/c.0/",
+        "/v0/tensors/t2/c.0",
+        "/v00000001/manifest.json",
+        "/v00000009/objects.jsonl",
+        "/v99999999999999999999999999/manifest.json",
+        "/secret",
+    ],
+)
+def test_what_is_not_listed_cannot_be_named(relay, path):
+    assert get(relay, path)[0] == 404
+
+
+def test_head_and_other_methods(relay):
+    status, body, headers = get(relay, "/v00000000/tensors/t2/c.0", method="HEAD")
+    assert (status, body, headers["Content-Length"]) == (200, b"", "300")
+    assert get(relay, "/v00000000/tensors/t2/c.0", method="DELETE")[0] == 405
+    status, body, headers = get(relay, "/versions", method="HEAD")
+    assert (status, body) == (200, b"") and int(headers["Content-Length"]) > 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /health HTTP/2.0\r\n\r\n",
+        b"GET health HTTP/1.1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello",
+        b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /" + b"a" * 10_000,
+    ],
+)
+def test_malformed_requests_are_answered_and_end_the_connection(relay, head):
+    host, port = relay.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(head)
+        received = b""
+        try:
+            while data := connection.recv(1000):
+                received += data
+        except ConnectionResetError:
+            pass  # it closed while more of ours was on the way
+        assert received.startswith(b"HTTP/1.1 400 ")
+    assert get(relay, "/health")[0] == 200
+
+
+def test_a_head_that_trickles_ends(relay, monkeypatch):
+    monkeypatch.setattr(relay_lib, "HEAD_S", 0.3)
+    host, port = relay.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        begun_s = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - begun_s < 5:
+                connection.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - begun_s < 3
+
+
+def test_requests_in_one_packet_are_all_answered(relay):
+    host, port = relay.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        one = b"GET /v00000000/tensors/t2/c.0 HTTP/1.1\r\nHost: x\r\n\r\n"
+        connection.sendall(one * 2 + one.replace(b"1.1", b"1.0"))
+        received = b""
+        while data := connection.recv(10_000):
+            received += data
+        assert received.count(BODY) == 3 and received.count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_idle_clients_block_nobody_and_are_counted(relay):
+    host, port = relay.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(9)]
+    try:
+        begun_s = time.monotonic()
+        assert get(relay, "/v00000000/tensors/t4/c.0")[1] == proxy.contents(0)["tensors/t4/c.0"]
+        assert time.monotonic() - begun_s < 2
+        proxy.wait_until(lambda: relay.server._throttle.num_connections == 9)  # the answered one has left
+        idle.append(socket.create_connection((host, int(port)), timeout=5))
+        with pytest.raises((OSError, http.client.HTTPException, AssertionError)):  # the eleventh of one client
+            assert get(relay, "/health")[0] == 200
+    finally:
+        for connection in idle:
+            connection.close()
+    proxy.wait_until(lambda: get(relay, "/health")[0] == 200)
+    assert relay.server.counters["refused_client_connections"] >= 1
+
+
+def test_waiting_requests_are_answered_at_the_change(relay, pub):
+    tag = json.loads(get(relay, "/versions")[1])["tag"]
+    begun_s = time.monotonic()
+    same = json.loads(get(relay, f"/versions?tag={tag}&wait=0.3")[1])
+    assert same["tag"] == tag and time.monotonic() - begun_s >= 0.3
+    _, _, headers = get(relay, "/v00000001/objects.jsonl")
+    timer = threading.Timer(0.2, proxy.begin, (pub, 1, {"late": b"x"}))
+    timer.start()
+    path = f"/v00000001/objects.jsonl?epoch={headers['X-Epoch']}&after=10&wait=4"
+    status, body, headers = get(relay, path)
+    assert status == 200 and json.loads(body)["path"] == "late" and headers["X-Complete"] == "0"
+    assert headers["X-Next"] == "11"
+    assert len(get(relay, "/v00000001/objects.jsonl?epoch=another&after=5")[1].splitlines()) == 11
+    proxy.begin(pub, 1, {"late": b"y"})  # replaced: who comes now hears of it once
+    proxy.wait_until(lambda: get(relay, "/v00000001/objects.jsonl")[2]["X-Next"] == "12")
+    lines = [json.loads(line) for line in get(relay, "/v00000001/objects.jsonl")[1].splitlines()]
+    assert [o["digest"] for o in lines if o["path"] == "late"] == [blake3.blake3(b"y").hexdigest()]
+    timer.join()
+
+
+def test_many_clients_at_once(pub, tmp_path):
+    objects = proxy.contents(0, (3_000_000, 1_000_000, 5))
+    proxy.publish(pub, 0, objects)
+    with proxy.running(pub) as origin:
+        proxy.wait_until(proxy.holds(origin, 0))
+        wrong = []
+
+        def client():
+            opened = source.open(origin.url, trusted_key=TRUSTED, options=range_get.Options(piece_bytes=500_000))
+            if proxy.read_all(opened, 0, objects) != objects:
+                wrong.append(1)
+            opened.close()
+
+        threads = [threading.Thread(target=client) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not wrong and not any(thread.is_alive() for thread in threads)
+        assert origin.server.counters["sent_bytes"] >= 8 * 4_000_005
+
+
+def test_metrics_and_health(relay):
+    get(relay, "/v00000000/tensors/t2/c.0")
+    status, body, _ = get(relay, "/metrics")
+    text = body.decode()
+    assert status == 200
+    for line in text.splitlines():
+        assert re.fullmatch(r'# TYPE \w+ (gauge|counter)|intellax_relay_\w+(\{\w+="[^"]*"\})? -?[0-9.e+]+', line), line
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert values["intellax_relay_newest_version"] == "0" and values["intellax_relay_upstream_alive"] == "1"
+    assert values['intellax_relay_served_total{what="sent_bytes"}'] == "300"
+    health = json.loads(get(relay, "/health")[1])
+    assert (health["status"], health["complete"], health["upstream"]) == ("ok", [0], True)
+
+
+def test_only_the_allowed_are_served(pub):
+    proxy.publish(pub, 0, proxy.contents(0))
+    with proxy.running(pub, limits=throttle.Limits(allow=("10.0.0.0/8",))) as closed:
+        status, body, _ = get(closed, "/health")
+        assert (status, body) == (403, b"refused\n") and closed.server.counters["refused_address"] == 1
+    with proxy.running(pub, limits=throttle.Limits(allow=("10.0.0.0/8", "127.0.0.0/8"))) as open_:
+        assert get(open_, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("which", ["client_bytes_per_s", "total_bytes_per_s"])
+def test_bandwidth_is_capped(pub, which):
+    objects = proxy.contents(0, (1_000_000,))
+    proxy.publish(pub, 0, objects)
+    with proxy.running(pub, limits=throttle.Limits(**{which: 1_000_000})) as relay:
+        proxy.wait_until(proxy.holds(relay, 0))
+        opened = source.open(relay.url)
+        begun_s = time.monotonic()
+        assert proxy.read_all(opened, 0, objects) == objects
+        # a second's worth, less the quarter that may go out at once
+        assert time.monotonic() - begun_s >= 0.74
+        opened.close()
+
+
+def test_requests_are_capped_and_a_client_waits_its_turn(pub):
+    objects = proxy.contents(0, (5,) * 13)
+    proxy.publish(pub, 0, objects)
+    with proxy.running(pub, limits=throttle.Limits(client_requests_per_s=15)) as relay:
+        proxy.wait_until(proxy.holds(relay, 0))
+        opened = source.open(relay.url)
+        begun_s = time.monotonic()
+        assert proxy.read_all(opened, 0, objects) == objects
+        assert time.monotonic() - begun_s >= 0.9  # 27 requests, ten at once, fifteen a second
+        assert relay.server.counters["requests_429"] >= 1
+        opened.close()
+
+
+# ---- throttle --------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_on_a_clock_of_ones_own():
+    now = [100.0]
+    limited = throttle.Throttle(throttle.Limits(client_bytes_per_s=1000, total_bytes_per_s=1500), clock=lambda: now[0])
+    assert limited.admit("10.0.0.1") is None and limited.admit("10.0.0.2") is None
+    assert limited.wait_s("10.0.0.1", 250) == 0.0  # the burst
+    assert limited.wait_s("10.0.0.1", 1000) == pytest.approx(1.0)
+    assert limited.wait_s("10.0.0.2", 250) == pytest.approx(1500 / 1500 - 0.25)  # the total is used up, not its own
+    now[0] += 100
+    assert limited.wait_s("10.0.0.1", 250) == 0.0  # what was not used is not saved up beyond the burst
+    assert limited.wait_s("10.0.0.1", 250) == pytest.approx(0.25)
+    for address in ("10.0.0.1", "10.0.0.2"):
+        limited.leave(address)
+    limited.admit("10.0.0.3")
+    assert limited.num_clients == 2  # who still owes is remembered, so that reconnecting gains nothing
+    now[0] += 100
+    limited.admit("10.0.0.4")
+    assert limited.num_clients == 2 and limited.num_connections == 2
+
+
+def test_addresses_of_one_subscriber_count_as_one():
+    limited = throttle.Throttle(throttle.Limits(max_connections=5, max_connections_per_client=2))
+    assert limited.admit("2001:db8::1") is None and limited.admit("2001:db8::2") is None
+    assert limited.admit("2001:db8::3") == "client_connections"
+    assert limited.admit("::ffff:10.0.0.1") is None and limited.admit("10.0.0.1") is None
+    assert limited.admit("10.0.0.1") == "client_connections"
+    assert limited.admit("10.0.0.2") is None and limited.admit("10.0.0.3") == "connections"
+    limited.leave("10.0.0.2")
+    assert limited.admit("10.0.0.3") is None
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"client_bytes_per_s": 0}, "must be a positive number"),
+        ({"total_bytes_per_s": float("inf")}, "must be a positive number"),
+        ({"client_requests_per_s": float("nan")}, "must be a positive number"),
+        ({"max_connections": 0}, "would refuse everyone"),
+        ({"allow": ("10.0.0.0/99",)}, "is no address or network"),
+    ],
+)
+def test_bad_limits_are_refused(limits, message):
+    with pytest.raises(ValueError, match=message):
+        throttle.Limits(**limits)
+
+
+def test_bad_arguments_end_in_one_line(tmp_path, capsys):
+    taken = sockets.listen("127.0.0.1", 0)
+    port = str(taken.getsockname()[1])
+    (tmp_path / "d").mkdir()
+    for arguments, message in [
+        (["--upstream", "ftp://x", "--dir", str(tmp_path / "a")], "unknown scheme"),
+        (["--upstream", "http://x:1"], "pass --dir"),
+        (["--upstream", str(tmp_path / "d"), "--dir", str(tmp_path / "d")], "is the upstream itself"),
+        (["--upstream", str(tmp_path / "d"), "--allow", "nonsense"], "no address or network"),
+        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--keep", "0"], "would hold nothing"),
+        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--trusted_key", "ab"], "64 lower-case hex"),
+        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--port", port], "cannot listen on"),
+    ]:
+        extra = [] if "--port" in arguments else ["--port", "0"]
+        assert commands.run("sharding.relay", *arguments, *extra) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+    taken.close()
+
+
+def test_a_directory_has_one_writer(tmp_path):
+    first = store.Store(tmp_path)
+    with pytest.raises(ValueError, match="another relay writes"):
+        store.Store(tmp_path)
+    first.close()
+    store.Store(tmp_path).close()
+
+
+def test_an_origin_keeps_what_it_saw_grow(tmp_path):
+    """What is finished between two looks at the directory does not go and come back: relays would fetch it again."""
+    objects, directory = proxy.contents(0), tmp_path / "v00000000"
+    proxy.begin(tmp_path, 0, objects)
+    with proxy.running(tmp_path) as origin:
+        proxy.wait_until(lambda: origin.store.listing()["partial"] == [0])
+        epoch = origin.store.versions[0].epoch
+        (directory / "tmp").write_bytes(proxy.manifest(0, objects))
+        os.rename(directory / "tmp", directory / "manifest.json")
+        proxy.wait_until(proxy.holds(origin, 0))
+        time.sleep(0.1)  # several looks
+        proxy.wait_until(proxy.holds(origin, 0))
+        assert origin.store.versions[0].epoch == epoch
+
+
+def test_half_an_object_is_never_there(tmp_path, monkeypatch):
+    """Whatever call to the disk fails: the object is not exposed, nor under its name, nor left behind."""
+    good = store.journal.parse_object(proxy.entry("a/b", b"x" * 1000))
+    for name in ("replace", "truncate_journal"):
+        held = store.Store(tmp_path / name)
+        held.recover()
+        with monkeypatch.context() as patch:
+            if name == "replace":
+                patch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            else:
+                patch.setattr(
+                    store, "_append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+                )
+            with pytest.raises(OSError, match="No space"):
+                held.add(3, good, b"x" * 1000)
+        assert not held.has(3, good) and held.object(3, "a/b") is None and held.num_bytes == 0
+        assert not list(pathlib.Path(tmp_path / name).rglob(".*.tmp"))
+        held.add(3, good, b"x" * 1000)
+        assert held.has(3, good) and held.num_bytes == 1000
+        held.close()
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
+    """What topology.mode = "remote" needs: a learner's directory, an origin, two relays in a row, and a rollout server.
+
+    The second version is deltas; what the server answers is what one fed from memory with the same weights answers.
+    """
+    import dataclasses
+
+    import jax
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    from inference.engine import engine as engine_lib
+    from inference.scheduler import scheduler as scheduler_lib
+    from inference.server import service
+    from models import transformer
+    from sharding import broadcast
+    from tests.support import tiny
+
+    model, key = tiny.model(), ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    config = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=4)
+    metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
+    first, second = (transformer.init(jax.random.key(seed), model) for seed in (0, 1))
+    broadcast.publish(first, 0, pub, metadata=metadata, key=key)
+    request = scheduler_lib.GenerateRequest(tokens=tuple(b"hello"), max_tokens=8, seed=1)
+
+    def answer(server):
+        (completion,) = server.scheduler.submit(request).result(60)
+        return completion.tokens, completion.logprobs
+
+    with (
+        proxy.running(pub) as origin,
+        proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED) as a,
+        proxy.running(a.url, tmp_path / "b", trusted_key=TRUSTED) as b,
+    ):
+        server = service.start(b.url, config)
+        try:
+            before = answer(server)
+            broadcast.publish(second, 1, pub, base=broadcast.pull(pub, 0), metadata=metadata, key=key)
+            assert broadcast.wait_for(b.url, 1, timeout_s=20) == 1
+            assert server.update(1) == 1
+            after = answer(server)
+            server.scheduler.update(second, 2).result(60)
+            assert after == answer(server) != before
+        finally:
+            server.close()

@@ -1,0 +1,85 @@
+"""Every command tells a mistake in its options in one line, with an exit code of 2, and its help with 0."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from sharding.system import cli
+from tests.rl import test_train
+
+COMMANDS = (
+    "bench.broadcast",
+    "bench.cheats",
+    "bench.forward",
+    "bench.grpo_step",
+    "bench.inference",
+    "bench.inference_flips",
+    "bench.inference_verify",
+    "bench.load",
+    "bench.logprobs",
+    "bench.toploc",
+    "inference.chat",
+    "inference.serve",
+    "models.hf",
+    "rl.ledger",
+    "rl.report",
+    "rl.validator",
+    "rl.worker",
+    "sharding.broadcast",
+    "sharding.relay",
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistyped_option_is_one_line(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--hlep"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("error: unknown option --hlep (did you mean --help?); python -m ")
+
+
+def told(capsys, parser, *argv):
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(argv)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_is_mistyped_goes_before_what_is_missing(capsys):
+    parser = cli.Parser(prog="python -m x")
+    parser.add_argument("--workdir", required=True)
+    parser.add_argument("--number", type=int)
+    serve = parser.add_subparsers(dest="command", required=True).add_parser("serve")
+    serve.add_argument("--port", type=int, required=True)
+    end = "; python -m x --help tells the options"
+    assert told(capsys, parser, "--wrokdir=a") == "error: unknown option --wrokdir (did you mean --workdir?)" + end
+    assert told(capsys, parser, "--quite-another") == "error: unknown option --quite-another" + end
+    assert told(capsys, parser, "--number=x").startswith("error: argument --number: invalid int value: 'x'")
+    assert told(capsys, parser).startswith("error: the following arguments are required: --workdir, command")
+    line = told(capsys, parser, "--workdir=a", "serve", "--prot", "1")
+    assert line.startswith("error: unknown option --prot (did you mean --port?); python -m x ")
+    args = parser.parse_args(["--work", "a", "serve", "--port=-1"])  # a beginning is enough, as argparse has it
+    assert (args.workdir, args.port) == ("a", -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rl.train", "rl.sft", "rl.evaluate", "rl.export", "rl.plan"])
+def test_help_of_the_commands_with_a_config_lists_their_flags(name):
+    def run(*argv):
+        return subprocess.run([sys.executable, "-m", name, *argv], cwd=test_train.ROOT, capture_output=True, text=True)
+
+    helped, mistyped, missing = run("--help"), run("--wrokdir=x"), run()
+    assert helped.returncode == 0 and "--config:" in helped.stdout and "--config.FIELD=VALUE" in helped.stdout
+    assert ("--workdir:" in helped.stdout) == (name != "rl.plan")
+    (line,) = mistyped.stderr.splitlines()
+    assert mistyped.returncode == 2 and line.startswith("error: Unknown command line flag 'wrokdir'")
+    (line,) = missing.stderr.splitlines()
+    assert (
+        missing.returncode == 2
+        and line.startswith("error: --config")
+        and line.endswith(" must be given; --help tells the flags")
+    )

@@ -1,0 +1,392 @@
+"""Workers that cheat, one function per way to cheat that we know; what they hand in is judged by bench/cheats.py and by tests.
+
+1. A model of 2 layers and 32 dims with random weights, or a mixture in its place, generates the prescribed groups of a run through the
+   real scheduler (`Double.generate`).
+2. Each double changes what it asks for, or what it writes down, and signs it.
+3. Doubles that can, do the rest right: after changing tokens they recompute log-probabilities and proofs by a prefill of their own, as
+   a cheat with the weights would (`prove_again`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import base
+from inference.proofs import toploc
+from inference.rollouts import rollout as rollout_lib
+from models import transformer
+from rl.experiment import experiment as experiment_lib
+from rl.protocol import task_schedule
+from rl.validator import calibrate
+from rl.verification import checks, verifier
+from sharding import rules
+from tests.support import tiny
+
+NODE = rollout_lib.WorkerKey.generate()
+DRIFT = 3e-3  # relative change of every weight from one version to the next; RL moves bfloat16 weights by about a step
+MAX_TOKENS = 48
+FLOAT32 = checks.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
+EXACT = calibrate.FLOORS
+
+
+MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
+
+
+@functools.cache
+def experiment(dtype: str = "float32", prompts: int = 16, mixture: bool = False) -> experiment_lib.Experiment:
+    """A run on the tests' model, or a mixture in its place: 16 groups of 8 a step."""
+    c = base.get_config()
+    for name, value in dataclasses.asdict(tiny.model(dtype=dtype, **(MIXTURE if mixture else {}))).items():
+        if name in c.model:
+            c.model[name] = value
+    c.train.router_replay = mixture
+    c.rl.prompts_per_step, c.rl.samples_per_prompt, c.rl.num_steps = prompts, 8, 10**6
+    c.sampling.max_tokens, c.inference.max_model_len = MAX_TOKENS, 128
+    c.inference.num_slots, c.inference.prefill_batch = 64, 16
+    return experiment_lib.resolve(c)
+
+
+def weights(version: int, mixture: bool = False) -> transformer.Params:
+    """Random weights that drift a little from one version to the next, over and over again; -1 is another model."""
+    return _weights(version if version < 0 else version % 3, mixture)
+
+
+@functools.cache
+def _weights(version: int, mixture: bool) -> transformer.Params:
+    model = experiment(mixture=mixture).model
+    rng = np.random.default_rng(7 if version >= 0 else -version)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return rng.uniform(0.5, 1.5, spec.shape)
+        return rng.standard_normal(spec.shape) * model.model_dim**-0.5
+
+    params = jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+    for step in range(max(version, 0)):
+        rng = np.random.default_rng(1000 + step)
+        params = jax.tree.map(lambda w, rng=rng: w * (1 + DRIFT * rng.standard_normal(w.shape)), params)
+    return jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
+
+
+def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False) -> verifier.Validator:
+    exp = experiment(dtype, mixture=mixture)
+    return verifier.Validator(
+        exp.model,
+        functools.partial(weights, mixture=mixture),
+        calibrate.filters_of(exp.raw),
+        tolerance,
+        max_model_len=128,
+        rules=prescribed(prompts, mixture),
+        bands=bands,
+    )
+
+
+@functools.cache
+def prescribed(prompts: int, mixture: bool = False) -> checks.Rules:
+    exp = experiment(prompts=prompts, mixture=mixture)
+    return verifier.rules_of(exp.raw, exp.tokenizer)
+
+
+@dataclasses.dataclass
+class Double:
+    """A worker that may cheat at batch `step`, whose honest policy version is step - 1."""
+
+    step: int
+    dtype: str = "float32"
+    prompts: int = 16
+    mixture: bool = False
+
+    @property
+    def experiment(self) -> experiment_lib.Experiment:
+        return experiment(self.dtype, self.prompts, self.mixture)
+
+    @property
+    def groups(self) -> list[task_schedule.Group]:
+        return task_schedule.train_groups(self.experiment.raw, self.step)
+
+    @property
+    def version(self) -> int:
+        return self.step - 1
+
+    def generate(self, params=None, **options) -> list[list[rollout_lib.Rollout]]:
+        params = weights(self.version, self.mixture) if params is None else params
+        groups = options.pop("groups", self.groups)
+        return calibrate.roll_out(self.experiment, params, self.version, groups, NODE, **options)
+
+
+def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
+    """Log-probabilities and proofs of the texts as they now stand, from an honest prefill, and new signatures."""
+    out = []
+    for start in range(0, len(rollouts), 64):
+        batch = rollouts[start : start + 64]
+        replay = _prefiller(double.dtype).replay(batch)
+        hiddens = [replay.hidden[i, np.flatnonzero(r.sampled_mask)] for i, r in enumerate(batch)]
+        for i, (rollout, proofs) in enumerate(zip(batch, toploc.build_proofs_batch(hiddens), strict=True)):
+            logp = np.minimum(replay.logp[i, : len(rollout.tokens)], 0)
+            logprobs = np.where(rollout.sampled_mask, logp, 0).astype(np.float32)
+            changed = dataclasses.replace(rollout, logprobs=logprobs, proofs=toploc.join(proofs))
+            out.append(rollout_lib.sign(changed, NODE))
+    return out
+
+
+def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, **changes) -> rollout_lib.Rollout:
+    """Other tokens behind the same prompt, all of one version; the reward as the environment gives it."""
+    mask = np.arange(len(tokens)) >= rollout_lib.prompt_length(rollout)
+    group = next(group for group in double.groups if group.group == rollout.task.group)
+    rewards = prescribed(double.prompts).score(group, [tokens[mask].tolist()])[0].scores
+    return dataclasses.replace(
+        rollout,
+        tokens=tokens,
+        sampled_mask=mask,
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), rollout.versions[0], np.int32),
+        reward=rewards["reward"],
+        rewards=rewards,
+        **changes,
+    )
+
+
+@functools.cache
+def _prefiller(dtype: str) -> verifier.Validator:
+    exp = experiment(dtype)
+    return verifier.Validator(exp.model, weights, calibrate.filters_of(exp.raw), FLOAT32, max_model_len=128)
+
+
+def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:
+    return [rollout for group in groups for rollout in group]
+
+
+# ---- the doubles: each gives the rollouts of one batch --------------------------------------------------------------
+
+
+def honest(double: Double) -> list[rollout_lib.Rollout]:
+    return flat(double.generate())
+
+
+def older_weights(double: Double) -> list[rollout_lib.Rollout]:
+    """One version behind what it claims."""
+    return flat(double.generate(weights(double.version - 1)))
+
+
+def int8_weights(double: Double) -> list[rollout_lib.Rollout]:
+    """Every matrix rounded to 255 levels per row."""
+
+    def quantise(w):
+        if w.ndim == 1:
+            return w
+        scale = jnp.abs(w).max(axis=-1, keepdims=True) / 127
+        return jnp.round(w / scale) * scale
+
+    return flat(double.generate(jax.tree.map(quantise, weights(double.version))))
+
+
+def half_the_layers(double: Double) -> list[rollout_lib.Rollout]:
+    exp = double.experiment
+    params = dict(weights(double.version))
+    half = exp.model.num_layers // 2
+    params["layers"] = {name: params["layers"][name] for name in sorted(params["layers"])[:half]}
+    return flat(double.generate(params, model=dataclasses.replace(exp.model, num_layers=half)))
+
+
+def another_model(double: Double) -> list[rollout_lib.Rollout]:
+    return flat(double.generate(weights(-1)))
+
+
+def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
+    """Generated from a prompt with one letter changed, handed in under the prescribed one."""
+
+    def change(request):
+        tokens = list(request.tokens)
+        tokens[len(tokens) // 2] = (tokens[len(tokens) // 2] + 1) % 256
+        return dataclasses.replace(request, tokens=tuple(tokens))
+
+    return flat(double.generate(change=change))
+
+
+def edited(count: int, prove: bool) -> Callable:
+    def cheat(double: Double) -> list[rollout_lib.Rollout]:
+        rng = np.random.default_rng(double.step)
+        out = []
+        for rollout in flat(double.generate()):
+            tokens = rollout.tokens.copy()
+            for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[
+                :count
+            ]:  # the last may be a stop token
+                tokens[at] = (tokens[at] + rng.integers(1, 256)) % 256
+            changed = rewritten(double, rollout, tokens)
+            out.append(dataclasses.replace(changed, logprobs=rollout.logprobs, versions=rollout.versions))
+        return prove_again(double, out) if prove else [rollout_lib.sign(rollout, NODE) for rollout in out]
+
+    return cheat
+
+
+def temperature(value: float) -> Callable:
+    """Sampled at another temperature than prescribed; log-probabilities and proofs made to fit the claim."""
+
+    def cheat(double: Double) -> list[rollout_lib.Rollout]:
+        return prove_again(double, flat(double.generate(change=lambda r: dataclasses.replace(r, temperature=value))))
+
+    return cheat
+
+
+def best_of_2(double: Double) -> list[rollout_lib.Rollout]:
+    """Drawn twice, with the prescribed seed and another; the better one is handed in under the prescribed seed."""
+    first = flat(double.generate())
+    second = flat(double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32)))
+    return [max(pair, key=lambda r: r.reward) for pair in zip(first, second, strict=True)]
+
+
+def early_stop(double: Double) -> list[rollout_lib.Rollout]:
+    """Eight tokens and a stop token, proved again."""
+    stop, out = experiment().tokenizer.stop_ids[0], []
+    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=8))):
+        tokens = rollout.tokens if rollout.finish_reason == "stop" else np.append(rollout.tokens, np.int32(stop))
+        out.append(rewritten(double, rollout, tokens.astype(np.int32), finish_reason="stop"))
+    return prove_again(double, out)
+
+
+def padded_length(double: Double) -> list[rollout_lib.Rollout]:
+    """Cheap filler after 16 real tokens, up to the full length, to be paid for all of it."""
+    out = []
+    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=16))):
+        text = rollout.tokens if rollout.finish_reason == "length" else rollout.tokens[:-1]
+        missing = rollout_lib.prompt_length(rollout) + MAX_TOKENS - len(text)
+        tokens = np.concatenate([text, np.full(missing, ord(" "), np.int32)])
+        out.append(rewritten(double, rollout, tokens, finish_reason="length"))
+    return prove_again(double, out)
+
+
+def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
+    """The tasks of the next batch, which it likes better, under the names of this one's groups."""
+    other = task_schedule.train_groups(double.experiment.raw, double.step + 1)
+    groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
+    rollouts = flat(double.generate(groups=groups))
+    index = {g.group: g.index for g in double.groups}
+    return [
+        rollout_lib.sign(dataclasses.replace(r, task=dataclasses.replace(r.task, index=index[r.task.group])), NODE)
+        for r in rollouts
+    ]
+
+
+def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
+    """The rollouts of the next batch handed in as this one's, relabelled and signed anew."""
+    later = Double(double.step + 1, double.dtype, double.prompts)
+    old = flat(later.generate())
+    places = [(group, sample) for group in double.groups for sample in range(group.num_samples)]
+    out = []
+    for rollout, (group, sample) in zip(old, places, strict=True):
+        task = dataclasses.replace(rollout.task, index=group.index, group=group.group)
+        seed = (group.seed + sample) % 2**32
+        versions = np.minimum(rollout.versions, double.version)
+        changed = dataclasses.replace(rollout, task=task, sample=sample, seed=seed, step=double.step, versions=versions)
+        out.append(rollout_lib.sign(changed, NODE))
+    return out
+
+
+def copied_proof(double: Double) -> list[rollout_lib.Rollout]:
+    """The proofs of its neighbour, cut or repeated to the right length."""
+    rollouts = flat(double.generate())
+    out = []
+    for i, rollout in enumerate(rollouts):
+        size = len(rollout.proofs)
+        other = max((rollouts[i - j].proofs for j in (1, 2, 3, 4)), key=len)
+        proofs = (other * (1 + size // max(len(other), 1)))[:size]
+        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
+    return out
+
+
+def constant_proof(double: Double) -> list[rollout_lib.Rollout]:
+    """The forgery that needs no forward pass and passes the published rule: one typical magnitude as a polynomial."""
+    wire = np.zeros(129, ">u2")
+    wire[0], wire[1] = toploc.PRIME, 0x4010  # 2.25
+    out = []
+    for rollout in flat(double.generate()):
+        sizes = [len(p) for p in toploc.split(rollout.proofs, int(rollout.sampled_mask.sum()), tiny.model().model_dim)]
+        proofs = b"".join(wire.tobytes()[:size] for size in sizes)
+        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
+    return out
+
+
+def inflated_reward(double: Double) -> list[rollout_lib.Rollout]:
+    return [
+        rollout_lib.sign(dataclasses.replace(r, reward=1.0, rewards=dict(r.rewards) | {"reward": 1.0}), NODE)
+        for r in flat(double.generate())
+    ]
+
+
+def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
+    """Each group's samples handed in under the next sample's number."""
+    out = []
+    for rollouts, group in zip(double.generate(), double.groups, strict=True):
+        for rollout in rollouts:
+            sample = (rollout.sample + 1) % group.num_samples
+            changed = dataclasses.replace(rollout, sample=sample, seed=(group.seed + sample) % 2**32)
+            out.append(rollout_lib.sign(changed, NODE))
+    return out
+
+
+def unsigned_change(double: Double) -> list[rollout_lib.Rollout]:
+    """Changed on the way: the signature is another text's."""
+    return [dataclasses.replace(r, tokens=np.where(r.tokens == ord("e"), ord("f"), r.tokens)) for r in honest(double)]
+
+
+def future_version(double: Double) -> list[rollout_lib.Rollout]:
+    return [rollout_lib.sign(dataclasses.replace(r, versions=r.versions + double.step), NODE) for r in honest(double)]
+
+
+def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
+    """As `honest`, of a model with experts, which are named."""
+    return flat(double.generate())
+
+
+def other_expert(double: Double) -> list[rollout_lib.Rollout]:
+    """Names one expert, of one token in one layer, that did not run. Text, log-probabilities and proofs are honest."""
+    rng, out = np.random.default_rng(double.step), []
+    for rollout in honest_mixture(double):
+        experts = rollout.routed_experts.copy()
+        at = tuple(rng.integers(experts.shape))
+        experts[at] = rng.choice([e for e in range(MIXTURE["num_experts"]) if e not in experts[at[:2]]])
+        out.append(rollout_lib.sign(dataclasses.replace(rollout, routed_experts=experts), NODE))
+    return out
+
+
+def other_experts(double: Double) -> list[rollout_lib.Rollout]:
+    """Names experts that did not run for every token: the learner would run these."""
+    return [
+        rollout_lib.sign(dataclasses.replace(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]), NODE)
+        for r in honest_mixture(double)
+    ]
+
+
+MIXTURES = (honest_mixture, other_expert, other_experts)
+CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
+    "older_weights": older_weights,
+    "int8_weights": int8_weights,
+    "half_the_layers": half_the_layers,
+    "another_model": another_model,
+    "another_prompt": another_prompt,
+    "edited_1": edited(1, prove=False),
+    "edited_4": edited(4, prove=False),
+    "edited_16": edited(16, prove=False),
+    "proved_edit_1": edited(1, prove=True),
+    "temperature_0.9": temperature(0.9),
+    "temperature_1.1": temperature(1.1),
+    "greedy": temperature(0.0),
+    "best_of_2": best_of_2,
+    "early_stop": early_stop,
+    "padded_length": padded_length,
+    "wrong_task": wrong_task,
+    "reused_rollout": reused_rollout,
+    "copied_proof": copied_proof,
+    "constant_proof": constant_proof,
+    "inflated_reward": inflated_reward,
+    "swapped_group": swapped_group,
+    "unsigned_change": unsigned_change,
+    "future_version": future_version,
+    "other_expert": other_expert,
+    "other_experts": other_experts,
+}

@@ -1,0 +1,88 @@
+"""A rollout server whose model says what a client's test needs to hear: a tool call where tools are offered, then an answer.
+
+    python -m tests.support.scripted_server --address_file FILE [--tokenizer FOLDER]
+
+Everything is the product but the text: engine, scheduler, routes and log-probabilities are those of random weights, and
+the ids that the engine samples are replaced as they are read.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inference import serve
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
+from inference.server import grpc_service, service, web
+from models import transformer
+from models.text import tokenizer as tokenizer_lib
+from sharding import rules
+from sharding.system import sockets
+from tests.support import tiny
+
+MODEL = tiny.model()
+TOK = tokenizer_lib.byte_chatml()
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def answer(prompt: str) -> str:
+    """What the model says to a prompt, specials included."""
+    if "<tool_response>" in prompt:
+        return "The sum is 3.<|im_end|>"
+    return f"{CALL}<|im_end|>" if "<tools>" in prompt else "Hello, é!<|im_end|>"
+
+
+class Scripted(engine_lib.Engine):
+    """`scheduler` is set after it was made."""
+
+    scheduler: scheduler_lib.Scheduler | None = None
+
+    def insert_batch(self, prefix, rows, state, slots, request):
+        never = request.replace(stop_ids=np.full_like(request.stop_ids, -1))  # what the engine samples ends nothing
+        return super().insert_batch(prefix, rows, state, slots, never)
+
+    def read(self, result):
+        tokens, logprobs, counts = (np.array(x) for x in super().read(result))
+        for slot, sample in enumerate(self.scheduler._slots if self.scheduler else ()):
+            if sample is None or not counts[slot]:
+                continue
+            prompt = TOK.decode(list(sample.job.request.tokens), skip_special=False)
+            said = TOK.encode(answer(prompt), special=True)[len(sample.completion.tokens) :][: counts[slot]]
+            tokens[slot, : len(said)], counts[slot] = said, len(said)
+        return tokens, logprobs, counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address_file", required=True)
+    parser.add_argument("--tokenizer", help="folder to write the tokenizer to, for clients that render")
+    args = parser.parse_args()
+    if args.tokenizer:
+        TOK.save(args.tokenizer)
+    rng = np.random.default_rng(0)
+
+    def draw(spec):
+        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
+
+    params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    engine = Scripted(MODEL, engine_lib.EngineConfig(8, 2048, 4, 4), TOK, params)
+    scheduler = scheduler_lib.Scheduler(engine, params, 3)
+    engine.scheduler = scheduler
+    scheduler.submit(scheduler_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
+    server = service.Server(None, scheduler, engine, None)
+    sock = sockets.listen("127.0.0.1", 0)
+    grpc_server = grpc_service.start(server, "127.0.0.1", 0)
+    with open(f"{args.address_file}.grpc", "w") as file:
+        file.write(str(grpc_server.port))
+    sockets.announce(args.address_file, sock)
+    uvicorn_server = web.server(serve.make_app(server))
+    web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
+    uvicorn_server.run(sockets=[sock])
+    grpc_server.stop(0)
+    scheduler.close()
+
+
+if __name__ == "__main__":
+    main()

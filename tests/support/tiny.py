@@ -1,0 +1,69 @@
+"""The model that most tests run (two layers of 32 dims, float32, every switch stated once), and a rollout to change."""
+
+import jax
+import numpy as np
+
+from inference.rollouts import rollout as rollout_lib
+from models import config as config_lib
+from models import transformer
+from sharding import rules
+
+
+def model(**changes) -> config_lib.ModelConfig:
+    fields = {
+        "vocab_size": 272,
+        "model_dim": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_dim": 64,
+        "rope_theta": 1000.0,
+        "norm_eps": 1e-6,
+        "qk_norm": True,
+        "tie_embeddings": True,
+        "num_experts": 0,
+        "experts_per_token": 0,
+        "expert_ffn_dim": 0,
+        "first_dense_layers": 0,
+        "norm_topk": True,
+        "param_dtype": "float32",
+        "dtype": "float32",
+        "remat": "none",
+    }
+    return config_lib.ModelConfig(**fields | changes)
+
+
+def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
+    """Matrices of unit gain drawn by numpy, scales in 0.5 .. 1.5: compiling `init` takes a second per layer, and tokens are far
+    from uniform, so that a wrong key or position shows."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        if len(spec.shape) == 1:
+            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
+        return (rng.standard_normal(spec.shape) * config.model_dim**-0.5).astype(np.float32)
+
+    return jax.tree.map(draw, transformer.specs(config), is_leaf=rules.is_spec)
+
+
+def rollout(mask, **changes) -> rollout_lib.Rollout:
+    """One whose tokens are sampled where `mask` says; unsigned, all else as plain as may be."""
+    fields = dict(
+        tokens=np.zeros(len(mask), np.int32),
+        sampled_mask=mask,
+        logprobs=np.zeros(len(mask), np.float32),
+        versions=np.zeros(len(mask), np.int32),
+        temperature=1.0,
+        seed=0,
+        task=rollout_lib.TaskRef("e", 0, 0, 0),
+        sample=0,
+        step=1,
+        reward=0.0,
+        rewards={},
+        finish_reason="length",
+        proofs=b"",
+        worker="",
+        signature=b"",
+    )
+    return rollout_lib.Rollout(**fields | changes)
