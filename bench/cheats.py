@@ -16,98 +16,17 @@
 """
 
 import argparse
-import collections
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from rl.validator import calibrate
-from rl.verification import checks, sequential_test, verifier
+from rl.verification import sequential_test
 from sharding.system import cli
-from tests.support import doubles
-
-REGIMES = {  # dtype of generation, of replay
-    "float32": ("float32", "float32"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-    "mixed": ("bfloat16", "float32"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Caught:
-    num_rollouts: int
-    rate: float  # of rollouts refused by themselves
-    reasons: dict[str, int]
-    mean_until: float  # rollouts of one node until one was refused, over starting points
-    worst_until: float  # inf where some starting point saw none
-
-
-def play(
-    cheat: Callable,
-    num_rollouts: int,
-    tolerance: checks.Tolerance = doubles.FLOAT32,
-    bands: sequential_test.Bands = doubles.EXACT,
-    regime: str = "float32",
-    prompts: int = 16,
-) -> Caught:
-    """Fresh nodes start at every 8th rollout, so that statistics begin at nothing each time."""
-    dtype, replay_dtype = REGIMES[regime]
-    rollouts, step, mixture = [], 3, cheat in doubles.MIXTURES
-    while len(rollouts) < num_rollouts:
-        rollouts += cheat(doubles.Double(step, dtype, prompts, mixture))
-        step += 2  # a reused batch must not be one that is handed in, too
-    rollouts = rollouts[:num_rollouts]
-    judge = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
-    alone, evidence = [], []
-    for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
-        batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
-        cheap = judge.judge_cheaply(batch)
-        good = [i for i, verdict in enumerate(cheap) if verdict.accepted]
-        found = dict.fromkeys(range(len(batch)))
-        if good:
-            replay = judge.replay([batch[i] for i in good])
-            for row, i in enumerate(good):
-                scored = checks.scores(batch[i], replay, row)
-                (results,) = checks.proof_results([batch[i]], [scored], tolerance.proofs)
-                cheap[i] = checks.replayed(batch[i], scored, results, tolerance, judge._rules)
-                if cheap[i].accepted:
-                    found[i] = checks.evidence(batch[i], scored, results)
-        alone += cheap
-        evidence += [found[i] for i in range(len(batch))]
-    until = []
-    for begin in range(0, max(len(rollouts) - 64, 1), 8):
-        record, count = sequential_test.Record(bands), float("inf")
-        for n in range(begin, len(rollouts)):
-            if not alone[n].accepted or record.add(evidence[n]):
-                count = n - begin + 1
-                break
-        until.append(count)
-    refused = [verdict for verdict in alone if not verdict.accepted]
-    return Caught(
-        len(rollouts),
-        len(refused) / len(rollouts),
-        dict(collections.Counter(verdict.reason for verdict in refused)),
-        float(np.mean(until)),
-        float(np.max(until)),
-    )
-
-
-def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[checks.Tolerance, sequential_test.Bands]:
-    """Limits for a regime, from doubles.honest rollouts that are not among those judged."""
-    dtype, replay_dtype = REGIMES[regime]
-    rollouts, step = [], 10**5
-    judge = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
-    while len(rollouts) < num_rollouts:
-        rollouts += doubles.honest(doubles.Double(step, dtype, mixture=mixture))
-        step += 1
-    return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], doubles.FLOAT32)])
+from tests.support import cheats, doubles
 
 
 def cost(repeat: int = 3) -> tuple[float, float]:
-    """Seconds to generate 128 doubles.honest rollouts and to judge them, both compiled before; the best of a few."""
+    """Seconds to generate 128 honest rollouts and to judge them, both compiled before; the best of a few."""
     generating, judging = [], []
     for _ in range(repeat + 1):
         begun = time.perf_counter()
@@ -123,11 +42,9 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=512, help="per cheat")
-    parser.add_argument(
-        "--doubles.honest", type=int, default=2048, help="honest rollouts per regime, and for calibration"
-    )
+    parser.add_argument("--honest", type=int, default=2048, help="honest rollouts per regime, and for calibration")
     parser.add_argument("--cheats", nargs="+", default=list(doubles.CHEATS), help=", ".join(doubles.CHEATS))
-    parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    parser.add_argument("--regimes", nargs="+", choices=list(cheats.REGIMES), default=list(cheats.REGIMES))
     args = parser.parse_args(argv)
     if unknown := [name for name in args.cheats if name not in doubles.CHEATS]:
         parser.error(f"there is no cheat {unknown[0]!r}; choose among {', '.join(doubles.CHEATS)}")
@@ -142,18 +59,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_table(regime: str, first: Callable, names: Sequence[str], args: argparse.Namespace) -> None:
-    """Of cheats on one model, behind the doubles.honest rollouts of `first`."""
+    """Of cheats on one model, behind the honest rollouts of `first`."""
     mixture = first in doubles.MIXTURES
     tolerance, bands = (
-        (doubles.FLOAT32, doubles.EXACT) if regime == "float32" else calibrated(args.honest, regime, mixture)
+        (doubles.FLOAT32, doubles.EXACT) if regime == "float32" else cheats.calibrated(args.honest, regime, mixture)
     )
     print(
-        f"{regime}: {tolerance}\n  {bands}; an doubles.honest node is accused with probability <= {sequential_test.ALPHA:.0e}"
+        f"{regime}: {tolerance}\n  {bands}; an honest node is accused with probability <= {sequential_test.ALPHA:.0e}"
     )
     print(f"  {'double':<18}{'rollouts':>9}{'refused':>9}{'until: mean':>13}{'worst':>7}  reasons")
     counts = {first.__name__: (first, args.honest)} | {name: (doubles.CHEATS[name], args.rollouts) for name in names}
     for name, (double, count) in counts.items():
-        caught = play(double, count, tolerance, bands, regime)
+        caught = cheats.play(double, count, tolerance, bands, regime)
         reasons = " ".join(f"{reason} {count}" for reason, count in caught.reasons.items())
         print(
             f"  {name:<18}{caught.num_rollouts:>9}{caught.rate:>9.3f}{caught.mean_until:>13.2f}"

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 
-from bench import shapes
 from sharding.system import cli
+from tests.support import shapes
 
 BATCHES = {"4m": {"rows": 64, "tokens": 96}, "100m": {"rows": 8, "tokens": 128}}
 PEER = """

@@ -72,7 +72,6 @@ def run(skewed: bool, args) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from bench import shapes
     from inference.engine import engine
     from inference.scheduler import scheduler
     from models.text import tokenizer
@@ -80,6 +79,7 @@ def run(skewed: bool, args) -> dict:
     from rl.batch import packing
     from rl.learner import train_step
     from sharding import mesh as mesh_lib
+    from tests.support import shapes
 
     model = shapes.model("4m")
     rng = np.random.default_rng(0)

@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import shapes
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import config as config_lib
@@ -44,6 +43,7 @@ from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast
 from sharding.system import cli
+from tests.support import shapes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER = pathlib.Path(__file__).with_name("inference_peer.py")

@@ -14,12 +14,12 @@ import sys
 import jax
 import numpy as np
 
-from bench import shapes
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding.system import cli
+from tests.support import shapes
 
 BASE = engine_lib.EngineConfig(num_slots=32, max_model_len=192, prefill_batch=8, steps_per_call=8, prefill_chunk=128)
 NUM_NEW = 64

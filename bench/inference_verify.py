@@ -16,7 +16,6 @@ import time
 import jax
 import numpy as np
 
-from bench import shapes
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.proofs import toploc
@@ -26,6 +25,7 @@ from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl.verification import checks, verifier
 from sharding.system import cli
+from tests.support import shapes
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
 NODE = rollout_lib.WorkerKey.generate()

@@ -12,42 +12,15 @@
 Nothing is asserted here; tests/inference/proofs/test_toploc.py does that.
 """
 
-import json
-import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import numpy as np
 
 from inference.proofs import toploc
 from sharding.system import cli
-
-# Runs under the reference's interpreter: activations and our proofs in, times, its proofs and its view of ours out.
-REFERENCE = r"""
-import json, sys, time
-import numpy as np, torch
-from toploc import build_proofs_bytes, verify_proofs_bytes
-torch.set_num_threads(2)
-folder, repeat = sys.argv[1], int(sys.argv[2])
-bits = np.load(folder + "/bits.npy")
-rows = list(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
-ours = [bytes.fromhex(p) for p in json.load(open(folder + "/ours.json"))]
-chunk, topk = 32, 128
-def timed(f):
-    out, times = None, []
-    for _ in range(repeat):
-        begun = time.perf_counter(); out = f(); times.append(time.perf_counter() - begun)
-    return out, times
-stacked = torch.stack(rows)
-proofs, build = timed(lambda: build_proofs_bytes(stacked, decode_batching_size=chunk, topk=topk, skip_prefill=True))
-_, verify = timed(lambda: verify_proofs_bytes(stacked, proofs, decode_batching_size=chunk, topk=topk, skip_prefill=True))
-theirs = verify_proofs_bytes(stacked, ours, decode_batching_size=chunk, topk=topk, skip_prefill=True)
-view = [[r.exp_mismatches, float(r.mant_err_mean)] for r in theirs]
-json.dump({"build": build, "verify": verify, "proofs": [p.hex() for p in proofs], "view": view}, sys.stdout)
-"""
+from tests.support import toploc_reference
 
 
 def activations(num_tokens: int, dim: int, seed: int = 0) -> np.ndarray:
@@ -66,16 +39,6 @@ def ours(hidden_TD: np.ndarray, repeat: int) -> dict:
         verify.append(time.perf_counter() - begun)
         assert all(result.accepted for result in results)
     return {"build": build[1:], "verify": verify[1:], "proofs": proofs}
-
-
-def reference(python: str, hidden_TD: np.ndarray, proofs: list[bytes], repeat: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        np.save(pathlib.Path(folder) / "bits.npy", hidden_TD.view(np.uint16))
-        (pathlib.Path(folder) / "ours.json").write_text(json.dumps([proof.hex() for proof in proofs]))
-        done = subprocess.run([python, "-c", REFERENCE, folder, str(repeat)], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{python} could not run the reference: {done.stderr.strip()[-400:]}; install toploc==0.1.6")
-    return json.loads(done.stdout)
 
 
 def line(name: str, times: list[float]) -> str:
@@ -99,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             for key in mine:
                 mine[key] += run[key]
             if args.reference:
-                other = reference(args.reference, hidden_TD, run["proofs"], args.repeat)
+                other = toploc_reference.run(args.reference, hidden_TD, run["proofs"], args.repeat)
                 for key in theirs:
                     theirs[key] += other[key]
         print(f"T = {args.tokens}, D = {dim}, k = 128, {len(run['proofs'])} proofs")

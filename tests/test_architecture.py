@@ -1,4 +1,4 @@
-"""The walls of the house: imports point down, some files start without jax, and no file hides a module of another's.
+"""The walls of the house: arrows between folders point down, commands are imported by nothing, no file hides another's module.
 
 Everything is read from the syntax tree, imports inside functions included; nothing is executed. Each rule is also run on
 a small tree that breaks it.
@@ -12,9 +12,11 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ("rl", "inference", "models", "sharding")  # from the top
 PACKAGES = (*LAYERS, "configs")
+MAX_FILES = 14  # in one folder: more is a list to search, not a room
+MAX_LINES = 510  # in one file: beyond, it has two nouns
 JAX_FREE = (
     "rl.worker",
     "rl.envs",
@@ -23,21 +25,26 @@ JAX_FREE = (
     "rl.envs.gsm8k",
     "rl.envs.reverse_text",
     "rl.envs.scorer",
-    "rl.lease",
+    "rl.protocol.lease",
     "inference.client",
-    "inference.rollout",
-    "inference.web",
-    "models.tokenizer",
+    "inference.rollouts.rollout",
+    "inference.server.web",
+    "models.text.tokenizer",
 )
-NO_ENVIRONMENT = ("rl.learner", "rl.orchestrator", "rl.losses", "rl.packing")
+NO_ENVIRONMENT = (
+    "rl.learner.train_step",
+    "rl.orchestrator.orchestrator",
+    "rl.algorithms.losses",
+    "rl.batch.packing",
+)
 ACCELERATED = ("jax", "jaxlib", "flax", "optax", "orbax", "jetstream", "torch", "ml_dtypes", "tensorstore")
 
 
 @functools.cache
-def modules(root):
-    """Dotted name -> file, of our packages under `root`."""
+def modules(root, packages=PACKAGES):
+    """Returns {dotted name: file} of the given packages under `root`."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -47,7 +54,7 @@ def modules(root):
 @functools.cache
 def imports(root, name):
     """What a module imports, as dotted names: `from inference import client` gives inference and inference.client."""
-    path = modules(root)[name]
+    path = modules(root, (*PACKAGES, "tests"))[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -74,6 +81,62 @@ def upward(root):
             if target == "?" or (top in PACKAGES and not allowed):
                 wrong.append(f"{name} imports {target}")
     return wrong
+
+
+def edges(root):
+    """Returns {module: modules of ours that it imports}; of a package and a module in it, the module alone."""
+    ours = modules(root)
+    found = {}
+    for name in ours:
+        hits = {target for target in imports(root, name) if target in ours and target != name}
+        found[name] = {hit for hit in hits if not any(other.startswith(hit + ".") for other in hits)}
+    return found
+
+
+def folder_edges(root):
+    """Returns {folder: folders that files in it import}."""
+    folder = {name: str(path.parent) for name, path in modules(root).items()}
+    found = {name: set() for name in folder.values()}
+    for name, targets in edges(root).items():
+        found[folder[name]] |= {folder[target] for target in targets} - {folder[name]}
+    return found
+
+
+def rings(graph):
+    """Returns the sets of nodes that reach each other, each sorted."""
+
+    def below(node):
+        seen, todo = set(), [node]
+        while todo:
+            for target in graph.get(todo.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        return frozenset(seen)
+
+    reach = {node: below(node) for node in graph}
+    return sorted({tuple(sorted(m for m in reach[n] if n in reach.get(m, ()))) for n in graph if n in reach[n]})
+
+
+def imported_commands(root):
+    """Returns every import of a `__main__` file, from the product or the tests."""
+    names = modules(root, (*PACKAGES, "tests"))
+    return [
+        f"{name} imports {target}"
+        for name in names
+        for target in sorted(imports(root, name))
+        if target.split(".")[-1] == "__main__"
+    ]
+
+
+def bench_in_tests(root):
+    """Returns every import of `bench` from the tests."""
+    return [
+        f"{name} imports {target}"
+        for name in modules(root, ("tests",))
+        for target in sorted(imports(root, name))
+        if target.split(".")[0] == "bench"
+    ]
 
 
 def reached(root, name):
@@ -149,16 +212,32 @@ def test_no_file_has_the_name_of_another_module():
     assert not (ROOT / "benchmarks").exists()  # a package that JetStream's wheel installs
 
 
-def test_packages_are_listed_for_the_build():
-    listed = ast.literal_eval((ROOT / "pyproject.toml").read_text().partition("packages = ")[2].partition("\n")[0])
-    found = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in modules(ROOT).values()}
-    assert sorted(listed) == sorted(found)
+def test_folders_point_down():
+    assert rings(folder_edges(ROOT)) == []
 
 
-def test_files_are_of_a_readable_length():
-    """At most 700 lines: beyond, a file has two nouns."""
-    long = {path: n for path in modules(ROOT).values() if (n := len(path.read_text().splitlines())) > 700}
-    assert not long
+def test_no_two_files_import_each_other():
+    assert rings(edges(ROOT)) == []
+
+
+def test_commands_are_imported_by_nothing():
+    assert imported_commands(ROOT) == []
+
+
+def test_tests_import_no_benchmark():
+    assert bench_in_tests(ROOT) == []
+
+
+def test_folders_and_files_are_of_a_readable_size():
+    files = modules(ROOT).values()
+    folders = {path.parent: len(list(path.parent.glob("*.py"))) for path in files}
+    assert {folder: n for folder, n in folders.items() if n > MAX_FILES} == {}
+    assert {path: n for path in files if (n := len(path.read_text().splitlines())) > MAX_LINES} == {}
+
+
+def test_tests_mirror_the_tree():
+    tests = {path.relative_to(ROOT / "tests").parent for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [folder.as_posix() for folder in tests if not (ROOT / folder).is_dir()] == []
 
 
 # ---- the rules, on trees that break them -----------------------------------------------------------------------------
@@ -192,6 +271,31 @@ def tree(root, files):
 )
 def test_an_upward_import_is_seen(tmp_path, files, wrong):
     assert wrong in upward(tree(tmp_path, files))
+
+
+def test_a_ring_of_folders_is_seen(tmp_path):
+    files = {"rl.a.x": "from rl.b import y", "rl.b.y": "", "rl.b.z": "from rl.a import w", "rl.a.w": ""}
+    root = tree(tmp_path, files)
+    assert rings(edges(root)) == []
+    assert rings(folder_edges(root)) == [(str(root / "rl" / "a"), str(root / "rl" / "b"))]
+
+
+def test_a_ring_of_files_is_seen(tmp_path):
+    files = {"rl.a": "from rl import b", "rl.b": "def f():\n    from rl.c import d", "rl.c": "import rl.a"}
+    assert rings(edges(tree(tmp_path, files))) == [("rl.a", "rl.b", "rl.c")]
+
+
+@pytest.mark.parametrize("text", ["from rl.ledger import __main__", "import rl.ledger.__main__ as m"])
+def test_an_imported_command_is_seen(tmp_path, text):
+    root = tree(tmp_path, {"rl.ledger.__main__": "", "rl.a": text, "tests.test_a": text})
+    assert len(imported_commands(root)) == 2
+
+
+def test_a_test_that_imports_a_benchmark_is_seen(tmp_path):
+    assert bench_in_tests(tree(tmp_path, {"tests.rl.test_a": "from bench import cheats"})) == [
+        "tests.rl.test_a imports bench",
+        "tests.rl.test_a imports bench.cheats",
+    ]
 
 
 def test_downward_imports_are_allowed(tmp_path):

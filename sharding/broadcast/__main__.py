@@ -195,3 +195,7 @@ class _Bar:
     def __exit__(self, *_: Any) -> None:
         if self._shown and self._drawn_s:
             print(f"\r{'':<100}\r", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,13 +13,9 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
-import typing
 
 from sharding.download import range_get
 from sharding.format import journal
-
-if typing.TYPE_CHECKING:
-    from sharding.download import relays as swarm
 
 FLYING_PER_OBJECT = 8
 
@@ -41,7 +37,7 @@ class Gathering:
 
     def __init__(
         self,
-        relays: "swarm.Relays",
+        relays,
         version: int,
         name: str,
         target: range_get.Target,

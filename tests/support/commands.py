@@ -2,12 +2,14 @@
 
 import runpy
 import sys
+import warnings
 from unittest import mock
 
 
 def run(name: str, *argv) -> int:
     """Returns the exit code of `python -m name argv...`; output goes to this process's standard output and error."""
-    with mock.patch.object(sys, "argv", [name, *map(str, argv)]):
+    with mock.patch.object(sys, "argv", [name, *map(str, argv)]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # runpy's, of a module that was imported before
         try:
             runpy.run_module(name, run_name="__main__")
         except SystemExit as exit_:

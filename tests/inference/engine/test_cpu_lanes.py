@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import shapes
 from inference.engine import cpu_decode_attention, cpu_lanes
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import rules
-from tests.support import tiny
+from tests.support import shapes, tiny
 
 MODEL = tiny.model()
 WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8)

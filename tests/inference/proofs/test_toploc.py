@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from bench import toploc as bench
 from inference.proofs import toploc
 from inference.proofs import window as proof_window
+from tests.support import toploc_reference
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "toploc"
 VECTORS = json.loads((FIXTURES / "vectors.json").read_text())
@@ -435,7 +435,7 @@ def test_garbage_is_refused_and_never_raises(proofs):
 def test_proofs_are_exchanged_with_the_published_package(dim):
     sequence = normal((256, dim), dim)
     ours = toploc.build_proofs(sequence)
-    theirs = bench.reference(os.environ["TOPLOC_PYTHON"], sequence, ours, repeat=1)
+    theirs = toploc_reference.run(os.environ["TOPLOC_PYTHON"], sequence, ours, repeat=1)
     proofs = [bytes.fromhex(proof) for proof in theirs["proofs"]]
     bits = sequence.view(np.uint16) & 0x7FFF
     for n, result in enumerate(toploc.verify_proofs(sequence, proofs)):

@@ -5,10 +5,9 @@ Fast: two groups each, on the backend that generated. Slow: 512 rollouts each, a
 
 import pytest
 
-from bench import cheats
 from rl.validator import calibrate
 from rl.verification import checks, sequential_test
-from tests.support import doubles
+from tests.support import cheats, doubles
 
 # What refuses each first. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
 REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}

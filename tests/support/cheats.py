@@ -1,0 +1,87 @@
+"""Plays one way to cheat against the real validator, and counts how soon it is caught."""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from rl.validator import calibrate
+from rl.verification import checks, sequential_test, verifier
+from tests.support import doubles
+
+REGIMES = {  # dtype of generation, of replay
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "mixed": ("bfloat16", "float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    num_rollouts: int
+    rate: float  # of rollouts refused by themselves
+    reasons: dict[str, int]
+    mean_until: float  # rollouts of one node until one was refused, over starting points
+    worst_until: float  # inf where some starting point saw none
+
+
+def play(
+    cheat: Callable,
+    num_rollouts: int,
+    tolerance: checks.Tolerance = doubles.FLOAT32,
+    bands: sequential_test.Bands = doubles.EXACT,
+    regime: str = "float32",
+    prompts: int = 16,
+) -> Caught:
+    """Fresh nodes start at every 8th rollout, so that statistics begin at nothing each time."""
+    dtype, replay_dtype = REGIMES[regime]
+    rollouts, step, mixture = [], 3, cheat in doubles.MIXTURES
+    while len(rollouts) < num_rollouts:
+        rollouts += cheat(doubles.Double(step, dtype, prompts, mixture))
+        step += 2  # a reused batch must not be one that is handed in, too
+    rollouts = rollouts[:num_rollouts]
+    judge = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
+    alone, evidence = [], []
+    for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
+        batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
+        cheap = judge.judge_cheaply(batch)
+        good = [i for i, verdict in enumerate(cheap) if verdict.accepted]
+        found = dict.fromkeys(range(len(batch)))
+        if good:
+            replay = judge.replay([batch[i] for i in good])
+            for row, i in enumerate(good):
+                scored = checks.scores(batch[i], replay, row)
+                (results,) = checks.proof_results([batch[i]], [scored], tolerance.proofs)
+                cheap[i] = checks.replayed(batch[i], scored, results, tolerance, judge._rules)
+                if cheap[i].accepted:
+                    found[i] = checks.evidence(batch[i], scored, results)
+        alone += cheap
+        evidence += [found[i] for i in range(len(batch))]
+    until = []
+    for begin in range(0, max(len(rollouts) - 64, 1), 8):
+        record, count = sequential_test.Record(bands), float("inf")
+        for n in range(begin, len(rollouts)):
+            if not alone[n].accepted or record.add(evidence[n]):
+                count = n - begin + 1
+                break
+        until.append(count)
+    refused = [verdict for verdict in alone if not verdict.accepted]
+    return Caught(
+        len(rollouts),
+        len(refused) / len(rollouts),
+        dict(collections.Counter(verdict.reason for verdict in refused)),
+        float(np.mean(until)),
+        float(np.max(until)),
+    )
+
+
+def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[checks.Tolerance, sequential_test.Bands]:
+    """Limits for a regime, from honest rollouts that are not among those judged."""
+    dtype, replay_dtype = REGIMES[regime]
+    rollouts, step = [], 10**5
+    judge = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
+    while len(rollouts) < num_rollouts:
+        rollouts += doubles.honest(doubles.Double(step, dtype, mixture=mixture))
+        step += 1
+    return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], doubles.FLOAT32)])
