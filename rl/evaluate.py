@@ -48,7 +48,7 @@ def held_out(
     """Scores `version`, which the servers have, and keeps scores and samples for the report; apart from it, where the config
     that asks has `changed` fields of the run's own."""
     begun = time.perf_counter()
-    progress.note(f"evaluating version {version} on {exp.raw.evaluation.num_tasks} held-out tasks")
+    progress.note(f"evaluating version {version} on {exp.config.evaluation.num_tasks} held-out tasks")
     groups = rollouts.evaluate(version)
     result = scores(groups)
     samples = [_shown(exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
@@ -146,7 +146,7 @@ def restore_policy(
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
     optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
-    with checkpoint.Checkpointer(directory, keep=exp.raw.checkpoint.keep) as checkpointer:
+    with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
         step, state, _ = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora), step)
     return step, train_step.make_policy(exp.model, mesh, exp.lora)(state)
 
@@ -159,17 +159,17 @@ def check_run(workdir: str) -> None:
 
 def main() -> None:
     exp = experiment.resolve(flags.FLAGS.config)
-    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+    mesh = mesh_lib.create(exp.config.mesh.to_dict())
     check_run(flags.FLAGS.workdir)
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
         changed = _changed(workdir, exp)
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
-        options = {"key": key.private, "dtype": exp.raw.broadcast.dtype or None}
+        options = {"key": key.private, "dtype": exp.config.broadcast.dtype or None}
         broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata, **options)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-        with launch.rollout_side(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
+        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress, changed)
     if changed:
         progress.say(f"kept in {workdir / 'other_evaluations.json'}, since {', '.join(changed)} differs from the run's")

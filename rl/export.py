@@ -22,7 +22,7 @@ from sharding import mesh as mesh_lib
 
 def main() -> None:
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
-    mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+    mesh = mesh_lib.create(exp.config.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)
     checkpoint.check_new(output)
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:

@@ -36,7 +36,7 @@ NOTICE_S = 30.0  # how often a run that waits for servers elsewhere says so
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
     """ValueError where this rollout side cannot run beside a learner of `num_hosts` hosts."""
     platform = jax.default_backend()
-    if num_hosts > 1 and experiment.raw.topology.mode == "local" and platform != "cpu":
+    if num_hosts > 1 and experiment.config.topology.mode == "local" and platform != "cpu":
         raise ValueError(
             f"topology.mode = 'local' would start the rollout server on this host's {platform}s, which hold the learner of "
             f"{num_hosts} hosts; set topology.mode = 'remote' and topology.servers"
@@ -44,7 +44,7 @@ def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
 
 
 @contextlib.contextmanager
-def rollout_side(
+def start_rollout_system(
     experiment: experiment_lib.Experiment,
     workdir: pathlib.Path,
     weights: pathlib.Path,
@@ -57,7 +57,7 @@ def rollout_side(
 
     With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
     """
-    config = experiment.raw
+    config = experiment.config
     tolerance = verifier.Tolerance.of(config.trust)
     bands = None
     if config.trust.bands:
@@ -141,7 +141,7 @@ def _relay(
     experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
 ) -> Iterator[str]:
     """A relay that serves `weights` in place, to servers and to relays below it; gives its URL."""
-    topology = experiment.raw.topology
+    topology = experiment.config.topology
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
     command += ["--port", str(topology.relay_port), "--trusted_key", run_directory.signing_key(workdir).worker]
     with _answering("relay", command, workdir, on_death) as url:
@@ -197,7 +197,7 @@ def _workers(
 ) -> Iterator[None]:
     """The run's rollout workers, each with a key of its own."""
     with contextlib.ExitStack() as stack:
-        for i in range(experiment.raw.topology.num_workers):
+        for i in range(experiment.config.topology.num_workers):
             name = f"worker{i}"
             key = str(workdir / "logs" / f"{name}.key")
             stack.enter_context(

@@ -48,7 +48,7 @@ def train(
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> transformer.Params:
     """Runs (or resumes) the warm-up and returns its parameters; with 0 steps, the initial ones."""
-    config = exp.raw
+    config = exp.config
     rates = dataclasses.replace(
         exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20, schedule="constant"
     )
@@ -113,14 +113,14 @@ def train(
 def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
     """The checkpoint that `init_from` names, straight into the learner's sharding; ValueError if it is another model."""
     check_initial(exp)
-    path, model = exp.raw.init_from, exp.model
+    path, model = exp.config.init_from, exp.model
     shardings = rules.shardings(transformer.specs(model), mesh)
     return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
 
 
 def check_initial(exp: experiment.Experiment) -> None:
     """ValueError unless the checkpoint that `init_from` names is of the config's model."""
-    path, model = exp.raw.init_from, exp.model
+    path, model = exp.config.init_from, exp.model
     found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
     free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
     found = dataclasses.replace(found, **{field: getattr(model, field) for field in free})
@@ -276,7 +276,7 @@ class _Source:
 
 def _from_tasks(exp: experiment.Experiment) -> _Source:
     """Tasks of the run's environment with their answers."""
-    config = exp.raw
+    config = exp.config
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
     def tree(task, answer):
@@ -299,7 +299,7 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
 def _from_file(exp: experiment.Experiment) -> _Source:
     """Conversations of `warmup.data`, in a new order every epoch; the last `eval_tasks` are held out if they are asked for."""
-    config = exp.raw
+    config = exp.config
     path, count = config.warmup.data, config.warmup.tasks_per_step
     records = read_conversations(path)
     cut = len(records) - (config.warmup.eval_tasks if config.warmup.eval_every else 0)
@@ -335,9 +335,9 @@ def _evaluator(
 ) -> Callable:
     """Returns `evaluate(params)`: mean negative log-likelihood of the held-out examples' trained tokens, in nats."""
     layout = packing.Layout.for_streams(
-        exp.raw.warmup.eval_tasks,
-        exp.raw.inference.max_model_len,
-        row_length=exp.raw.train.row_length,
+        exp.config.warmup.eval_tasks,
+        exp.config.inference.max_model_len,
+        row_length=exp.config.train.row_length,
         rows=exp.rows(mesh),
     )
     batch = packing.pack(source.held_out(), layout) if hosts.is_first else None
@@ -379,8 +379,8 @@ def _roles(messages) -> str:
 def main() -> None:
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
-        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
-        if exp.raw.warmup.num_steps == 0:
+        mesh = mesh_lib.create(exp.config.mesh.to_dict())
+        if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0: there is nothing to do; set it to the number of supervised steps")
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)

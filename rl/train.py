@@ -49,7 +49,7 @@ def train(
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report, on the first host."""
-    config, weights = exp.raw, workdir / "weights"
+    config, weights = exp.config, workdir / "weights"
     progress, writer = metrics.of_host(workdir, hosts)
     optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
     train_step = learner.make_train_step(
@@ -105,7 +105,7 @@ def train(
         if hosts.is_first:
             progress.note("starting the rollout server and its workers")
             rollouts = stack.enter_context(
-                launch.rollout_side(exp, workdir, weights, start, progress.say, hosts.count, known)
+                launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
             )
         # Compiled while the first score and the first batch are made.
         with_reference = ("ref_logp",) if reference is not None else ()
@@ -179,15 +179,15 @@ def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, pro
     restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
     if restored:
         step, state, host_state = restored
-        if step > exp.raw.rl.num_steps:
+        if step > exp.config.rl.num_steps:
             raise ValueError(
-                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.raw.rl.num_steps}; raise it, or export "
+                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.config.rl.num_steps}; raise it, or export "
                 f"an earlier checkpoint (python -m rl.export)"
             )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step, host_state.get("rollouts")
     params = sft.train(exp, workdir, mesh, writer, progress, hosts)
-    state = learner.init_state(jax.random.key(exp.raw.seed), exp.model, optimizer, mesh, params, exp.lora)
+    state = learner.init_state(jax.random.key(exp.config.seed), exp.model, optimizer, mesh, params, exp.lora)
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0, None
 
@@ -255,7 +255,7 @@ def _line(values: dict[str, float]) -> dict[str, float]:
 
 def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
     """Raises every mistake that can be known before the working directory is claimed, and before minutes of warm-up."""
-    config = exp.raw
+    config = exp.config
     exp.rows(mesh)
     config_rules.check_trainable(config)
     launch.check(exp, hosts.count)
@@ -287,7 +287,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
 def main() -> None:
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
-        mesh = mesh_lib.create(exp.raw.mesh.to_dict())
+        mesh = mesh_lib.create(exp.config.mesh.to_dict())
         _check(exp, mesh, hosts)
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:

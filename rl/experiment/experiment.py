@@ -42,9 +42,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """The resolved config as frozen parts, each typed by its owner; `raw` is the whole of it."""
+    """The resolved config as frozen parts, each typed by its owner; `config` is the whole of it."""
 
-    raw: config_dict.FrozenConfigDict
+    config: config_dict.FrozenConfigDict
     model: config_lib.ModelConfig
     engine: engine.EngineConfig
     server_mesh: dict[str, int]  # axes of the local server's mesh that are not 1
@@ -59,20 +59,20 @@ class Experiment:
     @property
     def broadcast_metadata(self) -> dict:
         """What goes beside the weights, so that a server needs nothing else to start."""
-        model = self.raw.model.to_dict()
-        if self.raw.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
-            model["param_dtype"] = self.raw.broadcast.dtype
-        return {"model": model, "tokenizer": self.raw.tokenizer}
+        model = self.config.model.to_dict()
+        if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
+            model["param_dtype"] = self.config.broadcast.dtype
+        return {"model": model, "tokenizer": self.config.tokenizer}
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
         """Rows of a micro-batch: train.rows, which must divide over the batch axes of the mesh."""
         shards = rules.num_batch_shards(mesh)
-        if self.raw.train.rows % shards:
+        if self.config.train.rows % shards:
             raise ValueError(
-                f"train.rows = {self.raw.train.rows} does not divide over the {shards} batch shards of the mesh "
+                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh "
                 f"(data x fsdp x expert); set config.train.rows to a multiple of {shards}"
             )
-        return self.raw.train.rows
+        return self.config.train.rows
 
 
 define_flags = command_line.define
@@ -162,7 +162,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
     return Experiment(
-        raw=config_dict.FrozenConfigDict(config),
+        config=config_dict.FrozenConfigDict(config),
         model=model,
         engine=engine.EngineConfig(**sizes, routed_experts=config.train.router_replay),
         server_mesh=server_mesh,
@@ -231,7 +231,7 @@ def describe(experiment: Experiment) -> str:
 
 def fields(experiment: Experiment) -> dict:
     """The resolved config's fields by their names with dots."""
-    return flat(json.loads(experiment.raw.to_json()))
+    return flat(json.loads(experiment.config.to_json()))
 
 
 def flat(tree: dict, prefix: str = "") -> dict:

@@ -49,7 +49,7 @@ def open_workdir(
         raise ValueError(f"workdir {path} cannot be made: {error.strerror}; give another --workdir") from error
     with _locked(path):
         _claim(path, experiment)
-        hosts.agree(experiment.raw.to_json())
+        hosts.agree(experiment.config.to_json())
         yield path
 
 
@@ -94,7 +94,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 
     The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
     """
-    wanted = json.loads(experiment.raw.to_json())
+    wanted = json.loads(experiment.config.to_json())
     file, steps = path / "config.json", path / "metrics.jsonl"
     if file.exists() and steps.exists() and steps.stat().st_size:
         if differs := differences(path, experiment):

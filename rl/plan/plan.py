@@ -61,8 +61,8 @@ class Outcome:
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> programs.Program:
     """The program called `name` of an experiment, on the topology of its role."""
     if name in programs.LEARNER:
-        return programs.LEARNER[name](exp, programs.create_mesh(topology, exp.raw.mesh.to_dict()))
-    return programs.SERVER[name](exp, programs.create_mesh(topology, exp.raw.plan.server_mesh.to_dict()))
+        return programs.LEARNER[name](exp, programs.create_mesh(topology, exp.config.mesh.to_dict()))
+    return programs.SERVER[name](exp, programs.create_mesh(topology, exp.config.plan.server_mesh.to_dict()))
 
 
 def compile_program(program: programs.Program, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:

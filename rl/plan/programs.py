@@ -93,7 +93,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
 
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
     """rl/learner/train_step.py's step, as rl/train.py makes it, on a batch in which every rollout is as long as it may be."""
-    config, model = exp.raw, exp.model
+    config, model = exp.config, exp.model
     optimizer = train_step.make_optimizer(exp.optimizer, model, exp.lora)
     state = train_step.abstract_state(model, optimizer, mesh, exp.lora)
     step = train_step.make_train_step(
@@ -152,7 +152,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
     """rl/learner/train_step.py's scoring of a batch without gradient, as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
-    score = train_step.make_score(model, mesh, share_prompts=exp.raw.train.share_prompts)
+    score = train_step.make_score(model, mesh, share_prompts=exp.config.train.share_prompts)
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -242,7 +242,7 @@ SERVER = {"prefill": prefill_program, "decode": decode_program}  # on config.pla
 
 def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
     """The batch of rl/train.py without content, and how many micro-batches are in use if all rollouts are at full length."""
-    config = exp.raw
+    config = exp.config
     num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
     length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
     streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())

@@ -102,7 +102,7 @@ def roll_out(
 
     `change` may alter the request behind the record's back: that is how a test plays a cheat.
     """
-    config = exp.raw
+    config = exp.config
     options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
     scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"variant {unknown[0]!r} is unknown; choose among {', '.join(VARIANTS)}")
     get = verifier.published(weights)
-    config = exp.raw
+    config = exp.config
     judge = verifier.Validator(
         exp.model, get, filters_of(config), MIN_TOLERANCE, max_model_len=config.inference.max_model_len
     )
@@ -271,7 +271,7 @@ def variant_rollouts(exp, params, version, variant: Variant, count: int, key) ->
     groups: list[task_schedule.Group] = []
     step = 1
     while sum(group.num_samples for group in groups) < count:
-        groups += task_schedule.train_groups(exp.raw, step)
+        groups += task_schedule.train_groups(exp.config, step)
         step += 1
     made = roll_out(
         exp,

@@ -78,7 +78,7 @@ def _shown(status: validator_status.Status) -> dict:
 
 def serve(args: argparse.Namespace) -> int:
     exp = calibrate.load_experiment(args.workdir)
-    config, weights = exp.raw, pathlib.Path(args.weights or pathlib.Path(args.workdir) / "weights")
+    config, weights = exp.config, pathlib.Path(args.weights or pathlib.Path(args.workdir) / "weights")
     if not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is no directory")
     if args.slash < 0:

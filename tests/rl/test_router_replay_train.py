@@ -32,8 +32,8 @@ from tests.support import tiny
 def test_a_run_that_replays_records_asks_and_packs(monkeypatch, tmp_path):
     exp = experiment.resolve(claims.moe_config())
     assert exp.engine.routed_experts and exp.credit.router_replay == router_replay.RouterReplay.of(exp.model)
-    assert verifier.rules_of(exp.raw, exp.tokenizer).router_replay
-    assert checks.Tolerance.of(exp.raw.trust).routing == exp.raw.trust.routing_margin == 0.02
+    assert verifier.rules_of(exp.config, exp.tokenizer).router_replay
+    assert checks.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
     commands = []
 
     def answering(name, command, *rest):
@@ -71,16 +71,16 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     )
     exp = experiment.resolve(config)
     orchestrator = orchestrator_lib.Orchestrator(
-        exp.raw, tmp_path, credit=exp.credit, check=lambda rollouts: None, secret=b"s", on_wait=print
+        exp.config, tmp_path, credit=exp.credit, check=lambda rollouts: None, secret=b"s", on_wait=print
     )
     assert orchestrator.describe()["router_replay"] is True
-    group = task_schedule.train_groups(exp.raw, 1)[0]
+    group = task_schedule.train_groups(exp.config, 1)[0]
     rng = np.random.default_rng(0)
 
     def refusal(claim, split="train"):
         rollouts = test_orchestrator.answers(group, routed_experts=claim)
         asked = dataclasses.replace(group, split=split)
-        return admission.refusal(exp.raw, asked, rollouts, newest=0, claims=exp.credit.router_replay)
+        return admission.refusal(exp.config, asked, rollouts, newest=0, claims=exp.credit.router_replay)
 
     rows = np.stack([rng.permutation(4)[:2] for _ in range(4 * exp.model.num_layers)])
     rows = rows.reshape(4, -1, 2).astype(np.uint8)
@@ -97,9 +97,13 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
     """Other batches, chunkings and a mesh give other near ties, and none is an offence; bfloat16 stays within the limit for it."""
     exp = experiment.resolve(claims.moe_config(model__num_experts=16, rl__max_lag=0))
     params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
-    limits = checks.Tolerance.of(exp.raw.trust)
+    limits = checks.Tolerance.of(exp.config.trust)
     judge = verifier.Validator(
-        exp.model, lambda version: params, request_lib.NO_FILTERS, limits, max_model_len=exp.raw.inference.max_model_len
+        exp.model,
+        lambda version: params,
+        request_lib.NO_FILTERS,
+        limits,
+        max_model_len=exp.config.inference.max_model_len,
     )
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):

@@ -209,10 +209,10 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     exp = experiment.resolve(config_of(warmup__decoy_fraction=0.5, warmup__eval_tasks=3))
     source = sft._from_tasks(exp)
     taught = [trained_text(tree)[0].removesuffix("<|im_end|>") for step in range(1, 9) for tree in source.batch(step)]
-    env = envs.load("reverse_text", seed=0, **exp.raw.env.options.to_dict())
+    env = envs.load("reverse_text", seed=0, **exp.config.env.options.to_dict())
     wrong = 0
     for step in range(1, 9):
-        for i, index in enumerate(task_schedule.warmup_indices(exp.raw, step)):
+        for i, index in enumerate(task_schedule.warmup_indices(exp.config, step)):
             task, text = env.make_task(index, "train"), taught[(step - 1) * 4 + i]
             assert text in (task.answer, task.decoy)
             lot = environment.stable_hash(f"decoy/0/{index}") / 2**64

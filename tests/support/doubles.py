@@ -77,7 +77,7 @@ def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", 
     return verifier.Validator(
         exp.model,
         functools.partial(weights, mixture=mixture),
-        calibrate.filters_of(exp.raw),
+        calibrate.filters_of(exp.config),
         tolerance,
         max_model_len=128,
         rules=prescribed(prompts, mixture),
@@ -88,7 +88,7 @@ def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", 
 @functools.cache
 def prescribed(prompts: int, mixture: bool = False) -> checks.Rules:
     exp = experiment(prompts=prompts, mixture=mixture)
-    return verifier.rules_of(exp.raw, exp.tokenizer)
+    return verifier.rules_of(exp.config, exp.tokenizer)
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ class Double:
 
     @property
     def groups(self) -> list[task_schedule.Group]:
-        return task_schedule.train_groups(self.experiment.raw, self.step)
+        return task_schedule.train_groups(self.experiment.config, self.step)
 
     @property
     def version(self) -> int:
@@ -153,7 +153,7 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
 @functools.cache
 def _prefiller(dtype: str) -> verifier.Validator:
     exp = experiment(dtype)
-    return verifier.Validator(exp.model, weights, calibrate.filters_of(exp.raw), FLOAT32, max_model_len=128)
+    return verifier.Validator(exp.model, weights, calibrate.filters_of(exp.config), FLOAT32, max_model_len=128)
 
 
 def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:
@@ -262,7 +262,7 @@ def padded_length(double: Double) -> list[rollout_lib.Rollout]:
 
 def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
     """The tasks of the next batch, which it likes better, under the names of this one's groups."""
-    other = task_schedule.train_groups(double.experiment.raw, double.step + 1)
+    other = task_schedule.train_groups(double.experiment.config, double.step + 1)
     groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
     rollouts = flat(double.generate(groups=groups))
     index = {g.group: g.index for g in double.groups}

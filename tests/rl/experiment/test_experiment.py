@@ -81,7 +81,7 @@ def test_the_documented_commands_resolve(command):
     """But for the tokenizer, which is to be downloaded first."""
     config = parsed(*shlex.split(command))
     config.tokenizer = "byte_chatml"
-    assert experiment.resolve(config).raw.rl.num_steps > 0
+    assert experiment.resolve(config).config.rl.num_steps > 0
 
 
 CONFIG_FILES = {
@@ -200,7 +200,7 @@ def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(f
     """The learner's probabilities are of all tokens: a first ratio was 0.28. An evaluation may ask for them."""
 
     def check(**changes):
-        rules.check_trainable(resolved(**changes, **{f"sampling__{k}": v for k, v in filtered.items()}).raw)
+        rules.check_trainable(resolved(**changes, **{f"sampling__{k}": v for k, v in filtered.items()}).config)
 
     learner = {"objective__old_logprobs": "learner"}
     check(**learner)
@@ -213,7 +213,7 @@ def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(f
     ):
         with pytest.raises(ValueError, match=f"sampling.{next(reversed(filtered))} = .*off from the start"):
             check(**changes)
-    rules.check_trainable(resolved(sampling__temperature=0.7).raw)
+    rules.check_trainable(resolved(sampling__temperature=0.7).config)
 
 
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
@@ -225,7 +225,7 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
     for chosen in (other, one, moved, one):  # nothing was done yet: a mistake may be corrected
         with run_directory.open_workdir(tmp_path / "w", chosen) as workdir:
             saved = json.loads((workdir / "config.json").read_text())["config"]
-            assert saved == json.loads(chosen.raw.to_json())
+            assert saved == json.loads(chosen.config.to_json())
     (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
     with run_directory.open_workdir(tmp_path / "w", moved):  # where it runs and how long may change
         pass

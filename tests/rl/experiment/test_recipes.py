@@ -32,10 +32,14 @@ def test_intellect2():
         0.1,
         25,
     )
-    assert (exp.raw.rl.advantage, exp.raw.rl.max_lag, exp.raw.sampling.temperature) == ("group_mean_std", 2, 0.6)
+    assert (exp.config.rl.advantage, exp.config.rl.max_lag, exp.config.sampling.temperature) == (
+        "group_mean_std",
+        2,
+        0.6,
+    )
     # Eight optimizer steps need eight micro-batches of the groups' trees.
-    rollouts = exp.raw.rl.prompts_per_step * exp.raw.rl.samples_per_prompt
-    assert rollouts == 256 and exp.raw.rl.prompts_per_step / exp.raw.train.rows >= exp.objective.optimizer_steps
+    rollouts = exp.config.rl.prompts_per_step * exp.config.rl.samples_per_prompt
+    assert rollouts == 256 and exp.config.rl.prompts_per_step / exp.config.train.rows >= exp.objective.optimizer_steps
 
 
 def test_intellect3():
@@ -44,8 +48,8 @@ def test_intellect3():
     options = exp.loss_options
     assert exp.loss == "masked_importance_sampling"
     assert (options["ratio_low"], options["ratio_high"], options["stream_low"]) == (0.5, 5.0, 1e-5)
-    assert (exp.optimizer.name, exp.optimizer.momentum, exp.raw.rl.advantage) == ("muon", 0.95, "group_mean")
-    assert (exp.raw.rl.max_lag, exp.raw.rl.max_off_policy, exp.raw.rl.samples_per_prompt) == (1, 8, 16)
+    assert (exp.optimizer.name, exp.optimizer.momentum, exp.config.rl.advantage) == ("muon", 0.95, "group_mean")
+    assert (exp.config.rl.max_lag, exp.config.rl.max_off_policy, exp.config.rl.samples_per_prompt) == (1, 8, 16)
 
 
 def test_prime2026():
@@ -53,14 +57,14 @@ def test_prime2026():
     exp = resolved("prime2026")
     assert (exp.loss, exp.loss_options) == ("dppo_tv", {"low": 0.2, "high": 0.2, "kl_tau": 1e-3})
     assert (exp.optimizer.beta1, exp.optimizer.beta2, exp.optimizer.weight_decay) == (0.9, 0.999, 0.01)
-    assert exp.optimizer.clip_norm == 1.0 and exp.raw.rl.advantage == "group_mean"
+    assert exp.optimizer.clip_norm == 1.0 and exp.config.rl.advantage == "group_mean"
 
 
 def test_scalerl():
     """arXiv 2510.13786: CISPO with an upper bound of 5, batch-normalised advantages, prompt average, eight versions behind."""
     exp = resolved("scalerl")
     assert (exp.loss, exp.loss_options) == ("cispo", {"ratio_low": 0.0, "ratio_high": 5.0})
-    assert (exp.raw.rl.normalize, exp.raw.rl.average, exp.raw.rl.max_lag) == ("batch_std", "prompts", 8)
+    assert (exp.config.rl.normalize, exp.config.rl.average, exp.config.rl.max_lag) == ("batch_std", "prompts", 8)
 
 
 def test_an_unknown_recipe_is_refused():

@@ -426,7 +426,7 @@ def test_a_config_file_may_bring_its_own_loss():
         config.loss_options.reinforce = config_dict.ConfigDict({"scale": 2.0})
         exp = experiment.resolve(config)
         assert exp.loss is function and exp.loss_options == {"scale": 2.0}
-        saved.append(json.loads(exp.raw.to_json())["rl"]["loss_function"])
+        saved.append(json.loads(exp.config.to_json())["rl"]["loss_function"])
     assert saved[0] == saved[2] != saved[1] and saved[0].startswith("reinforce ")
     config.rl.loss = "reinforced"
     with pytest.raises(ValueError, match="rl.loss = 'reinforced' is unknown"):

@@ -48,7 +48,7 @@ def resolve(**changes):
 
 
 def config_of(**changes):
-    return resolve(**changes).raw
+    return resolve(**changes).config
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def make(tmp_path):
         exp = resolve(**changes)
         made.append(
             orchestrator_lib.Orchestrator(
-                exp.raw,
+                exp.config,
                 tmp_path,
                 credit=exp.credit,
                 check=check,

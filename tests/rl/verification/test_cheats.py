@@ -84,7 +84,7 @@ def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regi
 @pytest.mark.slow
 def test_two_thousand_honest_rollouts_of_all_variants_pass_at_the_default_limits():
     """Other batch sizes, prefill batches, decode chunkings and a mesh: one refusal would be one too many."""
-    trust = doubles.experiment().raw.trust
+    trust = doubles.experiment().config.trust
     limits = checks.Tolerance(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance)
     judge, count = doubles.make_validator(limits, doubles.EXACT), 0
     for name in ("same", "small_batch", "single_steps", "long_calls", "float32", "tensor_parallel"):

@@ -166,7 +166,7 @@ def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
     verdict = checks.routable(rollout, CLAIMS)
     if value is None:
         assert verdict.accepted
-        rules = verifier.rules_of(experiment.resolve(moe_config()).raw, TOKENIZER)
+        rules = verifier.rules_of(experiment.resolve(moe_config()).config, TOKENIZER)
         verdict = checks.routed(rollout, CLAIMS, rules)
         assert checks.routed(rollout, CLAIMS, dataclasses.replace(rules, router_replay=False)).accepted
     assert verdict.reason == "routing" and words in str(verdict)

@@ -738,7 +738,7 @@ def test_the_routes(service):
 
 def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
     exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
     closed = []
 
     def run(sockets):
@@ -792,7 +792,7 @@ def test_a_mesh_is_a_variant(monkeypatch):
 
 def test_the_calibrate_command(tmp_path, capsys):
     exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.raw.to_json())}))
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
     broadcast.publish(doubles.weights(0), 4, str(tmp_path / "weights"))
     command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
     assert commands.run("rl.validator", *command, "--variants", "same") == 0
