@@ -31,7 +31,7 @@ from starlette import requests
 
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import admin_routes, generate_routes, openai_routes, schemas, service, web
+from inference.server import admin_routes, generate_routes, inference_server, openai_routes, schemas, web
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.system import cli, sockets
@@ -39,14 +39,14 @@ from sharding.system import cli, sockets
 MAX_BODY_BYTES = 8 * 2**20  # half a million token ids; parsed, a body takes about twenty times its size
 
 
-def make_app(server: service.Server, *, api_key: str | None = None) -> fastapi.FastAPI:
+def make_app(server: inference_server.InferenceServer, *, api_key: str | None = None) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="Intellax rollout server", docs_url=None, redoc_url=None, openapi_url=None)
     generate_routes.add(app, server, MAX_BODY_BYTES)
     openai_routes.add(app, server, MAX_BODY_BYTES)
     admin_routes.add(app, server)
     if api_key:
         app.add_middleware(web.RequireKey, key=api_key)
-    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
+    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
 
     @app.exception_handler(ValueError)
     @app.exception_handler(fastapi.exceptions.RequestValidationError)  # of the query string
@@ -137,9 +137,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         sock = sockets.listen(args.host, args.port)
         if args.weights:
-            server = service.start(args.weights, config, key=args.weights_key, **options)
+            server = inference_server.start(args.weights, config, key=args.weights_key, **options)
         else:
-            server = service.start_model(args.model, config, **options)
+            server = inference_server.start_model(args.model, config, **options)
         server.model_name = args.served_model_name
         grpc_server = None
         if args.grpc_port is not None:
@@ -194,7 +194,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--{name} is of a broadcast, and --model is a folder; leave it out, or serve --weights")
 
 
-def _watch(server: service.Server, period_s: float) -> None:
+def _watch(server: inference_server.InferenceServer, period_s: float) -> None:
     while True:
         time.sleep(period_s)
         try:

@@ -25,7 +25,7 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from inference.server import service
+from inference.server import inference_server
 from rl import envs, evaluate, launch, report, sft
 from rl.batch import host_feed, packing
 from rl.experiment import experiment
@@ -279,7 +279,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
     elif exp.server_mesh:
         try:
-            service.host_mesh(exp.server_mesh, exp.engine)
+            inference_server.host_mesh(exp.server_mesh, exp.engine)
         except ValueError as error:
             raise ValueError(f"inference.mesh: {error}") from None
 

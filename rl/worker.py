@@ -79,7 +79,7 @@ def make_rollouts(
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and writes them down; unsigned."""
     rollouts, P = [], len(prompt)
-    scored = run.scorer.score(task, [run.tokenizer.answer(prompt, sample.tokens) for sample in samples])
+    scored = run.scorer.score(task, [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples])
     for index, (sample, rewards) in enumerate(zip(samples, (one.scores for one in scored), strict=True)):
         rollouts.append(
             rollout_lib.Rollout(

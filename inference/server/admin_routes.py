@@ -9,10 +9,10 @@ import asyncio
 import fastapi
 from fastapi import responses
 
-from inference.server import schemas, service, web
+from inference.server import inference_server, schemas, web
 
 
-def add(app: fastapi.FastAPI, server: service.Server) -> None:
+def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     scheduler = server.scheduler
 
     @app.post("/update_weights")
@@ -56,7 +56,7 @@ def add(app: fastapi.FastAPI, server: service.Server) -> None:
         return responses.PlainTextResponse(exposition(server), media_type="text/plain; version=0.0.4")
 
 
-def exposition(server: service.Server) -> str:
+def exposition(server: inference_server.InferenceServer) -> str:
     """Prometheus' text format: the names that prime-rl's concurrency controller reads, then ours."""
     scheduler, config = server.scheduler, server.engine.config
     stats, running = dict(scheduler.stats), scheduler.num_running

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent import futures
 
 
-class Turns:
+class FairPool:
     """`num_threads` threads, which end with the process or by `close`. Any thread may call."""
 
     def __init__(self, num_threads: int, name: str):

@@ -17,10 +17,10 @@ from fastapi import responses
 
 from inference.engine import routed_experts
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import schemas, service, web
+from inference.server import inference_server, schemas, web
 
 
-def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> None:
+def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
     @app.post("/inference/v1/generate")
     async def generate(request: fastapi.Request):
         body = schemas.Generate.model_validate_json(await web.read_body(request, max_body_bytes))
@@ -31,7 +31,7 @@ def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> No
 
 
 def reply(
-    server: service.Server,
+    server: inference_server.InferenceServer,
     body: schemas.Generate,
     asked: scheduler_lib.GenerateRequest,
     completions: list[scheduler_lib.Completion],
@@ -61,7 +61,7 @@ def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[sched
     }
 
 
-def experts(server: service.Server, completion: scheduler_lib.Completion, start: int) -> dict:
+def experts(server: inference_server.InferenceServer, completion: scheduler_lib.Completion, start: int) -> dict:
     """`routed_experts` of the tokens from `start` on, if they were asked for."""
     if completion.experts is None:
         return {}

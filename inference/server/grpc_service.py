@@ -19,7 +19,7 @@ import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import service
+from inference.server import inference_server
 
 MAX_RPCS = 256  # each has a thread
 POLL_S = 0.5  # how late a client that hung up is noticed while it waits
@@ -35,7 +35,7 @@ class GrpcServer:
         self.server.stop(grace_s).wait()
 
 
-def start(server: service.Server, host: str, port: int) -> GrpcServer:
+def start(server: inference_server.InferenceServer, host: str, port: int) -> GrpcServer:
     """Listens on `port` (0: a free one). ValueError when it is taken."""
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     own_port = [("grpc.so_reuseport", 0)]  # or two servers would share one port, each with a part of the clients
@@ -52,7 +52,7 @@ def start(server: service.Server, host: str, port: int) -> GrpcServer:
 
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
-    def __init__(self, server: service.Server):
+    def __init__(self, server: inference_server.InferenceServer):
         self._server = server
 
     def Decode(self, request, context) -> Iterator:

@@ -21,12 +21,12 @@ import fastapi
 from fastapi import responses
 
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import generate_routes, schemas, service, web
+from inference.server import generate_routes, inference_server, schemas, web
 from models.text import parsers
 from models.text import tokenizer as tokenizer_lib
 
 
-def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> None:
+def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
     async def body_of(request: fastapi.Request) -> bytes:
         return await web.read_body(request, max_body_bytes)
 
@@ -75,7 +75,7 @@ def add(app: fastapi.FastAPI, server: service.Server, max_body_bytes: int) -> No
         return {"object": "list", "data": [card]}
 
 
-def render(server: service.Server, body: schemas.Rendering | schemas.Tokenize) -> list[int]:
+def render(server: inference_server.InferenceServer, body: schemas.Rendering | schemas.Tokenize) -> list[int]:
     """The prompt of a conversation. ValueError where it cannot be rendered."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -113,7 +113,9 @@ class _Reader:
         )
 
 
-async def _answer_chat(server: service.Server, request: fastapi.Request, body: schemas.Chat, tokens: list[int]):
+async def _answer_chat(
+    server: inference_server.InferenceServer, request: fastapi.Request, body: schemas.Chat, tokens: list[int]
+):
     _check_chat(body)
     if body.max_completion_tokens is not None:
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
@@ -261,7 +263,9 @@ def _chat_logprobs(tokenizer: tokenizer_lib.Tokenizer, completion) -> dict:
 # ---- completions -----------------------------------------------------------------------------------------------------
 
 
-async def _answer_completions(server: service.Server, request: fastapi.Request, body: schemas.Completions):
+async def _answer_completions(
+    server: inference_server.InferenceServer, request: fastapi.Request, body: schemas.Completions
+):
     if body.echo:
         raise ValueError("echo is not supported; put the prompt in front yourself, or ask for prompt_logprobs")
     prompts = body.prompt if isinstance(body.prompt, list) and not _is_ids(body.prompt) else [body.prompt]
@@ -346,7 +350,9 @@ def _text_logprobs(tokenizer: tokenizer_lib.Tokenizer, completion) -> dict:
     }
 
 
-def _prompt_ids(server: service.Server, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
+def _prompt_ids(
+    server: inference_server.InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str
+) -> list[int]:
     if body.add_special_tokens is False:
         return server.tokenizer.encode(text)
     return server.tokenizer.prompt_ids(text)
@@ -363,7 +369,9 @@ def _head(kind: str, prefix: str, model: str) -> dict:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _asked(server: service.Server, body: schemas.Sampling, tokens, top_logprobs: int) -> scheduler_lib.GenerateRequest:
+def _asked(
+    server: inference_server.InferenceServer, body: schemas.Sampling, tokens, top_logprobs: int
+) -> scheduler_lib.GenerateRequest:
     """The request; experts are for who asks for them, or for token ids."""
     if body.return_routed_experts and body.stream:
         raise ValueError("return_routed_experts is not streamed; send stream = false")
@@ -372,7 +380,7 @@ def _asked(server: service.Server, body: schemas.Sampling, tokens, top_logprobs:
     return server.request(body, tokens, top_logprobs=top_logprobs)
 
 
-def _ours(server: service.Server, completion: scheduler_lib.Completion, body) -> dict:
+def _ours(server: inference_server.InferenceServer, completion: scheduler_lib.Completion, body) -> dict:
     """What other clients ignore."""
     extra = {
         "policy_versions": generate_routes.policy_versions(completion),
@@ -395,7 +403,7 @@ def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
     return text
 
 
-def _check_ids(tokens: Sequence[int], server: service.Server) -> None:
+def _check_ids(tokens: Sequence[int], server: inference_server.InferenceServer) -> None:
     if bad := [token for token in tokens if not 0 <= token < server.engine.model.vocab_size]:
         raise ValueError(f"token id {bad[0]} is outside the vocabulary of {server.engine.model.vocab_size} entries")
 

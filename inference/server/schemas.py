@@ -1,7 +1,7 @@
 """What clients may send, as pydantic models: wrong types are refused by name, unknown keys are ignored.
 
 `null` stands for "not given" everywhere, as OpenAI's clients have it. Numbers must be finite and of their own type: a
-string is no number, true is no integer. What a field means is in inference/server/service.py, which turns these into requests.
+string is no number, true is no integer. What a field means is in inference/server/inference_server.py, which turns these into requests.
 """
 
 from typing import Annotated, Any, Literal

@@ -64,7 +64,7 @@ def server(
     It then takes no more connections, and gives the requests it has `drain_s` to end. `max_connections`: by default three
     quarters of the files that the process may have open.
     """
-    app.add_exception_handler(requests.ClientDisconnect, hung_up)
+    app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
     app.add_exception_handler(TooSlow, _too_slow)
     app.add_exception_handler(Full, _full)
     # log_config: uvicorn's default resets all of logging, and with it absl's handler, which then closes standard error
@@ -81,10 +81,10 @@ def server(
     return uvicorn.Server(config)
 
 
-async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *, hold: bool = False) -> bytes:
+async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *, keep: bool = False) -> bytes:
     """The whole body; ValueError as soon as it exceeds `max_bytes`, before the rest is read; Full, TooSlow.
 
-    It counts against the server's budget while it is read, with `hold` until the request is answered: for a route that
+    It counts against the server's budget while it is read, with `keep` until the request is answered: for a route that
     keeps the bytes and waits.
     """
     part: _Part | None = request.scope.get(_Budgeted.KEY)
@@ -115,11 +115,11 @@ async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES, *
                 part.take(len(chunk))
             chunks.append(chunk)
     finally:
-        if part is not None and not hold:
+        if part is not None and not keep:
             part.give_back()
 
 
-def give_back(request: fastapi.Request) -> None:
+def release_body(request: fastapi.Request) -> None:
     """What `read_body` held is let go before the request is answered."""
     part: _Part | None = request.scope.get(_Budgeted.KEY)
     if part is not None:
@@ -178,7 +178,7 @@ async def disconnected(request: fastapi.Request) -> None:
         pass
 
 
-async def hung_up(request: fastapi.Request, error: Exception) -> responses.Response:
+async def handle_disconnect(request: fastapi.Request, error: Exception) -> responses.Response:
     """Exception handler: the client went away while it was sending; nobody reads the answer, and it is no error of ours."""
     return responses.Response(status_code=499)
 
@@ -249,7 +249,7 @@ class _Budgeted:
             part.give_back()
 
 
-def party(request: fastapi.Request) -> str:
+def client_network(request: fastapi.Request) -> str:
     """Who shares what a server has to give with the client of this request."""
     return _party(request.scope)
 

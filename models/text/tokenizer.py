@@ -129,7 +129,7 @@ class Tokenizer:
             mask += [generated] * (len(ids) - len(mask))
         return Rendered(ids, mask)
 
-    def answer(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
+    def scored_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
         """What is scored of a completion: its content. Reasoning that the prompt opened (QwQ's does) and that never ends is none."""
         inside = True if self.opens_reasoning(prompt_ids) else None
         return self.parse(completion_ids, in_reasoning=inside)["content"]

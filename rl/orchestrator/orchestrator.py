@@ -109,7 +109,7 @@ class Orchestrator:
         self._refusals: collections.Counter = collections.Counter()
         self._counts: collections.Counter = collections.Counter()
         self._failure: BaseException | None = None
-        self._screeners = fair_pool.Turns(NUM_SCREENS, "screen")
+        self._screeners = fair_pool.FairPool(NUM_SCREENS, "screen")
         self._checker = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
 

@@ -23,7 +23,7 @@ NUM_DECODES = 2  # at a time: 0.8 GiB each at worst
 
 def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
     """`invited`: public keys of the workers that may lease; empty for anybody."""
-    decoders = fair_pool.Turns(NUM_DECODES, "decode")
+    decoders = fair_pool.FairPool(NUM_DECODES, "decode")
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -31,16 +31,16 @@ def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
         decoders.close()
 
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_exception_handler(requests.ClientDisconnect, web.hung_up)
+    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     desk = lease_lib.Desk(invited)
 
     def take(body: bytes) -> dict:
         return orchestrator.submit(parquet.from_bytes(body))
 
     async def taken(request: fastapi.Request) -> dict[str, asyncio.Future]:
-        body = await web.read_body(request, hold=True)
-        found = await asyncio.wrap_future(decoders.submit(web.party(request), take, body))
-        web.give_back(request)
+        body = await web.read_body(request, keep=True)
+        found = await asyncio.wrap_future(decoders.submit(web.client_network(request), take, body))
+        web.release_body(request)
         # Shielded: a group whose judgement was cancelled with its request would be leased to nobody.
         return {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in found.items()}
 

@@ -100,7 +100,7 @@ class Service:
         self._jobs: collections.OrderedDict[tuple[str, ...], concurrent.futures.Future] = collections.OrderedDict()
         self._latest: collections.OrderedDict[tuple[str, bool], tuple[str, ...] | Status] = collections.OrderedDict()
         self._decoding = threading.Lock()
-        self._turns = fair_pool.Turns(NUM_LOOKS, "look-over")
+        self._turns = fair_pool.FairPool(NUM_LOOKS, "look-over")
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._is_closed = False
         self.counts: collections.Counter = collections.Counter()

@@ -294,7 +294,9 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.tell) -
     )
 
     def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[scorer.Scored]:
-        return scores.score(task(group), [tokenizer.answer(prompt(group), completion) for completion in completions])
+        return scores.score(
+            task(group), [tokenizer.scored_text(prompt(group), completion) for completion in completions]
+        )
 
     return verdicts.Rules(
         env=env.name,

@@ -28,7 +28,7 @@ from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import kv_cache
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import schemas, service, web
+from inference.server import inference_server, schemas, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
@@ -61,7 +61,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(weights):
-    server = service.start(str(weights), CONFIG)
+    server = inference_server.start(str(weights), CONFIG)
     yield server
     server.close()
 
@@ -258,7 +258,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
 def test_a_scheduler_that_stopped_is_503(weights, server):
     scheduler = scheduler_lib.Scheduler(server.engine, server.engine.load_params(), 0)
     scheduler.close()
-    app = serve.make_app(service.Server(str(weights), scheduler, server.engine, server.store))
+    app = serve.make_app(inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store))
 
     async def exchange():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
@@ -516,7 +516,7 @@ def test_twenty_swaps_under_sixty_four_requests(server, tmp_path):
 def test_swaps_on_a_mesh(tmp_path):
     """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
     publish(tmp_path / "own", 0)
-    meshed = service.start(str(tmp_path / "own"), CONFIG, mesh={"tensor": 2, "data": -1})
+    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, mesh={"tensor": 2, "data": -1})
     try:
         down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
         assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
@@ -570,7 +570,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = service.start_model(str(folders[0]), CONFIG)
+    server = inference_server.start_model(str(folders[0]), CONFIG)
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:

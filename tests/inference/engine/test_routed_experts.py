@@ -19,7 +19,7 @@ from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import service
+from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
@@ -42,7 +42,7 @@ def params():
 def server():
     engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params())
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
-    yield service.Server(None, scheduler, engine, None)
+    yield inference_server.InferenceServer(None, scheduler, engine, None)
     scheduler.close()
 
 

@@ -18,7 +18,7 @@ from inference.engine import decode_state, kv_cache, programs, weights
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import service
+from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl import launch
@@ -185,7 +185,7 @@ def test_the_engine_names_its_mesh():
 def test_an_impossible_mesh_is_refused(axes, words):
     config = dataclasses.replace(CONFIG, num_slots=4)
     with pytest.raises(ValueError) as error:
-        weights.shardings(DENSE, service.host_mesh(axes, config))
+        weights.shardings(DENSE, inference_server.host_mesh(axes, config))
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 

@@ -12,7 +12,7 @@ WAIT_S = 60
 
 @pytest.fixture
 def four():
-    made = fair_pool.Turns(4, "test")
+    made = fair_pool.FairPool(4, "test")
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ def test_one_party_takes_half_and_others_are_served(four):
 
 
 def test_parties_take_turns_and_each_keeps_its_order():
-    pool, done, go = fair_pool.Turns(1, "test"), [], threading.Event()
+    pool, done, go = fair_pool.FairPool(1, "test"), [], threading.Event()
     (first,), begun = blocked(pool, "x", 1, go)
     assert begun.acquire(timeout=WAIT_S)
     calls = [
@@ -64,7 +64,7 @@ def test_what_a_call_raises_is_for_who_waits(four):
 
 
 def test_what_waits_when_it_closes_is_cancelled():
-    pool, go = fair_pool.Turns(1, "test"), threading.Event()
+    pool, go = fair_pool.FairPool(1, "test"), threading.Event()
     (running,), begun = blocked(pool, "a", 1, go)
     assert begun.acquire(timeout=WAIT_S)
     waiting = pool.submit("b", lambda: 1)

@@ -21,7 +21,7 @@ from inference import chat as chat_lib
 from inference import serve
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import service
+from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import rules
@@ -73,7 +73,7 @@ def server():
     params = jax.tree.map(jax.numpy.asarray, params)
     engine = Scripted(MODEL, CONFIG, TOK, params)
     scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield service.Server(None, scheduler, engine, None)
+    yield inference_server.InferenceServer(None, scheduler, engine, None)
     scheduler.close()
 
 

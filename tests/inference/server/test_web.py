@@ -33,7 +33,7 @@ def running(monkeypatch):
 
     @app.post("/held")
     async def held(request: fastapi.Request):
-        size = len(await web.read_body(request, hold=True))
+        size = len(await web.read_body(request, keep=True))
         await asyncio.to_thread(gate.wait, WAIT_S)
         return {"bytes": size}
 

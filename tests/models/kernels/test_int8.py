@@ -19,7 +19,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import weights
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import service
+from inference.server import inference_server
 from models import hf, presets, transformer
 from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
@@ -198,7 +198,7 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     """From a broadcast, by a delta, and from the same in a folder; refused names; the host's copy stays what was published."""
     root, metadata = tmp_path / "weights", {"model": dataclasses.asdict(DENSE), "tokenizer": "byte_chatml"}
     broadcast.publish(params("dense"), 0, str(root), metadata=metadata)
-    server = service.start(str(root), CONFIG, quantize="int8")
+    server = inference_server.start(str(root), CONFIG, quantize="int8")
 
     def ask(method, path, body=None):
         async def exchange():
@@ -233,4 +233,4 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     finally:
         server.close()
     with pytest.raises(ValueError, match="quantize = 'int4' is unknown; choose one of none, int8"):
-        service.start(str(root), CONFIG, quantize="int4")
+        inference_server.start(str(root), CONFIG, quantize="int4")

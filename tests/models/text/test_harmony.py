@@ -79,7 +79,7 @@ def test_a_tokenizer_reads_what_was_sampled():
     ids = TOK.encode(f"{THOUGHT}{NEXT}<|channel|>final<|message|>3<|return|>", special=True)
     assert TOK.parse(ids) == {"role": "assistant", "reasoning_content": "A sum.", "content": "3"}
     prompt = TOK.render(test_parsers.OPENING, add_generation_prompt=True).token_ids
-    assert TOK.answer(prompt, ids) == "3" and TOK.answer(prompt, ids[:8]) == ""
+    assert TOK.scored_text(prompt, ids) == "3" and TOK.scored_text(prompt, ids[:8]) == ""
     (call,) = TOK.parse(TOK.encode(CALL, special=True))["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
     stream = TOK.text_stream(structured=True)

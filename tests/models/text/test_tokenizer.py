@@ -189,7 +189,7 @@ def test_reasoning_that_the_prompt_opened_is_not_scored():
     opened, plain = (TOK.encode(text, special=True) for text in ("<|im_start|>assistant\n<think>\n", "assistant\n"))
     for said, inside, outside in (("#### 5", "", "#### 5"), ("a</think>\n\n5", "5", "5"), ("<think>a", "", "")):
         ids = TOK.encode(said, special=True)
-        assert (TOK.answer(opened, ids), TOK.answer(plain, ids)) == (inside, outside)
+        assert (TOK.scored_text(opened, ids), TOK.scored_text(plain, ids)) == (inside, outside)
 
 
 def test_parse_takes_what_is_malformed():

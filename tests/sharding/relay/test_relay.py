@@ -668,7 +668,7 @@ def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
 
     from inference.engine import engine as engine_lib
     from inference.scheduler import scheduler as scheduler_lib
-    from inference.server import service
+    from inference.server import inference_server
     from models import transformer
     from sharding import broadcast
     from tests.support import tiny
@@ -689,7 +689,7 @@ def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
         proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED) as a,
         proxy.running(a.url, tmp_path / "b", trusted_key=TRUSTED) as b,
     ):
-        server = service.start(b.url, config)
+        server = inference_server.start(b.url, config)
         try:
             before = answer(server)
             broadcast.publish(second, 1, pub, base=broadcast.pull(pub, 0), metadata=metadata, key=key)

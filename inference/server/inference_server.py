@@ -2,8 +2,8 @@
 
 1. `start` waits for the first version of a broadcast (its manifest names model and tokenizer); `start_model` loads a
    Hugging Face folder. Either compiles its large programs side by side, then runs one request.
-2. `Server.request` turns the wire's sampling fields into a `GenerateRequest`; what is not given gets its default here.
-3. `Server.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in between
+2. `InferenceServer.request` turns the wire's sampling fields into a `GenerateRequest`; what is not given gets its default here.
+3. `InferenceServer.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in between
    two steps. Whatever fails before that leaves the old weights serving.
 """
 
@@ -33,7 +33,7 @@ NOTICE_S = 5.0  # how long a server waits for the first version before it says s
 
 
 @dataclasses.dataclass
-class Server:
+class InferenceServer:
     """A running engine and where its weights come from."""
 
     weights: source_lib.Source | None  # the broadcast, opened; None: updates name their folder
@@ -146,7 +146,7 @@ def start(
     every_length: bool = False,
     say: Callable[[str], None] = lambda line: None,
     **options,
-) -> Server:
+) -> InferenceServer:
     """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
 
     `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
@@ -186,7 +186,7 @@ def start_model(
     every_length: bool = False,
     say: Callable[[str], None] = lambda line: None,
     **options,
-) -> Server:
+) -> InferenceServer:
     """Loads a Hugging Face folder, or a hub id, as version 0; see `start`."""
     from models import hf, hub
 
@@ -237,7 +237,7 @@ def _serve(
     options: dict,
     say: Callable,
     every_length: bool,
-) -> Server:
+) -> InferenceServer:
     if tokenizer.vocab_size > store.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model {store.model.vocab_size}: they are not of one "
@@ -250,7 +250,7 @@ def _serve(
     scheduler = scheduler_lib.Scheduler(engine, params, version, state=warmup.largest(engine, params), **options)
     for request in warmup.requests(config, every_length=every_length):
         scheduler.submit(request).result()
-    return Server(weights, scheduler, engine, store)
+    return InferenceServer(weights, scheduler, engine, store)
 
 
 def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
