@@ -256,7 +256,7 @@ def step(size_mb: int, work: pathlib.Path) -> None:
     base = broadcast.pull(work / "delta", 0, key=PUBLIC)
     publish_s = _seconds(lambda: broadcast.publish(after, 1, work / "delta", base=base, key=KEY))
     size = sum(o.size for o in broadcast.read_manifest(work / "delta", 1).objects)
-    pull_s = _seconds(lambda: broadcast.pull(work / "delta", 1, have=base, key=PUBLIC))
+    pull_s = _seconds(lambda: broadcast.pull(work / "delta", 1, base=base, key=PUBLIC))
     shutil.rmtree(work / "delta")
 
     old, new = (next(iter(t.values())).view(np.uint8) for t in (before, after))

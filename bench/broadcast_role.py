@@ -11,7 +11,7 @@ import time
 
 from bench import broadcast as bench
 from sharding import broadcast
-from sharding.broadcast import source as source_lib
+from sharding.download import source as source_lib
 
 
 def main() -> None:

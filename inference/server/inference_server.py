@@ -26,7 +26,7 @@ from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
-from sharding.broadcast import source as source_lib
+from sharding.download import source as source_lib
 
 RELAY_LAG_S = 60.0  # how long a version that was announced may take to reach our relays
 NOTICE_S = 5.0  # how long a server waits for the first version before it says so
@@ -77,7 +77,7 @@ class InferenceServer:
                 return self.scheduler.version
             if source is None and not isinstance(root, source_lib.Directory):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
-            pulled = broadcast.pull(root, version, shardings=self.store.on_arrival, have=self.have, key=self.key)
+            pulled = broadcast.pull(root, version, shardings=self.store.on_arrival, base=self.have, key=self.key)
             version = self._swap(pulled.params, pulled.version)
             self.have = pulled if source is None else None
             return version

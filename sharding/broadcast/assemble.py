@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sharding.broadcast import source as source_lib
+from sharding.download import source as source_lib
 from sharding.format import chunks, delta, journal, manifest
 
 IN_FLIGHT_BYTES = 256 << 20

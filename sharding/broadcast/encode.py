@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
 from sharding.broadcast import assemble, destination
-from sharding.broadcast import source as source_lib
+from sharding.download import source as source_lib
 from sharding.format import chunks, delta, digests, journal, manifest
 from sharding.multihost import hosts
 

@@ -31,8 +31,8 @@ import jax
 import numpy as np
 
 from sharding.broadcast import assemble, encode
-from sharding.broadcast import source as source_lib
 from sharding.download import range_get
+from sharding.download import source as source_lib
 from sharding.format import chunks, digests, journal, manifest
 from sharding.system import atomic_file
 
@@ -44,7 +44,7 @@ Source = str | os.PathLike | Sequence[str] | source_lib.Source
 
 @dataclasses.dataclass(frozen=True)
 class Pulled:
-    """A tree and which one it is: what `pull` returns, and what deltas can be applied to (`have`) or made from (`base`)."""
+    """A tree and which one it is: what `pull` returns, and what deltas can be applied to or made from (`base`)."""
 
     version: int
     params: Any
@@ -58,7 +58,7 @@ def pull(
     version: int | None = None,
     *,
     shardings: Any = None,
-    have: Pulled | None = None,
+    base: Pulled | None = None,
     key: str | None = None,
     run: str | None = None,
     cache: str | os.PathLike | None = None,
@@ -68,7 +68,7 @@ def pull(
 
     `source` is a directory, a bucket URL, one or more relay URLs, or what `source.open` returned. `shardings` has the
     structure of the params; its leaves are Shardings, or ShapeDtypeStructs with one, and then shapes and dtypes must agree. Only
-    what this process's devices need is fetched. `have` is an earlier result: if the version can be reached from it by
+    what this process's devices need is fetched. `base` is an earlier result: if the version can be reached from it by
     deltas, these are fetched instead. `key` is the hex of the publisher's ed25519 key, `run` the run that it must be of.
     `cache` is a directory that keeps verified objects until the pull succeeds: a killed one resumes there.
 
@@ -80,8 +80,8 @@ def pull(
         if run is not None and target.run != run:
             raise CorruptBroadcast(f"version {target.version} is of run {target.run!r}, not of {run!r}")
         needs, finish = _numpy_needs(target) if shardings is None else _sharded_needs(target, shardings)
-        leaves = None if have is None else _matching_leaves(have, target)
-        way = assemble.plan(opened, target, have if leaves is not None else None, leaves, key)
+        leaves = None if base is None else _matching_leaves(base, target)
+        way = assemble.plan(opened, target, base if leaves is not None else None, leaves, key)
         reader = opened if cache is None else _Cached(opened, cache)
         try:
             found = _gather(reader, way, needs, finish, progress)

@@ -1,6 +1,6 @@
 """One object being fetched from one or several relays into a given buffer.
 
-1. It is cut into ranges of `piece_bytes`; all of them are fetched at the same time.
+1. It is cut into ranges of `range_bytes`; all of them are fetched at the same time.
 2. Each range asks one relay, drawn by `sharding/download/relay_choice.py`.
 3. A connection that breaks keeps what it brought; the rest is asked of another relay.
 4. A range that lags far behind what another relay would need is fetched there too; the first to end wins and the loser
@@ -46,7 +46,7 @@ class Gathering:
     ):
         self._source, self._choice, self._only = relays, relays.choice, only
         self._version, self._name, self._target, self._deadline_s = version, name, target, deadline_s
-        step, size = relays.options.piece_bytes, len(target)
+        step, size = relays.options.range_bytes, len(target)
         self._todo = collections.deque((start, min(start + step, size)) for start in range(0, size, step))
         self._flying: dict[concurrent.futures.Future, range_get.Get] = {}
         self._num_missing = collections.Counter()

@@ -26,7 +26,7 @@ class Options:
     patience_s: float = 60.0  # a read fails after this, plus the object's size at MIN_BYTES_PER_S
     connect_s: float = 5.0
     stall_s: float = 10.0  # silence on an open connection
-    piece_bytes: int = 8 << 20
+    range_bytes: int = 8 << 20
     parallel: int = 16  # requests in flight, over all objects
     seed: int | None = None  # of the relay choice
 

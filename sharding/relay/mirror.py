@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 
-from sharding.broadcast import source
+from sharding.download import source
 from sharding.format import journal
 from sharding.format import manifest as manifest_lib
 from sharding.relay import store as store_lib

@@ -29,8 +29,7 @@ import threading
 import time
 import urllib.parse
 
-from sharding.broadcast import source
-from sharding.download import range_get
+from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import mirror as mirror_lib
 from sharding.relay import store as store_lib

@@ -16,7 +16,7 @@ import time
 import blake3
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.broadcast import source as source_lib
+from sharding.download import source as source_lib
 from sharding.format import journal
 from sharding.format import manifest as manifest_lib
 from sharding.relay import server as relay_lib

@@ -24,7 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from models import transformer
 from sharding import broadcast
 from sharding import mesh as mesh_lib
-from sharding.broadcast import assemble, encode, pull, source
+from sharding.broadcast import assemble, encode, pull
+from sharding.download import source
 from sharding.format import chunks, digests, manifest
 from tests.models import test_families
 from tests.support import commands, proxy
@@ -547,7 +548,7 @@ def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path):
         assert (written.base, written.encodings) == ((None, ("zarr3",)) if version == 0 else (version - 2, ("xor",)))
         reference = broadcast.publish(params, version, snapshots)
         assert written.digest == reference.digest
-        have = broadcast.pull(tmp_path / "chain", have=have)
+        have = broadcast.pull(tmp_path / "chain", base=have)
         _assert_same(have.params, params)
         params = _nudge(params, rng)
     late = broadcast.pull(tmp_path / "chain")
@@ -581,7 +582,7 @@ def test_what_is_fetched_is_the_shortest_way(tmp_path):
 
     def fetched(version, have=None):
         opened = _Counting(tmp_path)
-        pulled = broadcast.pull(opened, version, have=have)
+        pulled = broadcast.pull(opened, version, base=have)
         _assert_same(pulled.params, trees[version])
         return {(v, path.split("/")[0]) for v, path in opened.paths}
 
@@ -608,10 +609,10 @@ def test_a_tree_at_hand_that_is_not_what_it_says_is_not_built_on(tmp_path):
     params = _nudge(params, rng)
     publisher.publish(params, 1)
     have.params["f"][0, 0] = 7  # somebody wrote into it
-    _assert_same(broadcast.pull(tmp_path, have=have).params, params)
+    _assert_same(broadcast.pull(tmp_path, base=have).params, params)
     same = broadcast.pull(tmp_path)
     same.params["q"][0] ^= 1
-    _assert_same(broadcast.pull(tmp_path, have=same).params, params)  # also when nothing needs to be fetched
+    _assert_same(broadcast.pull(tmp_path, base=same).params, params)  # also when nothing needs to be fetched
 
 
 def test_explicit_base(tmp_path):
@@ -625,7 +626,7 @@ def test_explicit_base(tmp_path):
     assert (both.base, both.delta_of, both.encodings) == (None, 0, ("xor", "zarr3"))
     for version, tree in enumerate((first, second, third)):
         _assert_same(broadcast.pull(tmp_path, version).params, tree)
-        _assert_same(broadcast.pull(tmp_path, version, have=base).params, tree)
+        _assert_same(broadcast.pull(tmp_path, version, base=base).params, tree)
     with pytest.raises(ValueError, match="tensor 'x' is not the same in version 0"):
         broadcast.publish({**third, "x": np.ones(1)}, 3, tmp_path, base=base)
     with pytest.raises(ValueError, match="base is version 0.*need an older one"):
@@ -655,9 +656,9 @@ def test_a_tampered_delta_is_named_and_a_snapshot_helps(tmp_path, how):
     one = broadcast.pull(tmp_path, 1)
     for have in (None, one):
         with pytest.raises(broadcast.CorruptBroadcast, match=r"v00000002/deltas/00000-000000\.bin"):
-            broadcast.pull(tmp_path, 2, have=have)
+            broadcast.pull(tmp_path, 2, base=have)
     two = broadcast.Pulled(2, params, {}, broadcast.read_manifest(tmp_path, 2).digest)
-    _assert_same(broadcast.pull(tmp_path, 3, have=two).params, params)
+    _assert_same(broadcast.pull(tmp_path, 3, base=two).params, params)
     with pytest.raises(broadcast.CorruptBroadcast, match="deltas"):
         broadcast.verify(tmp_path, 3)
 
@@ -689,7 +690,7 @@ def test_random_damage_gives_the_right_tree_or_an_error(tmp_path):
             path.unlink() if how == 3 else path.write_bytes(data)
         for at_hand in (None, have):
             try:
-                _assert_same(broadcast.pull(tmp_path / "bad", 4, have=at_hand).params, params)
+                _assert_same(broadcast.pull(tmp_path / "bad", 4, base=at_hand).params, params)
                 outcomes["right"] += 1
             except (broadcast.CorruptBroadcast, FileNotFoundError):
                 outcomes["refused"] += 1
@@ -745,7 +746,7 @@ def test_deltas_of_many_chunks_in_many_objects(tmp_path, monkeypatch):
     publisher = broadcast.Publisher(tmp_path, snapshot_every=5)
     for version in range(3):
         written = publisher.publish(params, version)
-        have = broadcast.pull(tmp_path, have=have)
+        have = broadcast.pull(tmp_path, base=have)
         _assert_same(have.params, params)
         _assert_same(broadcast.pull(tmp_path).params, params)
         frozen, params = params, _nudge(params, rng, 0.02)
@@ -804,13 +805,13 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours):
             _assert_same(pulled.params, tree)
             assert all(leaf.sharding == sharding for leaf in pulled.params.values())
             if version:  # the tree at hand lies in their layout, the patches in ours
-                _assert_same(broadcast.pull(tmp_path, shardings=shardings, have=have[theirs]).params, tree)
+                _assert_same(broadcast.pull(tmp_path, shardings=shardings, base=have[theirs]).params, tree)
             have[theirs] = pulled
         _assert_same(broadcast.pull(tmp_path).params, tree)
         tree = _nudge(tree, rng)
     reused = {"w": LAYOUTS["rows of 8"](), "h": LAYOUTS["columns of 8"]()}
     last = broadcast.pull(tmp_path)
-    _assert_same(broadcast.pull(tmp_path, shardings=reused, have=last).params, last.params)
+    _assert_same(broadcast.pull(tmp_path, shardings=reused, base=last).params, last.params)
 
 
 def test_a_learner_that_changes_its_mesh_goes_on_publishing(tmp_path, monkeypatch):
@@ -821,7 +822,7 @@ def test_a_learner_that_changes_its_mesh_goes_on_publishing(tmp_path, monkeypatc
     publisher, have, kinds = broadcast.Publisher(tmp_path, snapshot_every=100), None, []
     for version, layout in enumerate(layout for layout in LAYOUTS.values() for _ in range(2)):
         kinds.append(publisher.publish(jax.device_put(tree, layout()), version).encodings)
-        have = broadcast.pull(tmp_path, have=have)
+        have = broadcast.pull(tmp_path, base=have)
         _assert_same(have.params, tree)
         tree = _nudge(tree, rng)
     assert ("zarr3",) in kinds[2::2] and kinds[1::2] == [("xor",)] * len(LAYOUTS)
@@ -883,7 +884,7 @@ def test_every_model_family(tmp_path, family):
     have = None
     for version in range(2):
         publisher.publish(params, version)
-        have = broadcast.pull(tmp_path, shardings=theirs, have=have)
+        have = broadcast.pull(tmp_path, shardings=theirs, base=have)
         _assert_same(have.params, params)
         assert jax.tree.map(lambda a: a.sharding, have.params) == jax.tree.map(lambda a: a.sharding, theirs)
         params = _nudge(params, rng)
@@ -962,7 +963,7 @@ def test_bucket(tmp_path):
     have = None
     for version in range(5):
         publisher.publish(params, version)
-        have = broadcast.pull(root, have=have)
+        have = broadcast.pull(root, base=have)
         _assert_same(have.params, params)
         _assert_same(broadcast.pull(root).params, params)
         params = _nudge(params, rng)
@@ -991,7 +992,7 @@ def test_through_two_relays_with_deltas(tmp_path):
                 params = _nudge(params, rng)
                 publisher.publish(params, version)
             assert broadcast.wait_for([a.url, b.url], version, timeout_s=30) == version
-            have = broadcast.pull([a.url, b.url], version, have=have, key=public)
+            have = broadcast.pull([a.url, b.url], version, base=have, key=public)
             _assert_same(have.params, params)
         _assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
 

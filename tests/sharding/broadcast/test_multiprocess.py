@@ -23,7 +23,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 from sharding import broadcast
-from sharding.broadcast import destination, source
+from sharding.broadcast import destination
+from sharding.download import source
 from sharding.format import chunks
 chunks.CHUNK_BYTES = 256
 mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -62,7 +63,7 @@ digests = []
 for version in range(4):
     digests.append(publisher.publish(put(values), version, metadata={"step": version}).digest)
     for before in (None, have):
-        pulled = broadcast.pull(Noting(root), shardings=shardings, have=before)
+        pulled = broadcast.pull(Noting(root), shardings=shardings, base=before)
         for name, leaf in pulled.params.items():
             for shard in leaf.addressable_shards:
                 expected = values["r" if name == "t" else name][shard.index]

@@ -337,7 +337,7 @@ def test_random_values_in_random_places_are_refused_and_nothing_else_happens():
 
 
 def test_imports_no_accelerator():
-    code = "import sys, sharding.manifest, sharding.delta; assert not {'jax', 'tensorstore', 'ml_dtypes'} & set(sys.modules)"
+    code = "import sys, sharding.format.manifest, sharding.format.delta; assert not {'jax', 'tensorstore', 'ml_dtypes'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -16,8 +16,7 @@ import time
 import blake3
 import pytest
 
-from sharding.broadcast import source
-from sharding.download import range_get
+from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import server as relay_lib
 from sharding.relay import store, throttle
@@ -472,7 +471,7 @@ def test_many_clients_at_once(pub, tmp_path):
         wrong = []
 
         def client():
-            opened = source.open(origin.url, trusted_key=TRUSTED, options=range_get.Options(piece_bytes=500_000))
+            opened = source.open(origin.url, trusted_key=TRUSTED, options=range_get.Options(range_bytes=500_000))
             if proxy.read_all(opened, 0, objects) != objects:
                 wrong.append(1)
             opened.close()

@@ -17,14 +17,13 @@ import urllib.request
 
 import pytest
 
-from sharding.broadcast import source
-from sharding.download import range_get
+from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import mirror
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
-QUICK = range_get.Options(patience_s=2.0, connect_s=1.0, stall_s=0.5, piece_bytes=50_000)
+QUICK = range_get.Options(patience_s=2.0, connect_s=1.0, stall_s=0.5, range_bytes=50_000)
 ERRORS = (journal.CorruptSource, journal.Unavailable, FileNotFoundError)  # what a reader is told, and nothing else
 
 # Faults of one connection, drawn from a schedule's generator.
@@ -43,7 +42,7 @@ WIRES = {
 def check(urls, objects_of, *, patience_s=2.0, trusted_key=TRUSTED, seed=0):
     """Reads the newest version; returns its number, or the error. Wrong bytes fail the test, as does anything unforeseen."""
     options = range_get.Options(
-        patience_s=patience_s, connect_s=1.0, stall_s=0.5, piece_bytes=50_000, parallel=8, seed=seed
+        patience_s=patience_s, connect_s=1.0, stall_s=0.5, range_bytes=50_000, parallel=8, seed=seed
     )
     opened = source.open(urls, trusted_key=trusted_key, options=options)
     try:

@@ -13,15 +13,14 @@ import time
 
 import pytest
 
-from sharding.broadcast import source
-from sharding.download import range_get, relay_choice
+from sharding.download import range_get, relay_choice, source
 from sharding.download import relays as swarm
 from sharding.format import journal
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
 FAST = range_get.Options(patience_s=3.0, connect_s=1.0, stall_s=1.0, seed=0)
-SMALL_PIECES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, piece_bytes=10_000, seed=0)
+SMALL_PIECES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, range_bytes=10_000, seed=0)
 
 
 @pytest.fixture
@@ -69,9 +68,7 @@ def test_what_is_no_source_is_refused(what, options, message):
 
 
 def test_a_worker_reads_from_relays_without_jax_or_tensorstore():
-    code = (
-        "import sys, sharding.source, sharding.relay; sys.exit(any(m in sys.modules for m in ('jax', 'tensorstore')))"
-    )
+    code = "import sys, sharding.download.source, sharding.relay.server; sys.exit(any(m in sys.modules for m in ('jax', 'tensorstore')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
