@@ -28,7 +28,7 @@ def specs(config: config_lib.ModelConfig, index: int) -> Params:
     block["attn"] = _latent_attention_specs(config) if config.is_latent else _attention_specs(config)
     if config.post_norms:
         block |= {"attn_post_norm": scale(config, D), "mlp_post_norm": scale(config, D)}
-    if config.is_mixture(index):
+    if config.is_moe(index):
         return block | {"moe": _mixture_specs(config)}
     return block | {"mlp": _ffn_specs(config, config.ffn_dim, bias=config.ffn_bias)}
 
@@ -65,7 +65,7 @@ def run(
     with jax.named_scope("ffn"):
         h_BTD = norm(x_BTD, "mlp_norm")
         if "moe" in params:
-            out_BTD, routing = moe.mixture(h_BTD, params["moe"], config, experts_BTX=experts_BTX, valid_BT=valid_BT)
+            out_BTD, routing = moe.ffn(h_BTD, params["moe"], config, experts_BTX=experts_BTX, valid_BT=valid_BT)
         else:
             out_BTD = layers.ffn(h_BTD, params["mlp"], config)
         x_BTD += norm(out_BTD, "mlp_post_norm") if config.post_norms else out_BTD

@@ -113,7 +113,7 @@ class ModelConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON knows lists only
         _check(self)
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_moe(self, layer: int) -> bool:
         """Whether `layer` (0-based) routes its tokens to experts."""
         return (
             self.num_experts > 0
@@ -170,7 +170,7 @@ def _check(config: ModelConfig) -> None:
             refuse(field, "must be at least 0")
     if config.rope_theta <= 0:
         refuse("rope_theta", "must be above 0")
-    if not all(map(config.is_mixture, range(config.num_layers))) and config.ffn_dim < 1:
+    if not all(map(config.is_moe, range(config.num_layers))) and config.ffn_dim < 1:
         refuse("ffn_dim", "must be at least 1 where layers are dense")
     for field, choices in CHOICES.items():
         if getattr(config, field) not in choices:

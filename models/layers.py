@@ -23,9 +23,9 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
 
     On one device as a product of two matrices. Over several, B and T may be split, and merging them would gather the rows.
-    The kernel may be `Quantized` or `Turned`.
+    The kernel may be `Quantized` or `Transposed`.
     """
-    if cpu_transposed.is_turned(kernel):
+    if cpu_transposed.is_transposed(kernel):
         return kernel.rows(x)
     if int8.is_quantized(kernel):
         return int8.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
@@ -171,7 +171,7 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """down(act(gate x) * up x), each with its bias if `params` holds one."""
-    if not cpu_transposed.is_turned(params["gate"]):
+    if not cpu_transposed.is_transposed(params["gate"]):
         return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
     # By columns throughout: what lies between the kernels is never turned.
     x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T

@@ -30,10 +30,10 @@ class Routing(NamedTuple):
     weights: jax.Array  # float32 [B, T, X], what their outputs are multiplied by
     load: jax.Array  # float32 [E], tokens (padding not counted) that chose the expert
     score: jax.Array  # float32 [E], sum over those tokens of the expert's share of all scores
-    gap: jax.Array | None = None  # float32 [B, T], of given experts: `_gap`, 0 where the router chose
+    margin: jax.Array | None = None  # float32 [B, T], of given experts: `_margin`, 0 where the router chose
 
 
-def mixture(
+def ffn(
     x_BTD: jax.Array,
     params: dict,
     config: config_lib.ModelConfig,
@@ -89,8 +89,8 @@ def route(
     share_BTE = scores_BTE / scores_BTE.sum(axis=-1, keepdims=True)
     valid_BT1 = jnp.ones_like(logits_BTE[..., :1]) if valid_BT is None else valid_BT[..., None].astype(jnp.float32)
     load_E, score_E = (jnp.sum(x * valid_BT1, axis=(0, 1)) for x in (chosen_BTE.astype(jnp.float32), share_BTE))
-    gap_BT = None if given_BTX is None else _gap(chosen_BTE > 0, logits_BTE, scores_BTE, params, config)
-    return Routing(experts_BTX, weights_BTX * config.routed_scale, load_E, score_E, gap_BT)
+    margin_BT = None if given_BTX is None else _margin(chosen_BTE > 0, logits_BTE, scores_BTE, params, config)
+    return Routing(experts_BTX, weights_BTX * config.routed_scale, load_E, score_E, margin_BT)
 
 
 def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
@@ -144,7 +144,7 @@ def _grouped(choice_BTE, config: config_lib.ModelConfig) -> tuple[jax.Array, jax
     return grouped_BTGE, jax.lax.top_k(grouped_BTGE, 2)[0].sum(axis=-1)
 
 
-def _gap(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
+def _margin(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """How near chosen experts (bool) are to this router's choice: 0 if they are it, small if it nearly was; [B, T].
 
     By so much must two experts' logits draw together before the router could have chosen so, in nats; where it compares

@@ -184,7 +184,7 @@ def apply_routed(
                 for n, index in enumerate(of_key):
                     routings[index] = jax.tree.map(lambda x, n=n: x[n], routing_N)
     hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
-    routings = [routings[index] for index in range(config.num_layers) if config.is_mixture(index)]
+    routings = [routings[index] for index in range(config.num_layers) if config.is_moe(index)]
     return hidden_BTD, jax.tree.map(lambda *x: jnp.stack(x), *routings) if routings else None
 
 
@@ -219,7 +219,7 @@ def extend_routed(
     """`extend`, and of the mixture layers (None without any) the experts that ran, [L, B, T, X], for router replay.
 
     `experts_LBTX`, as `apply` takes them, run in place of the routers' choice; beside them comes then how far they are from it
-    (`Routing.gap`, [L, B, T]).
+    (`Routing.margin`, [L, B, T]).
     """
     rotations = _rotations(config, positions_BT)
 
@@ -241,7 +241,7 @@ def extend_routed(
             absorbed=True,
             experts_BTX=experts_BTX,
         )
-        return x_BTD, new_entry, None if routing is None else (routing.experts, routing.gap)
+        return x_BTD, new_entry, None if routing is None else (routing.experts, routing.margin)
 
     x_BTD = _embed(params, config, tokens_BT)
     chosen, entries = {}, []
@@ -273,14 +273,14 @@ def extend_routed(
             for of_key, chosen_N in zip(indices, out, strict=True):
                 chosen |= {index: jax.tree.map(lambda x, n=n: x[n], chosen_N) for n, index in enumerate(of_key)}
     hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
-    chosen = [chosen[index] for index in range(config.num_layers) if config.is_mixture(index)]
+    chosen = [chosen[index] for index in range(config.num_layers) if config.is_moe(index)]
     return hidden_BTD, tuple(entries), jax.tree.map(lambda *x: jnp.stack(x), *chosen) if chosen else None
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
     kernel_DV = head(params).astype(hidden_BTD.dtype)
-    if cpu_transposed.is_turned(kernel_DV):
+    if cpu_transposed.is_transposed(kernel_DV):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
     elif int8.is_quantized(kernel_DV):
         integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
@@ -303,7 +303,7 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
 
     A pattern of several kinds (Gemma's five sliding layers and a full one) is scanned as a unit, each place a stack.
     """
-    kinds = [(config.is_mixture(index), config.is_sliding(index)) for index in range(config.num_layers)]
+    kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
     out, start = {}, 0
     while start < len(kinds):
         period, repeats = 1, 1
@@ -395,9 +395,9 @@ def _scans(config) -> list[tuple[list[str], list[list[int]]]]:
 def _of_layers(experts_LBTX, config, layers_wanted: int | list[int]):
     """The replayed experts of one layer, or stacked of several; None where there are none."""
     first = layers_wanted if isinstance(layers_wanted, int) else layers_wanted[0]
-    if experts_LBTX is None or not config.is_mixture(first):
+    if experts_LBTX is None or not config.is_moe(first):
         return None
-    mixtures = [index for index in range(config.num_layers) if config.is_mixture(index)]
+    mixtures = [index for index in range(config.num_layers) if config.is_moe(index)]
     if isinstance(layers_wanted, int):
         return experts_LBTX[mixtures.index(layers_wanted)]
     return experts_LBTX[jnp.asarray([mixtures.index(index) for index in layers_wanted])]

@@ -32,6 +32,6 @@ class TurnedWeights:
         # By each leaf: two versions may share some.
         if len(sources) != len(leaves) or any(s() is not leaf for s, leaf in zip(sources, leaves, strict=True)):
             self._kept, made = ([], {}), {}  # the old copy goes before the new one comes
-            made = cpu_transposed.turn(params)
+            made = cpu_transposed.transpose(params)
             self._kept = [weakref.ref(leaf) for leaf in leaves], made
         return made

@@ -23,7 +23,7 @@ def dtype(model: config_lib.ModelConfig) -> np.dtype:
 
 
 def num_mixtures(model: config_lib.ModelConfig) -> int:
-    return sum(model.is_mixture(index) for index in range(model.num_layers))
+    return sum(model.is_moe(index) for index in range(model.num_layers))
 
 
 def narrow(experts_LBTX: jax.Array, model: config_lib.ModelConfig) -> jax.Array:
@@ -43,7 +43,7 @@ def of_sample(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: S
 def full(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> np.ndarray:
     """[T, layers of the model, X] of the mixtures' choices."""
     out = np.zeros((len(experts_TLX), model.num_layers, experts_TLX.shape[-1]), dtype(model))
-    out[:, [index for index in range(model.num_layers) if model.is_mixture(index)]] = experts_TLX
+    out[:, [index for index in range(model.num_layers) if model.is_moe(index)]] = experts_TLX
     return out
 
 

@@ -138,7 +138,7 @@ def _differences(config, again) -> list[str]:
 def _effective(config) -> dict:
     """The fields that matter to this config: what another switch disables is left out, what is derived is filled in."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    mixes = [config.is_mixture(layer) for layer in range(config.num_layers)]
+    mixes = [config.is_moe(layer) for layer in range(config.num_layers)]
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
     unused = [*COMPUTE_FIELDS, "mixture_every", "dense_layers"]
     if config.rope_scaling == "none":

@@ -239,7 +239,7 @@ def _write_qwen3(config) -> dict:
     if not config.num_experts:
         return hf
     # first_dense_layers has no name in these files; the layers are listed one by one.
-    dense = [n for n in range(config.num_layers) if (n + 1) % config.mixture_every == 0 and not config.is_mixture(n)]
+    dense = [n for n in range(config.num_layers) if (n + 1) % config.mixture_every == 0 and not config.is_moe(n)]
     return hf | {
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,

@@ -83,7 +83,7 @@ def _layer(config, index: int) -> dict:
         }
     out = {f"{theirs}.weight": ((D,), [((ours,), _same)]) for ours, theirs in norms.items()}
     out |= _latent_attention(config) if config.is_latent else _attention(config)
-    if not config.is_mixture(index):
+    if not config.is_moe(index):
         return out | _ffn("mlp", ("mlp",), D, config.ffn_dim, config.ffn_bias)
     return out | (_fused_mixture(config) if config.family == "gpt_oss" else _mixture(config))
 

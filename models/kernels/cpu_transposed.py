@@ -1,7 +1,7 @@
 """Kernels by output: how a CPU multiplies few rows by them.
 
 1. x @ kernel of 2 to 16 rows reads the kernel in pieces of a few columns, down all of its rows. From memory a core reads 8 GB/s so,
-   and 21 where it reads from beginning to end. A `Turned` kernel lies by output, [N, K], and is the left operand: it is read
+   and 21 where it reads from beginning to end. A `Transposed` kernel lies by output, [N, K], and is the left operand: it is read
    from beginning to end.
 2. The product then comes by columns, [N, R]. A barrier keeps XLA from turning the operands back to have it by rows. What goes
    from kernel to kernel, as in a gated ffn, can stay by columns (models/layers.py).
@@ -33,13 +33,13 @@ MODULES = ("attn", "mlp", "shared")  # of dense layers
 
 
 @struct.dataclass
-class Turned:
+class Transposed:
     """A kernel [in..., out...] by output."""
 
     kernel_NK: jax.Array
     out_shape: tuple[int, ...] = struct.field(pytree_node=False)  # of N
 
-    def astype(self, dtype) -> "Turned":
+    def astype(self, dtype) -> "Transposed":
         return self.replace(kernel_NK=self.kernel_NK.astype(dtype))
 
     def rows(self, x: jax.Array, dtype=None) -> jax.Array:
@@ -48,17 +48,17 @@ class Turned:
         return columns(x.reshape(B * T, -1).T, self, dtype).T.reshape(B, T, *self.out_shape)
 
 
-def is_turned(kernel) -> bool:
-    return isinstance(kernel, Turned)
+def is_transposed(kernel) -> bool:
+    return isinstance(kernel, Transposed)
 
 
-def columns(x_KR: jax.Array, kernel: Turned, dtype=None) -> jax.Array:
+def columns(x_KR: jax.Array, kernel: Transposed, dtype=None) -> jax.Array:
     """The product [N, R] with rows that are given as columns; in the dtype of `x_KR` when None."""
     out_NR = jax.lax.dot(kernel.kernel_NK, x_KR, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(out_NR.astype(dtype or x_KR.dtype))
 
 
-def turn(params: dict) -> dict:
+def transpose(params: dict) -> dict:
     """Parameters of single layers (not stacked) with the kernels of dense layers and the head turned; all else is shared.
 
     A tied embedding lies by output already: it is named as the head, too.
@@ -67,14 +67,14 @@ def turn(params: dict) -> dict:
     def one(path, leaf):
         module, name = (key.key for key in path[-2:])
         num_input_dims = int8.NUM_INPUT_DIMS.get(name) if module in MODULES else None
-        return _turn(leaf, num_input_dims) if num_input_dims else leaf
+        return _transpose(leaf, num_input_dims) if num_input_dims else leaf
 
     table_VD = params["embed"]
-    head = _turn(params["lm_head"], 1) if "lm_head" in params else Turned(table_VD, table_VD.shape[:1])
+    head = _transpose(params["lm_head"], 1) if "lm_head" in params else Transposed(table_VD, table_VD.shape[:1])
     return params | {"layers": jax.tree_util.tree_map_with_path(one, params["layers"]), "lm_head": head}
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _turn(kernel: jax.Array, num_input_dims: int) -> Turned:
+def _transpose(kernel: jax.Array, num_input_dims: int) -> Transposed:
     out_shape = kernel.shape[num_input_dims:]
-    return Turned(kernel.reshape(-1, math.prod(out_shape)).T, out_shape)
+    return Transposed(kernel.reshape(-1, math.prod(out_shape)).T, out_shape)

@@ -32,7 +32,7 @@ class RouterReplay:
 
     @classmethod
     def of(cls, model: config_lib.ModelConfig) -> "RouterReplay":
-        mixtures = tuple(index for index in range(model.num_layers) if model.is_mixture(index))
+        mixtures = tuple(index for index in range(model.num_layers) if model.is_moe(index))
         return cls(model.num_layers, mixtures, model.num_experts, model.experts_per_token)
 
     @property

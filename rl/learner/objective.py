@@ -196,9 +196,9 @@ def value(loss_fn, objective: Objective, work: Work, logp_BT, entropy_BT, routin
             balance = moe.balance_loss(routing) * jnp.sum(rows.segment_ids != 0) / counts.positions
             metrics |= {"loss/router_balance": balance}
             total += objective.router_balance_coef * balance
-        if routing.gap is not None:
+        if routing.margin is not None:
             replayed_BT = rows.routed_experts[..., 0, 0] != router_replay.unrouted(rows.routed_experts.dtype)
-            counts_2 = jnp.stack([jnp.sum(routing.gap > 0), len(routing.gap) * jnp.sum(replayed_BT)])
+            counts_2 = jnp.stack([jnp.sum(routing.margin > 0), len(routing.margin) * jnp.sum(replayed_BT)])
             metrics |= {"moe/replayed": counts_2.astype(jnp.float32)}  # that would differ, of all
     return total, metrics | {"loss/total": total}
 

@@ -274,7 +274,7 @@ def _forward(model, params, work: objective_lib.Work, *, share_prompts: bool, en
 
 def _rebalance(model, params, load_LE, rate: float):
     """The parameters with each router's correction moved by the load of its experts over the step, [L, E] over mixture layers."""
-    place = {index: n for n, index in enumerate(filter(model.is_mixture, range(model.num_layers)))}
+    place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
     held = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": index for index in place}
     blocks = dict(params["layers"])
     for key, indices in held.items():

@@ -46,7 +46,7 @@ class Replay:
     tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
     hidden: np.ndarray  # the state that predicted the token
     gap: np.ndarray | None = (
-        None  # of token t, sampled or not: `Routing.gap`, the largest of all layers; None without claims
+        None  # of token t, sampled or not: `Routing.margin`, the largest of all layers; None without claims
     )
 
 
@@ -278,7 +278,7 @@ def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
     )
     hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[block.targets.column]
     scores = _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
-    return scores if block.routed_experts is None else scores | {"gap": routing.gap.max(axis=0)}
+    return scores if block.routed_experts is None else scores | {"gap": routing.margin.max(axis=0)}
 
 
 def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:

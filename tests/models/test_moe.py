@@ -96,7 +96,7 @@ def mixture(x_BTD, params, config, cotangent_BTD, experts_BTX=None, valid_BT=Non
     """(output, gradients, routing)."""
 
     def total(x_BTD, params):
-        out_BTD, routing = moe.mixture(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
+        out_BTD, routing = moe.ffn(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
         return jnp.sum(out_BTD * cotangent_BTD), (out_BTD, routing)
 
     grads, (out_BTD, routing) = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)
@@ -315,8 +315,8 @@ def test_replaying_the_routers_own_choice_changes_nothing(name):
     args = draw(B, T, D), params_of(config), config, draw(B, T, D, seed=2)
     want = mixture(*args)
     *got, routing = mixture(*args, want[2].experts)
-    assert not np.asarray(routing.gap).any()
-    got = *got, routing._replace(gap=None)
+    assert not np.asarray(routing.margin).any()
+    got = *got, routing._replace(margin=None)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
 
 
@@ -396,7 +396,7 @@ def test_the_auxiliary_loss_pushes_the_router_towards_balance():
 
     @jax.jit
     def loss(params):
-        routing = moe.mixture(x_BTD, params, config)[1]
+        routing = moe.ffn(x_BTD, params, config)[1]
         return moe.balance_loss(jax.tree.map(lambda x: x[None], routing)), routing
 
     (before, routing), grads = jax.value_and_grad(loss, has_aux=True)(params)

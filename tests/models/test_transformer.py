@@ -128,7 +128,7 @@ def oracle(params, config, tokens):
             xs[t] = xs[t] + out
         for t, x in enumerate(xs):
             h = oracle_norm(x, layer["mlp_norm"], eps)
-            if config.is_mixture(index):
+            if config.is_moe(index):
                 xs[t] = x + oracle_mixture(h, layer["moe"], config)
             else:
                 xs[t] = x + oracle_swiglu(h, *(layer["mlp"][name] for name in ("gate", "up", "down")))
@@ -334,13 +334,13 @@ def mixture_of(config):
 
 @functools.partial(jax.jit, static_argnums=2)
 def mixture(x_BTD, params, config):
-    return moe.mixture(x_BTD, params, config)[0]
+    return moe.ffn(x_BTD, params, config)[0]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def mixture_and_grads(x_BTD, params, config, weight_BTD):
     def total(x_BTD, params):
-        out_BTD, _ = moe.mixture(x_BTD, params, config)
+        out_BTD, _ = moe.ffn(x_BTD, params, config)
         return jnp.sum(out_BTD * weight_BTD), out_BTD
 
     grads, out_BTD = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)

@@ -26,13 +26,13 @@ def normal(*shape):
 
 @pytest.mark.parametrize("num_in, num_out", [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("rows", [(1, 1), (5, 1), (2, 3)])
-def test_a_turned_kernel_gives_the_same_product(num_in, num_out, rows):
+def test_a_transposed_kernel_gives_the_same_product(num_in, num_out, rows):
     x, kernel = normal(*rows, *(4, 6)[:num_in]), normal(*(4, 6)[:num_in], *(5, 3)[:num_out])
     expected = np.tensordot(x.astype(np.float64), kernel.astype(np.float64), num_in)
     name = "o" if num_in == 2 else "q"
     one = {"embed": normal(7, 4), "layers": {"000": {"attn": {name: jnp.asarray(kernel)}}}}
-    made = cpu_transposed.turn(one)["layers"]["000"]["attn"][name]
-    assert cpu_transposed.is_turned(made) and made.kernel_NK.shape == (kernel[(0,) * num_in].size, x[0, 0].size)
+    made = cpu_transposed.transpose(one)["layers"]["000"]["attn"][name]
+    assert cpu_transposed.is_transposed(made) and made.kernel_NK.shape == (kernel[(0,) * num_in].size, x[0, 0].size)
     got = jax.jit(layers.project)(jnp.asarray(x), made)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert got.shape == expected.shape
@@ -42,7 +42,7 @@ def test_in_bfloat16_it_is_summed_in_float32():
     x, kernel = np.full((1, 1, 300), 1.0), np.full((300, 2), 1.0)
     kernel[0] = 256.0  # a sum in bfloat16 would stay there
     one = {"embed": normal(7, 4), "layers": {"000": {"mlp": {"up": jnp.asarray(kernel, jnp.bfloat16)}}}}
-    made = cpu_transposed.turn(one)["layers"]["000"]["mlp"]["up"]
+    made = cpu_transposed.transpose(one)["layers"]["000"]["mlp"]["up"]
     got = layers.project(jnp.asarray(x, jnp.bfloat16), made)
     assert got.dtype == jnp.bfloat16 and (np.asarray(got, np.float32) == np.float32(jnp.bfloat16(555.0))).all()
     assert (made.rows(jnp.asarray(x, jnp.bfloat16), jnp.float32) == 555.0).all()
@@ -55,7 +55,9 @@ def test_a_ffn_by_columns(activation, bias):
     params = {name: param + normal(*param.shape) if "bias" in name else param for name, param in params.items()}
     assert ("up_bias" in params) == bias
     x = jnp.asarray(normal(3, 2, config.model_dim))
-    made = cpu_transposed.turn({"embed": normal(7, 4), "layers": {"000": {"mlp": jax.tree.map(jnp.asarray, params)}}})
+    made = cpu_transposed.transpose(
+        {"embed": normal(7, 4), "layers": {"000": {"mlp": jax.tree.map(jnp.asarray, params)}}}
+    )
     got = layers.ffn(x, made["layers"]["000"]["mlp"], config)
     np.testing.assert_allclose(got, layers.ffn(x, params, config), rtol=1e-5, atol=1e-5)
 
@@ -64,7 +66,7 @@ def test_a_ffn_by_columns(activation, bias):
 def test_the_whole_tree(tied):
     config = tiny.model(tie_embeddings=tied)
     params = jax.tree.map(jnp.asarray, tiny.params(config, 2))
-    made = cpu_transposed.turn(params)
+    made = cpu_transposed.transpose(params)
     assert made["embed"] is params["embed"] and made["final_norm"] is params["final_norm"]
     assert (made["lm_head"].kernel_NK is params["embed"]) == tied
     assert sorted(made["layers"]["001"]["mlp"]) == sorted(params["layers"]["001"]["mlp"])
@@ -77,9 +79,9 @@ def test_the_whole_tree(tied):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often weights were turned."""
-    seen, real = [], cpu_transposed.turn
-    monkeypatch.setattr(cpu_transposed, "turn", lambda params: seen.append(params) or real(params))
+    """How often weights were transposed."""
+    seen, real = [], cpu_transposed.transpose
+    monkeypatch.setattr(cpu_transposed, "transpose", lambda params: seen.append(params) or real(params))
     return seen
 
 
@@ -127,7 +129,7 @@ def test_an_engine_decodes_by_them_and_by_new_ones_after_a_swap(calls, monkeypat
     got = run()
     assert len(calls) == 2
     monkeypatch.setattr(cpu_weights, "MAX_BYTES", 0)
-    for turned_one, plain in zip(got, run(), strict=True):
-        assert turned_one.tokens == plain.tokens
-        np.testing.assert_allclose(turned_one.logprobs, plain.logprobs, rtol=1e-4, atol=1e-5)
+    for transposed_one, plain in zip(got, run(), strict=True):
+        assert transposed_one.tokens == plain.tokens
+        np.testing.assert_allclose(transposed_one.logprobs, plain.logprobs, rtol=1e-4, atol=1e-5)
     assert got[0].tokens != got[1].tokens and len(calls) == 2

@@ -46,12 +46,12 @@ def test_what_a_router_would_choose_with_other_roundings_is_near(name):
     """Logits moved by up to r: the choice then is at most 2 r from the choice before. And the choice itself is at 0."""
     config, (logits_NE, correction_E) = ROUTERS[name], drawn(name)
     own = route(logits_NE, config, correction_E)
-    assert own.gap is None
-    assert not np.asarray(route(logits_NE, config, correction_E, own.experts[0]).gap).any()
+    assert own.margin is None
+    assert not np.asarray(route(logits_NE, config, correction_E, own.experts[0]).margin).any()
     for r, rarely in ((1e-3, 0.05), (0.3, 1.0)):
         moved = logits_NE + np.random.default_rng(1).uniform(-r, r, logits_NE.shape).astype(np.float32)
         claimed_NX = np.asarray(route(moved, config, correction_E).experts[0])
-        gap_N = np.asarray(route(logits_NE, config, correction_E, claimed_NX).gap)[0]
+        gap_N = np.asarray(route(logits_NE, config, correction_E, claimed_NX).margin)[0]
         differs_N = (np.sort(claimed_NX) != np.sort(np.asarray(own.experts[0]))).any(axis=1)
         np.testing.assert_array_equal(gap_N > 0, differs_N)
         assert gap_N.max() <= 2 * r + 1e-5 and differs_N.mean() <= rarely  # 1e-5: float32 of logits of size 5
@@ -68,7 +68,7 @@ def test_a_choice_far_from_the_routers_is_as_far_as_a_loop_says(name):
         if name == "sigmoid":
             rank_E, unit = 1 / (1 + np.exp(-logits_E)) + correction_E, 4.0
         repeated = np.repeat(logits_E[None].astype(np.float32), len(every), axis=0)
-        gap_N = np.asarray(route(repeated, config, correction_E, np.array(every)).gap)[0]
+        gap_N = np.asarray(route(repeated, config, correction_E, np.array(every)).margin)[0]
         for claimed, gap in zip(every, gap_N, strict=True):
             passed_over = max(rank_E[e] for e in range(E) if e not in claimed)
             expected = max(0.0, unit * (passed_over - min(rank_E[e] for e in claimed)))
@@ -83,7 +83,7 @@ def test_experts_of_groups_that_are_not_kept_are_far():
     order_NG = np.argsort(-worth_NG)
     claimed_NX = own_NX.copy()
     claimed_NX[:, 2] = 2 * order_NG[:, 3]  # an expert of the worst group in place of the third choice
-    gap_N = np.asarray(route(logits_NE, config, correction_E, claimed_NX).gap)[0]
+    gap_N = np.asarray(route(logits_NE, config, correction_E, claimed_NX).margin)[0]
     least_N = 2 * (np.sort(worth_NG)[:, 2] - worth_NG.min(axis=1))  # that group comes up to the last that was kept
     assert (gap_N >= least_N - 1e-5).all() and np.median(least_N) > 0.5
 
@@ -95,6 +95,6 @@ def test_a_router_chooses_where_nothing_is_given_and_nan_is_never_near():
     got = route(logits_NE, config, correction_E, given)
     expected = np.where(given < 0, np.asarray(own.experts[0]), given)
     np.testing.assert_array_equal(got.experts[0], expected)
-    assert got.gap[0, 1] == 0 and got.gap.shape == (1, 3)
+    assert got.margin[0, 1] == 0 and got.margin.shape == (1, 3)
     logits_NE[0, 0] = np.nan
-    assert np.isnan(np.asarray(route(logits_NE, config, correction_E, given).gap)[0, 0])
+    assert np.isnan(np.asarray(route(logits_NE, config, correction_E, given).margin)[0, 0])
