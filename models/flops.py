@@ -1,4 +1,4 @@
-"""The arithmetic of a model: parameters that a token is multiplied with, and FLOPs per token and per step."""
+"""The arithmetic of a model: the parameters a token is multiplied with, and FLOPs per token, sequence, and step."""
 
 import dataclasses
 import math
@@ -12,48 +12,63 @@ from sharding import rules
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """Of one model. `multiplied` are parameters that a token is multiplied with, `held` all that there are."""
+    """The FLOPs of one model: 2 per weight a token is multiplied with, and 2 per dim of each key and value it reads."""
 
     config: config_lib.ModelConfig
-    held: int
-    multiplied: int  # output head included, embedding table not: it is looked up
-    head: int  # of the multiplied ones, those of the output head
+    held: int  # all parameters
+    multiplied: int  # those a token is multiplied with: the output head, but not the embedding table, which is a lookup
+    head: int  # those of the output head, included in `multiplied`
 
     @classmethod
     def of(cls, config: config_lib.ModelConfig) -> "ModelFlops":
+        """Counts the parameters of `config`; of routed experts, a token is multiplied with the chosen ones."""
         held = multiplied = 0
-        specs = transformer.specs(config)
-        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec):
+        for spec, is_lookup in _specs(config):
             size = math.prod(spec.shape)
             held += size
-            is_table = path[0] == jax.tree_util.DictKey("embed") and not config.tie_embeddings
-            if not rules.is_matrix(spec) or is_table:
+            if not rules.is_matrix(spec) or is_lookup:
                 continue
             if "experts" in spec.logical_axes:
                 size = size * config.experts_per_token // config.num_experts
             multiplied += size
         return cls(config, held, multiplied, config.vocab_size * config.model_dim)
 
+    @property
+    def per_key(self) -> int:
+        """Forward FLOPs of one token that reads one key and its value in one layer."""
+        return 2 * self.config.num_heads * (self.config.head_dim + self.config.v_dim)
+
+    def prefix_flops(self, length: int) -> int:
+        """Exact forward FLOPs of the first `length` tokens of a sequence, without the output head.
+
+        Token n reads n + 1 keys; in a sliding layer, at most the last `window` of them.
+        """
+        config, near = self.config, min(length, self.config.window)
+        num_sliding = sum(map(config.is_sliding, range(config.num_layers)))
+        keys = (config.num_layers - num_sliding) * (length * (length + 1) // 2)
+        keys += num_sliding * (near * (near + 1) // 2 + (length - near) * config.window)
+        return 2 * length * (self.multiplied - self.head) + self.per_key * keys
+
     def attention_flops(self, keys: float) -> float:
-        """Forward FLOPs of a token that reads `keys` keys; a sliding layer has it read its window."""
+        """Forward FLOPs of the attention of one token that reads `keys` keys; a sliding layer reads at most its window."""
         config = self.config
         read = sum(min(keys, config.window) if config.is_sliding(layer) else keys for layer in range(config.num_layers))
-        return 2 * config.num_heads * (config.head_dim + config.v_dim) * read
+        return self.per_key * read
 
     def forward_flops(self, num_tokens: float, sequence: float) -> float:
-        """Of `num_tokens` tokens in sequences of `sequence`."""
+        """Forward FLOPs of `num_tokens` tokens in sequences of length `sequence`, where a token reads half of it on average."""
         return num_tokens * (2 * self.multiplied + self.attention_flops((sequence + 1) / 2))
 
     def model_flops(self, num_tokens: float, sequence: float) -> float:
-        """Of a training step: what MFU counts."""
+        """The FLOPs of a train step that MFU counts: three forward passes."""
         return 3 * self.forward_flops(num_tokens, sequence)
 
     def executed_flops(self, num_tokens: float, row: float) -> float:
-        """Of a training step, recomputation included: what the chips have to do.
+        """The FLOPs of a train step that the chips execute, recomputation included.
 
         A layer's forward pass runs again with remat "block" and "offload"; the output head's always does
         (models/logprobs.py). The attention kernel works through the causal half of whole rows, and recomputes its
-        scores in the backward pass: five matmuls for the forward pass's two.
+        scores in the backward pass: five matmuls, compared with two in the forward pass.
         """
         again = 1 if self.config.remat in ("block", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head)
@@ -61,18 +76,23 @@ class ModelFlops:
         return num_tokens * (layers + 4 * 2 * self.head + attention)
 
     def read_parameters(self, num_tokens: int) -> float:
-        """Parameters that a step of `num_tokens` tokens reads: of a mixture, the experts that any of them chose.
+        """The expected number of parameters that a forward pass of `num_tokens` tokens reads from memory.
 
-        With routing at random an expert is left alone with probability (1 - X / E) ^ tokens. The embedding table is
-        looked up, not read.
+        An expert is read if any token chose it; with random routing none does with probability (1 - X / E) ^ tokens.
         """
-        config = self.config
-        read = 0.0
-        for path, spec in jax.tree_util.tree_leaves_with_path(transformer.specs(config), is_leaf=rules.is_spec):
-            if path[0] == jax.tree_util.DictKey("embed") and not config.tie_embeddings:
+        config, read = self.config, 0.0
+        for spec, is_lookup in _specs(config):
+            if is_lookup:
                 continue
-            share = 1.0
+            fraction = 1.0
             if "experts" in spec.logical_axes:
-                share = 1 - (1 - config.experts_per_token / config.num_experts) ** num_tokens
-            read += share * math.prod(spec.shape)
+                fraction = 1 - (1 - config.experts_per_token / config.num_experts) ** num_tokens
+            read += fraction * math.prod(spec.shape)
         return read
+
+
+def _specs(config: config_lib.ModelConfig) -> list[tuple[rules.ParamSpec, bool]]:
+    """(spec, is an embedding table that is only looked up) of each parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(transformer.specs(config), is_leaf=rules.is_spec)
+    table = jax.tree_util.DictKey("embed")
+    return [(spec, path[0] == table and not config.tie_embeddings) for path, spec in leaves]

@@ -70,6 +70,11 @@ class Rollout:
     signature: bytes  # 64 bytes over `digest`; b"" until signed
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
 
+    @property
+    def prompt_length(self) -> int:
+        """The number of tokens before the first sampled one. Assumes that a token is sampled (`validate` checks it)."""
+        return int(np.argmax(self.sampled_mask))
+
 
 def validate(rollout: Rollout) -> str | None:
     """None, or the first rule broken as "field: rule, what was found". Total: it never raises."""
@@ -285,7 +290,3 @@ def _shown(value) -> str:
     if isinstance(value, numbers.Integral) and abs(int(value)) >= 2**64:
         return f"an integer of {int(value).bit_length()} bits"
     return repr(value) if isinstance(value, numbers.Number) else type(value).__name__
-
-
-def prompt_length(rollout: Rollout) -> int:
-    return int(np.argmax(rollout.sampled_mask))

@@ -74,7 +74,7 @@ class Credit:
         return trees, float(is_flat.mean())
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray, *, trains: bool) -> list[packing.Tree]:
-        P = int(np.argmax(group[0].sampled_mask))  # tokens of the prompt
+        P = group[0].prompt_length  # tokens of the prompt
         start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
         routed = [self.router_replay.rows(r) if self.router_replay else None for r in group]
         branches = [self._branch(*one, start, trains) for one in zip(group, credit_G, routed, strict=True)]

@@ -28,7 +28,7 @@ def refusal(
     """
     if sorted(r.sample for r in rollouts) != list(range(group.num_samples)):
         return f"samples: expected 0..{group.num_samples - 1} once each, got {sorted(r.sample for r in rollouts)}"
-    prompt = rollouts[0].tokens[: rollout_lib.prompt_length(rollouts[0])]
+    prompt = rollouts[0].tokens[: rollouts[0].prompt_length]
     for r in rollouts:
         sampled = r.versions[r.sampled_mask]
         if (r.task.env, r.task.index) != (config.env.name, group.index):
@@ -43,7 +43,7 @@ def refusal(
             return f"length: {len(r.tokens)} tokens, more than the model's {config.inference.max_model_len}"
         if int(r.tokens.max()) >= config.model.vocab_size:
             return f"tokens: id {int(r.tokens.max())} is outside the vocabulary of {config.model.vocab_size}"
-        if not np.array_equal(r.tokens[: rollout_lib.prompt_length(r)], prompt):
+        if not np.array_equal(r.tokens[: r.prompt_length], prompt):
             return "prompt: the samples of one group have different prompts"
         if (oldest := int(r.versions.min())) < group.min_version:  # of the prompt's keys, too
             return f"versions: {oldest} is older than {group.min_version}, the oldest this batch may use"

@@ -19,7 +19,7 @@ def flops_of(model: config_lib.ModelConfig, rollout: rollout_lib.Rollout) -> tup
     def before(end: int) -> int:  # of the tokens at positions 0 .. end - 1
         return 2 * end * (work.multiplied - work.head) + _attention_flops(model, end)
 
-    num_prompt, num_tokens = rollout_lib.prompt_length(rollout), len(rollout.tokens)
+    num_prompt, num_tokens = rollout.prompt_length, len(rollout.tokens)
     head = 2 * work.head * int(rollout.sampled_mask.sum())
     return before(num_prompt), before(num_tokens) - before(num_prompt) + head
 

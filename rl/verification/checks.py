@@ -184,8 +184,8 @@ def complete(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> Verdict:
     found = sorted(r.sample for r in rollouts)
     if found != wanted:
         return Verdict("samples", f"expected 0..{len(wanted) - 1} once each, got {found[:16]}")
-    prompt = rollouts[0].tokens[: rollout_lib.prompt_length(rollouts[0])]
-    if any(not np.array_equal(r.tokens[: rollout_lib.prompt_length(r)], prompt) for r in rollouts):
+    prompt = rollouts[0].tokens[: rollouts[0].prompt_length]
+    if any(not np.array_equal(r.tokens[: r.prompt_length], prompt) for r in rollouts):
         return Verdict("prompt", "the samples of one group have different prompts")
     if len({r.worker for r in rollouts}) > 1:
         return Verdict("signature", "the samples of one group come from different workers")
@@ -248,9 +248,7 @@ def ending(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
     stops = np.isin(sampled, rules.stop_ids)
     if not rollout.sampled_mask[-1]:
         return Verdict("termination", "it goes on after the last sampled token")
-    if (
-        stops[:-1].any() and rollout.sampled_mask[rollout_lib.prompt_length(rollout) :].all()
-    ):  # several turns have several
+    if stops[:-1].any() and rollout.sampled_mask[rollout.prompt_length :].all():  # several turns have several
         return Verdict("termination", "it goes on after a stop token")
     if (rollout.finish_reason == "stop") != bool(stops[-1]):
         return Verdict("termination", f"finish_reason is {rollout.finish_reason}, the last token says otherwise")
@@ -264,10 +262,10 @@ def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
     """It is the task's own; and nothing was put into the answer, for the environments of one turn that there are."""
     if rules.prompt is None:
         return OK
-    if not rollout.sampled_mask[rollout_lib.prompt_length(rollout) :].all():
+    if not rollout.sampled_mask[rollout.prompt_length :].all():
         return Verdict("prompt", "tokens that were not sampled stand behind it")
     expected = rules.prompt(_group(rollout, rules))
-    found = rollout.tokens[: rollout_lib.prompt_length(rollout)].tolist()
+    found = rollout.tokens[: rollout.prompt_length].tolist()
     return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
 
 

@@ -231,7 +231,7 @@ def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[
     """
     groups: dict[tuple[bytes, bytes | None], tuple[int, list[tuple[int, int]]]] = {}
     for i, rollout in enumerate(rollouts):
-        prompt_len, experts = int(np.argmax(rollout.sampled_mask)), None
+        prompt_len, experts = rollout.prompt_length, None
         if rollout.routed_experts is not None:
             prompt_len -= 1
             experts = rollout.routed_experts[:prompt_len].tobytes()

@@ -135,7 +135,7 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
 
 def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, **changes) -> rollout_lib.Rollout:
     """Other tokens behind the same prompt, all of one version; the reward as the environment gives it."""
-    mask = np.arange(len(tokens)) >= rollout_lib.prompt_length(rollout)
+    mask = np.arange(len(tokens)) >= rollout.prompt_length
     group = next(group for group in double.groups if group.group == rollout.task.group)
     rewards = prescribed(double.prompts).score(group, [tokens[mask].tolist()])[0].scores
     return dataclasses.replace(
@@ -254,7 +254,7 @@ def padded_length(double: Double) -> list[rollout_lib.Rollout]:
     out = []
     for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=16))):
         text = rollout.tokens if rollout.finish_reason == "length" else rollout.tokens[:-1]
-        missing = rollout_lib.prompt_length(rollout) + MAX_TOKENS - len(text)
+        missing = rollout.prompt_length + MAX_TOKENS - len(text)
         tokens = np.concatenate([text, np.full(missing, ord(" "), np.int32)])
         out.append(rewritten(double, rollout, tokens, finish_reason="length"))
     return prove_again(double, out)
