@@ -16,7 +16,7 @@ from models.kernels import cpu_transposed, int8
 MAX_BYTES = 2**31  # of weights that are worth a second copy
 
 
-class TurnedWeights:
+class TransposedWeights:
     """The copy of the weights that were decoded with last."""
 
     def __init__(self, model: config_lib.ModelConfig):

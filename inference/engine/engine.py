@@ -9,7 +9,7 @@
 4. The last hidden states of each slot stay in a ring on the device; a call reduces the windows of 32 that it finished
    to the values that a proof is made of (proof_window.py), and the host fetches those alone.
 
-Programs (programs.py) have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
+Programs (compiled_steps.py) have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
 neighbours: a rollout is the same whatever ran beside it. A chunk starts at a multiple of `prefill_chunk` in every prompt,
 so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
 Parameters are an argument of every call, so weights change between calls while sequences go on.
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from inference.engine import cpu_lanes, cpu_weights, kv_cache, programs
+from inference.engine import compiled_steps, cpu_sub_batches, cpu_weights, kv_cache
 from inference.engine import decode_state as state_lib
 from inference.engine import routed_experts as routing
 from inference.engine.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
@@ -123,16 +123,16 @@ class Engine(engine_api.Engine):
             raise ValueError("inference.routed_experts is set and the model has no experts; leave it out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
-        self._side_by_side = cpu_lanes.SideBySide()
+        self._side_by_side = cpu_sub_batches.ConcurrentDecoder()
         with self._on_mesh():
-            self._turned = cpu_weights.TurnedWeights(model)
+            self._turned = cpu_weights.TransposedWeights(model)
 
     # What our scheduler calls.
 
     def prefill_batch(self, params, tokens_PT, length_P) -> state_lib.Prefix:
         """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
         with self._on_mesh():
-            return programs.prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
+            return compiled_steps.prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
 
     def prefill_chunk(
         self, params, tokens_1T, start: int, cache: kv_cache.Cache | None
@@ -145,12 +145,14 @@ class Engine(engine_api.Engine):
         cache = self.empty_prefix() if cache is None else cache
         with self._on_mesh():
             start_1 = np.array([start], np.int32)
-            return programs.prefill_chunk(self.model, self.config.routed_experts, params, tokens_1T, start_1, cache)
+            return compiled_steps.prefill_chunk(
+                self.model, self.config.routed_experts, params, tokens_1T, start_1, cache
+            )
 
     def empty_prefix(self) -> kv_cache.Cache:
         """The keys of no prompt at all, with room for the longest one."""
         with self._on_mesh():
-            return programs.empty_prefix(self.model, 1, self.config.capacity)
+            return compiled_steps.empty_prefix(self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params, tokens_1T) -> np.ndarray:
         """float32 [T]: log-probability of each token of one prompt given those before it; 0 for the first. Untempered.
@@ -159,32 +161,36 @@ class Engine(engine_api.Engine):
         """
         with self._on_mesh():  # a row for each part of a mesh that is to hold rows
             tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)
-            return np.asarray(programs.score(self.model, params, tokens_BT))
+            return np.asarray(compiled_steps.score(self.model, params, tokens_BT))
 
     def insert_batch(
-        self, prefix: state_lib.Prefix, rows, state: cpu_lanes.State, slots, request: state_lib.Request
-    ) -> cpu_lanes.State:
+        self, prefix: state_lib.Prefix, rows, state: cpu_sub_batches.State, slots, request: state_lib.Request
+    ) -> cpu_sub_batches.State:
         """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
         prefix = prefix.replace(experts=())
         with self._on_mesh():
-            return cpu_lanes.at(lambda lane, slots: programs.insert(prefix, rows, lane, slots, request), state, slots)
+            return cpu_sub_batches.at(
+                lambda lane, slots: compiled_steps.insert(prefix, rows, lane, slots, request), state, slots
+            )
 
-    def deactivate(self, state: cpu_lanes.State, slots) -> cpu_lanes.State:
+    def deactivate(self, state: cpu_sub_batches.State, slots) -> cpu_sub_batches.State:
         """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
         with self._on_mesh():
-            return cpu_lanes.at(programs.deactivate, state, slots)
+            return cpu_sub_batches.at(compiled_steps.deactivate, state, slots)
 
-    def with_limit(self, state: cpu_lanes.State, limit: int) -> cpu_lanes.State:
+    def with_limit(self, state: cpu_sub_batches.State, limit: int) -> cpu_sub_batches.State:
         """The state with the most steps that the next call may run."""
         limit = np.int32(limit)
         if self.mesh.size > 1:  # laid out as the programs return it: one more layout would be one more compilation
             limit = jax.device_put(limit, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
-        return cpu_lanes.each(lambda lane: lane.replace(limit=limit), state)
+        return cpu_sub_batches.each(lambda lane: lane.replace(limit=limit), state)
 
-    def top_values(self, state: cpu_lanes.State, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
+    def top_values(self, state: cpu_sub_batches.State, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
         """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
         with self._on_mesh():
-            return cpu_lanes.gather(lambda lane, slots: programs.top_values(lane, slots, windows, rows), state, slots)
+            return cpu_sub_batches.gather(
+                lambda lane, slots: compiled_steps.top_values(lane, slots, windows, rows), state, slots
+            )
 
     def bucket(self, length: int) -> int:
         """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
@@ -209,16 +215,16 @@ class Engine(engine_api.Engine):
     def load_params(self, *args, **kwargs):
         return self._initial_params
 
-    def init_decode_state(self, *args, **kwargs) -> cpu_lanes.State:
+    def init_decode_state(self, *args, **kwargs) -> cpu_sub_batches.State:
         with self._on_mesh():
-            num_lanes = cpu_lanes.count(self.model, self.config.num_slots)
+            num_lanes = cpu_sub_batches.count(self.model, self.config.num_slots)
         made = [self.init_slots(self.config.num_slots // num_lanes) for _ in range(num_lanes)]
-        return cpu_lanes.Lanes(tuple(made)) if num_lanes > 1 else made[0]
+        return cpu_sub_batches.SubBatches(tuple(made)) if num_lanes > 1 else made[0]
 
     def init_slots(self, num_slots: int) -> state_lib.DecodeState:
         """So many empty slots that are decoded by one call."""
         with self._on_mesh():
-            return programs.empty_slots(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
+            return compiled_steps.empty_slots(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> state_lib.Prefix:
         if existing_prefix is not None:
@@ -232,21 +238,21 @@ class Engine(engine_api.Engine):
         prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
         return prefix.replace(request=request)
 
-    def insert(self, prefix: state_lib.Prefix, decode_state: cpu_lanes.State, slot: int) -> cpu_lanes.State:
+    def insert(self, prefix: state_lib.Prefix, decode_state: cpu_sub_batches.State, slot: int) -> cpu_sub_batches.State:
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
-    def generate(self, params, decode_state: cpu_lanes.State):
+    def generate(self, params, decode_state: cpu_sub_batches.State):
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
         params = self._turned.of(params)
-        if isinstance(decode_state, cpu_lanes.Lanes):
-            done = self._side_by_side(functools.partial(programs.generate, *options, params), decode_state)
-            state = cpu_lanes.Lanes(tuple(lane for lane, *_ in done))
-            data, extras, proofs, experts = programs.join([results for _, *results in done])
+        if isinstance(decode_state, cpu_sub_batches.SubBatches):
+            done = self._side_by_side(functools.partial(compiled_steps.generate, *options, params), decode_state)
+            state = cpu_sub_batches.SubBatches(tuple(lane for lane, *_ in done))
+            data, extras, proofs, experts = compiled_steps.join([results for _, *results in done])
         else:
             with self._on_mesh():
-                state, data, extras, proofs, experts = programs.generate(*options, params, decode_state)
+                state, data, extras, proofs, experts = compiled_steps.generate(*options, params, decode_state)
         result = Result(
             data=data,
             tokens_idx=(0, K),

@@ -40,15 +40,15 @@ def of_sample(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: S
     return np.concatenate([prompt, *decoded])
 
 
-def full(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> np.ndarray:
+def with_all_layers(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> np.ndarray:
     """[T, layers of the model, X] of the mixtures' choices."""
     out = np.zeros((len(experts_TLX), model.num_layers, experts_TLX.shape[-1]), dtype(model))
     out[:, [index for index in range(model.num_layers) if model.is_moe(index)]] = experts_TLX
     return out
 
 
-def wire(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
+def reply_field(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
     """The tokens from `start` on, with a place for every layer; `data` comes first, where clients look for it."""
-    rows = full(experts_TLX[start:], model)
+    rows = with_all_layers(experts_TLX[start:], model)
     data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -48,7 +48,7 @@ def noise(seed_B: jax.Array, position_B: jax.Array, vocab_size: int) -> jax.Arra
     return -jnp.log(-jnp.log(u_BV))
 
 
-def races(seed_N: np.ndarray, position_N: np.ndarray, token_N: np.ndarray) -> np.ndarray:
+def exponential_noise(seed_N: np.ndarray, position_N: np.ndarray, token_N: np.ndarray) -> np.ndarray:
     """-log u [N] float64 of single entries of `noise`, on the host: `noise` is -log of it. Exponentially distributed."""
     zero_N = np.zeros(len(seed_N), np.uint32)
     key = _threefry2x32(zero_N, seed_N.astype(np.uint32), zero_N, position_N.astype(np.uint32))

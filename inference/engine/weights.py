@@ -47,12 +47,12 @@ class Store:
         return rules.shardings(self.specs, self.mesh, or_whole=("kv_heads",))
 
     @property
-    def on_arrival(self) -> transformer.Params | None:
+    def load_shardings(self) -> transformer.Params | None:
         """Where a reader is to put the full weights; None: into the memory of the host, as numpy arrays."""
         return self.shardings if self.quantization == "none" else None
 
     def keep(self, params: transformer.Params) -> transformer.Params:
-        """What is kept of full weights that lie where `on_arrival` says."""
+        """What is kept of full weights that lie where `load_shardings` says."""
         if self.quantization == "none":
             return params
         return jax.tree.map(_kept, self.specs, params, self.shardings, is_leaf=_is_kept)

@@ -16,15 +16,15 @@ import numpy as np
 
 from inference.engine import decode_state as state_lib
 from inference.engine import engine as engine_lib
-from inference.scheduler import job as job_lib
 from inference.scheduler import prefix_cache
+from inference.scheduler import sequence as sequence_lib
 
 
 @dataclasses.dataclass(eq=False)
 class _Long:
     """A prompt that is prefilled chunk by chunk; `cache` holds its first `num_done` tokens, `experts` where they went."""
 
-    job: job_lib.Job
+    job: sequence_lib.SequenceGroup
     cache: object
     num_done: int
     experts: tuple
@@ -35,8 +35,8 @@ class Prompts:
 
     def __init__(self, engine: engine_lib.Engine, prefix_cache_bytes: int, stats: collections.Counter):
         self._engine, self._stats = engine, stats
-        self._waiting: collections.deque[job_lib.Job] = collections.deque()
-        self._ready: collections.deque[job_lib.Job] = collections.deque()
+        self._waiting: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
+        self._ready: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._long: _Long | None = None
         self._kept = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
 
@@ -44,7 +44,7 @@ class Prompts:
         """Whether any request has samples that are not in slots yet."""
         return bool(self._waiting or self._ready or self._long)
 
-    def __iter__(self) -> Iterator[job_lib.Job]:
+    def __iter__(self) -> Iterator[sequence_lib.SequenceGroup]:
         yield from (*self._ready, *self._waiting)
         if self._long is not None:
             yield self._long.job
@@ -53,7 +53,7 @@ class Prompts:
     def kept_bytes(self) -> int:
         return self._kept.num_bytes
 
-    def add(self, job: job_lib.Job) -> None:
+    def add(self, job: sequence_lib.SequenceGroup) -> None:
         self._waiting.append(job)
 
     def drop_done(self) -> None:
@@ -78,7 +78,7 @@ class Prompts:
             self._waiting.appendleft(self._long.job)
             self._long = None
 
-    def next(self, params, version: int, most: int) -> job_lib.Job | None:
+    def next(self, params, version: int, most: int) -> sequence_lib.SequenceGroup | None:
         """The request whose sample gets the next free slot: first come, but none holds `most` while others wait."""
         while True:
             for job in self._ready:
@@ -87,7 +87,7 @@ class Prompts:
             if not self._prefill(params, version):
                 return self._ready[0] if self._ready else None
 
-    def started(self, job: job_lib.Job) -> None:
+    def started(self, job: sequence_lib.SequenceGroup) -> None:
         """All samples of a ready request are in slots."""
         self._ready.remove(job)
 
@@ -149,7 +149,7 @@ class Prompts:
         self._waiting = rest  # not before: should the engine raise, whoever fails all requests finds them there
         return len(self._ready) > num_ready
 
-    def _open_long(self, job: job_lib.Job, params, version: int) -> None:
+    def _open_long(self, job: sequence_lib.SequenceGroup, params, version: int) -> None:
         """Begins a prompt of several chunks, behind what is kept of it."""
         found = self._kept.find(job.request.tokens, version)
         num_done = found.num_tokens if found else 0
@@ -164,13 +164,15 @@ class Prompts:
             num_chunks = num_done // self._engine.config.prefill_chunk
             self._long = _Long(job, cache, num_done, found.prefix.experts[:num_chunks] if found else ())
 
-    def _count(self, job: job_lib.Job, num_reused: int) -> None:
+    def _count(self, job: sequence_lib.SequenceGroup, num_reused: int) -> None:
         num_tokens, job.num_cached = len(job.request.tokens), num_reused
         self._stats["prefix_queries"] += num_tokens
         self._stats["prefix_hits"] += num_reused
         self._stats["prompt_tokens"] += num_tokens - num_reused
 
-    def _make_ready(self, job: job_lib.Job, params, version: int, prefix: state_lib.Prefix, row: int) -> None:
+    def _make_ready(
+        self, job: sequence_lib.SequenceGroup, params, version: int, prefix: state_lib.Prefix, row: int
+    ) -> None:
         job.prefix, job.row, job.prompt_version = prefix, row, version
         if job.request.prompt_logprobs:
             tokens = job.request.tokens

@@ -42,13 +42,13 @@ from inference.engine import request as request_lib
 from inference.engine import routed_experts
 from inference.proofs import toploc
 from inference.proofs import window as proof_window
-from inference.scheduler import job as job_lib
 from inference.scheduler import prefill_queue
+from inference.scheduler import sequence as sequence_lib
 from models import transformer
 
 GenerateRequest, Completion = request_lib.GenerateRequest, request_lib.Completion  # what `submit` takes and gives
 
-Listener = job_lib.Listener
+Listener = sequence_lib.Listener
 
 
 class Overloaded(RuntimeError):
@@ -67,7 +67,7 @@ class Fault(RuntimeError):
 class _Window:
     """Rows of a sample that a proof is due of, as their top values."""
 
-    sample: job_lib.Sample
+    sample: sequence_lib.Sequence
     num_rows: int
     indices_k: np.ndarray
     bits_k: np.ndarray
@@ -77,9 +77,9 @@ class _Window:
 class _Outcome:
     """What is left to do of a call once its tokens are taken."""
 
-    told: list[job_lib.Sample]
+    told: list[sequence_lib.Sequence]
     windows: list[_Window]
-    finished: list[job_lib.Sample]
+    finished: list[sequence_lib.Sequence]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Scheduler:
         self._max_queue, self._max_model_len = max_queue, engine.config.max_model_len
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._outcome: _Outcome | None = None
-        self._slots: list[job_lib.Sample | None] = [None] * engine.config.num_slots
+        self._slots: list[sequence_lib.Sequence | None] = [None] * engine.config.num_slots
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closing = False
@@ -171,7 +171,7 @@ class Scheduler:
                 "return_routed_experts = true, but this server does not record experts; start it with --routed_experts on a "
                 "model that has some"
             )
-        job = job_lib.Job(
+        job = sequence_lib.SequenceGroup(
             request, concurrent.futures.Future(), listener, [None] * request.num_samples, time.monotonic()
         )
         with self._lock:
@@ -220,7 +220,7 @@ class Scheduler:
 
     @property
     def num_running_requests(self) -> int:
-        return len({id(sample.job) for sample in list(self._slots) if sample is not None})
+        return len({id(sample.group) for sample in list(self._slots) if sample is not None})
 
     @property
     def prefix_bytes(self) -> int:
@@ -228,7 +228,7 @@ class Scheduler:
 
     def cache_usage(self) -> float:
         """Part of the slots' positions that hold a token, 0..1."""
-        lengths = [len(s.job.request.tokens) + len(s.completion.tokens) for s in list(self._slots) if s is not None]
+        lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for s in list(self._slots) if s is not None]
         return sum(lengths) / (len(self._slots) * self._max_model_len)
 
     def _send(self, message: Callable) -> concurrent.futures.Future:
@@ -292,7 +292,7 @@ class Scheduler:
             block = False
             if message is _STOP:
                 return False
-            if isinstance(message, job_lib.Job):
+            if isinstance(message, sequence_lib.SequenceGroup):
                 self._prompts.add(message)
                 self._last_arrival_s = time.monotonic()
                 first_s, num_samples = first_s or self._last_arrival_s, num_samples + message.request.num_samples
@@ -315,7 +315,7 @@ class Scheduler:
     def _drop_done(self) -> None:
         """Forgets requests that were cancelled, or failed, wherever they are."""
         self._prompts.drop_done()
-        dropped = [i for i, sample in enumerate(self._slots) if sample is not None and sample.job.future.done()]
+        dropped = [i for i, sample in enumerate(self._slots) if sample is not None and sample.group.future.done()]
         if dropped:
             self.stats["aborted"] += len(dropped)
             self._deactivate(dropped)
@@ -326,18 +326,18 @@ class Scheduler:
             self._release(slot)
 
     def _release(self, slot: int) -> None:
-        self._slots[slot].job.num_running -= 1
+        self._slots[slot].group.num_running -= 1
         self._slots[slot] = None
 
     def _start_samples(self) -> None:
         free = collections.deque(i for i, sample in enumerate(self._slots) if sample is None)
         most = max(1, len(self._slots) // 2)
-        started: dict[int, list[tuple[int, job_lib.Sample]]] = collections.defaultdict(list)
+        started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (job := self._prompts.next(self._params, self.version, most)):
             streams = self._engine.tokenizer.text_stream() if job.request.stop_texts else None
             completion = Completion([], [], [], job.prompt_version, prompt_logprobs=job.prompt_logprobs)
             completion.num_cached = job.num_cached
-            sample = job_lib.Sample(job, job.num_started, completion, streams)
+            sample = sequence_lib.Sequence(job, job.num_started, completion, streams)
             job.num_started += 1
             job.num_running += 1
             if job.num_started == job.request.num_samples:
@@ -349,11 +349,11 @@ class Scheduler:
             slots, samples = zip(*group, strict=True)
             size = next(size for size in self._engine.config.insert_sizes if size >= len(slots))
             requests = [
-                dataclasses.replace(s.job.request, seed=(s.job.request.seed + s.index) % 2**32) for s in samples
+                dataclasses.replace(s.group.request, seed=(s.group.request.seed + s.index) % 2**32) for s in samples
             ]
             self._state = self._engine.insert_batch(
-                samples[0].job.prefix,
-                self._pad([s.job.row for s in samples], 0, size),
+                samples[0].group.prefix,
+                self._pad([s.group.row for s in samples], 0, size),
                 self._state,
                 self._pad(slots, len(self._slots), size),
                 state_lib.request_arrays(requests, size),
@@ -371,39 +371,39 @@ class Scheduler:
 
         running = [(slot, s) for slot, s in enumerate(self._slots) if s is not None]
         finite = np.isfinite(logprobs).all(axis=1)
-        raw = np.asarray(result.raw_logps) if any(s.job.request.raw_logprobs for _, s in running) else None
+        raw = np.asarray(result.raw_logps) if any(s.group.request.raw_logprobs for _, s in running) else None
         tops = None
-        if any(s.job.request.top_logprobs for _, s in running):
+        if any(s.group.request.top_logprobs for _, s in running):
             tops = np.asarray(result.top_ids), np.asarray(result.top_logps)
-        experts = np.asarray(result.experts) if any(s.job.request.routed_experts for _, s in running) else None
+        experts = np.asarray(result.experts) if any(s.group.request.routed_experts for _, s in running) else None
         finished, cut, windows = [], [], []
         for slot, sample in running:
             count = int(counts[slot])
             if not finite[slot]:
-                self._fail(sample.job, "a log-probability is not finite: the weights, or an overflow in the model")
+                self._fail(sample.group, "a log-probability is not finite: the weights, or an overflow in the model")
                 continue
             if count == 0:  # each call adds a token to each slot; without this the request would never end
-                self._fail(sample.job, "the engine gave no token for a slot that is in use")
+                self._fail(sample.group, "the engine gave no token for a slot that is in use")
                 continue
             before = len(sample.completion.tokens)
             if before == 0:
                 self.stats["first_tokens"] += 1
-                self.stats["first_token_s"] += time.monotonic() - sample.job.submitted_s
+                self.stats["first_token_s"] += time.monotonic() - sample.group.submitted_s
             new = tokens[slot, :count].tolist(), logprobs[slot, :count].tolist()
             active = sample.take(*new, self.version, self._max_model_len)
             after = len(sample.completion.tokens)
             self.stats["tokens"] += after - before
-            if sample.job.request.raw_logprobs:
+            if sample.group.request.raw_logprobs:
                 sample.completion.raw_logprobs += raw[slot, : after - before].tolist()
-            if sample.job.request.top_logprobs:
+            if sample.group.request.top_logprobs:
                 sample.take_top(tops[0][slot, : after - before], tops[1][slot, : after - before])
-            if sample.job.request.routed_experts:
+            if sample.group.request.routed_experts:
                 sample.experts.append(experts[slot, : after - before])
             if sample.completion.finish_reason:
                 finished.append((slot, sample))
                 if active:
                     cut.append(slot)
-            if sample.job.request.proofs:
+            if sample.group.request.proofs:
                 windows += self._windows(slot, sample, before, after, result, by_host=slot in cut)
         if cut:  # what ended them the device does not know of
             self._state = self._engine.deactivate(self._state, self._pad(cut, len(self._slots)))
@@ -421,7 +421,7 @@ class Scheduler:
         return steps
 
     def _windows(
-        self, slot: int, sample: job_lib.Sample, before: int, after: int, result, *, by_host: bool
+        self, slot: int, sample: sequence_lib.Sequence, before: int, after: int, result, *, by_host: bool
     ) -> list[_Window]:
         """The windows that a sample finished when it grew from `before` to `after` tokens."""
         size, out = proof_window.WINDOW, []
@@ -449,14 +449,14 @@ class Scheduler:
             for window, proof in zip(windows, proofs, strict=True):
                 window.sample.proofs.append(proof)
                 if not proof:
-                    self._fail(window.sample.job, "a hidden state is not finite, so there is no proof of it")
+                    self._fail(window.sample.group, "a hidden state is not finite, so there is no proof of it")
         self._tell(self._outcome.told)  # before a future is set: who streams must not see the end before the last piece
         for sample in self._outcome.finished:
             self._finish(sample)
         self._outcome = None
 
-    def _finish(self, sample: job_lib.Sample) -> None:
-        job = sample.job
+    def _finish(self, sample: sequence_lib.Sequence) -> None:
+        job = sample.group
         sample.completion.proofs = toploc.join(sample.proofs)
         if job.request.routed_experts:
             num_prompt = len(job.request.tokens)
@@ -469,25 +469,25 @@ class Scheduler:
         if all_there and not job.future.done() and job.future.set_running_or_notify_cancel():
             job.future.set_result(job.completions)
 
-    def _tell(self, samples: list[job_lib.Sample]) -> None:
+    def _tell(self, samples: list[sequence_lib.Sequence]) -> None:
         for sample in samples:
-            if sample.job.listener is not None:
+            if sample.group.listener is not None:
                 try:
-                    sample.job.listener(sample.index, sample.completion)
+                    sample.group.listener(sample.index, sample.completion)
                 except RuntimeError:  # the event loop it spoke to was closed
-                    sample.job.future.cancel()
+                    sample.group.future.cancel()
 
-    def _fail(self, job: job_lib.Job, reason: str) -> None:
+    def _fail(self, job: sequence_lib.SequenceGroup, reason: str) -> None:
         """Ends one request with a Fault; its slots are freed by `_drop_done`."""
         self.stats["faults"] += 1
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
             job.future.set_exception(Fault(reason))
 
     def _fail_all(self, error: Exception) -> None:
-        jobs = {id(s.job): s.job for s in self._slots if s is not None}
+        jobs = {id(s.group): s.group for s in self._slots if s is not None}
         jobs |= {id(j): j for j in self._prompts}
         if self._outcome is not None:
-            jobs |= {id(s.job): s.job for s in self._outcome.finished}
+            jobs |= {id(s.group): s.group for s in self._outcome.finished}
         for job in jobs.values():
             if not job.future.done() and job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
@@ -499,7 +499,9 @@ class Scheduler:
         closed = Closed("the server is shutting down")
         while not self._inbox.empty():
             message = self._inbox.get()
-            future = message.future if isinstance(message, job_lib.Job) else getattr(message, "done", None)
+            future = (
+                message.future if isinstance(message, sequence_lib.SequenceGroup) else getattr(message, "done", None)
+            )
             if future is not None and not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(closed)
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inference.engine import cpu_lanes
+from inference.engine import cpu_sub_batches
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from models import transformer
 
 
-def largest(engine: engine_lib.Engine, params: transformer.Params) -> cpu_lanes.State:
+def largest(engine: engine_lib.Engine, params: transformer.Params) -> cpu_sub_batches.State:
     """Compiles prefill and generate; returns the decode state, with no slot in use."""
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)

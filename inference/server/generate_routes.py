@@ -65,7 +65,7 @@ def experts(server: inference_server.InferenceServer, completion: scheduler_lib.
     """`routed_experts` of the tokens from `start` on, if they were asked for."""
     if completion.experts is None:
         return {}
-    return {"routed_experts": routed_experts.wire(completion.experts, server.engine.model, start)}
+    return {"routed_experts": routed_experts.reply_field(completion.experts, server.engine.model, start)}
 
 
 def policy_versions(completion: scheduler_lib.Completion) -> list[list[int]]:

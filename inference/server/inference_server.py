@@ -77,7 +77,7 @@ class InferenceServer:
                 return self.scheduler.version
             if source is None and not isinstance(root, source_lib.Directory):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
-            pulled = broadcast.pull(root, version, shardings=self.store.on_arrival, base=self.have, key=self.key)
+            pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
             version = self._swap(pulled.params, pulled.version)
             self.have = pulled if source is None else None
             return version
@@ -170,7 +170,7 @@ def start(
         )
     model = config_lib.ModelConfig(**metadata["model"])
     store = weights_lib.Store(model, devices, quantize)
-    pulled = broadcast.pull(source, version, shardings=store.on_arrival, key=key)
+    pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     tokenizer = tokenizer_lib.load(metadata["tokenizer"])
     server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options, say, every_length)
     server.key, server.have = key, pulled
@@ -257,8 +257,8 @@ def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transf
     """The weights of a Hugging Face folder, where the store wants them."""
     from models import hf
 
-    if store.on_arrival is not None:
-        return hf.load(folder, shardings=store.on_arrival)[1]
+    if store.load_shardings is not None:
+        return hf.load(folder, shardings=store.load_shardings)[1]
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     specs = transformer.specs(store.model)
     return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]

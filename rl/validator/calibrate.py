@@ -134,7 +134,10 @@ def roll_out(
         for group, task, prompt, future in waiting:
             samples = future.result(WAIT_S)
             if sizes.routed_experts:
-                samples = [dataclasses.replace(c, experts=routed_experts.full(c.experts, exp.model)) for c in samples]
+                samples = [
+                    dataclasses.replace(c, experts=routed_experts.with_all_layers(c.experts, exp.model))
+                    for c in samples
+                ]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
             out.append([rollout_lib.sign(rollout, key) for rollout in made])
         return out

@@ -279,7 +279,7 @@ def claimed_races(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:
     if not rollouts:
         return []
     seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], np.uint32), counts)
-    races = sampler.races(seeds, np.concatenate(positions), np.concatenate(tokens))
+    races = sampler.exponential_noise(seeds, np.concatenate(positions), np.concatenate(tokens))
     y = races * np.exp(-np.concatenate(logps).astype(np.float64))
     return np.split(y, np.cumsum(counts)[:-1])
 

@@ -48,7 +48,7 @@ class Scripted(engine_lib.Engine):
         for slot, sample in enumerate(self.scheduler._slots if self.scheduler else ()):
             if sample is None or not counts[slot]:
                 continue
-            prompt = TOK.decode(list(sample.job.request.tokens), skip_special=False)
+            prompt = TOK.decode(list(sample.group.request.tokens), skip_special=False)
             said = TOK.encode(answer(prompt), special=True)[len(sample.completion.tokens) :][: counts[slot]]
             tokens[slot, : len(said)], counts[slot] = said, len(said)
         return tokens, logprobs, counts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from inference.engine import decode_state, kv_cache, programs, weights
+from inference.engine import compiled_steps, decode_state, kv_cache, weights
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
@@ -98,9 +98,9 @@ def on_one_device(name):
 def test_a_mesh_gives_the_tokens_of_one_device(name, axes):
     """Batched and chunked prefill, shared prefixes, every sampling field; and one compilation of generate."""
     engine, placed = make(name, **axes)
-    before = programs.generate._cache_size()
+    before = compiled_steps.generate._cache_size()
     got = answers(engine, placed, ASKS)
-    assert programs.generate._cache_size() == before + 1
+    assert compiled_steps.generate._cache_size() == before + 1
     for ask, expected, found in zip(ASKS, on_one_device(name), got, strict=True):
         for one, other in zip(expected, found, strict=True):
             assert other.tokens == one.tokens and other.finish_reason == one.finish_reason
@@ -136,7 +136,7 @@ def test_the_state_stays_where_it_is(name, axes):
     state = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
     with jax.set_mesh(engine.mesh):
-        compiled = programs.generate.lower(engine.model, 5, capacity, False, placed, state).compile()
+        compiled = compiled_steps.generate.lower(engine.model, 5, capacity, False, placed, state).compile()
     came, went = compiled.input_shardings[0][1], compiled.output_shardings[0]
     same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
     assert all(jax.tree.leaves(same)), same
@@ -156,14 +156,14 @@ def test_calls_between_generates_leave_the_layout_alone():
     engine, placed = make("mixed", expert=2, tensor=2, data=2)
     scheduler = scheduler_lib.Scheduler(engine, placed, 0)
     scheduler.submit(ASKS[1]).result(WAIT_S)
-    compiled = programs.generate._cache_size(), programs.insert._cache_size()
+    compiled = compiled_steps.generate._cache_size(), compiled_steps.insert._cache_size()
     again = jax.device_put(params("mixed", 1), weights.shardings(MIXED, engine.mesh))
     long = scheduler.submit(dataclasses.replace(ASKS[1], max_tokens=26))
     scheduler.update(again, 1).result(WAIT_S)
     long.cancel()
     scheduler.submit(ASKS[1]).result(WAIT_S)
     scheduler.submit(dataclasses.replace(ASKS[1], stop_texts=("e",))).result(WAIT_S)
-    assert (programs.generate._cache_size(), programs.insert._cache_size()) == compiled
+    assert (compiled_steps.generate._cache_size(), compiled_steps.insert._cache_size()) == compiled
     scheduler.close()
 
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from inference.engine import compiled_steps
 from inference.engine import engine as engine_lib
-from inference.engine import programs
 from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import warmup
 from models.text import tokenizer as tokenizer_lib
@@ -18,7 +18,7 @@ WAIT_S = 120
 
 
 def num_compiled():
-    return {name: getattr(programs, name)._cache_size() for name in PROGRAMS}
+    return {name: getattr(compiled_steps, name)._cache_size() for name in PROGRAMS}
 
 
 @pytest.mark.parametrize("every_length", [False, True])

@@ -87,7 +87,7 @@ def calls(monkeypatch):
 
 def test_a_copy_is_kept_until_any_of_the_weights_is_another(calls):
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
-    keeper = cpu_weights.TurnedWeights(MODEL)
+    keeper = cpu_weights.TransposedWeights(MODEL)
     first = keeper.of(params)
     assert keeper.of(dict(params)) is first and len(calls) == 1
     attn = params["layers"]["001"]["attn"] | {"v": params["layers"]["001"]["attn"]["v"] + 1}
@@ -103,11 +103,11 @@ def test_who_decodes_with_the_weights_as_they_are(calls, monkeypatch):
     store = weights.Store(MODEL, mesh_lib.create({}, devices=jax.local_devices()[:1]), "int8")
     integers = store.keep(tiny.params(MODEL, 3))
     assert int8.is_quantized(integers["embed"])
-    assert cpu_weights.TurnedWeights(MODEL).of(integers) is integers
+    assert cpu_weights.TransposedWeights(MODEL).of(integers) is integers
     stacked = tiny.model(scan_layers=True)
-    assert cpu_weights.TurnedWeights(stacked).of(params) is params
+    assert cpu_weights.TransposedWeights(stacked).of(params) is params
     monkeypatch.setattr(cpu_weights, "MAX_BYTES", 1000)
-    assert cpu_weights.TurnedWeights(MODEL).of(params) is params
+    assert cpu_weights.TransposedWeights(MODEL).of(params) is params
     assert not calls
 
 

@@ -7,8 +7,8 @@ import pytest
 from rl.batch import credit as credit_lib
 from rl.batch import host_feed, packing
 from sharding import mesh as mesh_lib
-from tests.inference.rollouts import test_rollout
 from tests.rl.verification import test_router_replay_claims as claims
+from tests.support import rollouts as rollouts_lib
 
 P, G = 4, 3
 
@@ -26,7 +26,7 @@ def group(claims_of=lambda i: claims.good_claim(4 + 3, seed=i), versions=(0, 0, 
             reward=float(i),
             routed_experts=claims_of(i),
         )
-        out.append(test_rollout.make(**fields))
+        out.append(rollouts_lib.make(**fields))
     return out
 
 

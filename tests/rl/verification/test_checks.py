@@ -412,7 +412,7 @@ def test_single_entries_of_the_noise_are_those_of_all():
     seeds, positions = np.array([0, 1, 2**32 - 1, 77], np.uint32), np.array([0, 5, 4000, 2**20])
     every = np.asarray(sampler.noise(jnp.asarray(seeds), jnp.asarray(positions), 512), np.float64)
     for token in (0, 1, 255, 511):
-        found = -np.log(sampler.races(seeds, positions, np.full(4, token)))
+        found = -np.log(sampler.exponential_noise(seeds, positions, np.full(4, token)))
         np.testing.assert_allclose(found, every[:, token], rtol=0, atol=3e-6)  # float32 against float64, up to 16.6
 
 

@@ -14,8 +14,8 @@ from inference.engine import routed_experts
 from inference.scheduler import scheduler as scheduler_lib
 from models import moe, transformer
 from rl.verification import checks, verifier
-from tests.inference.rollouts import test_rollout
 from tests.rl.verification import test_router_replay_claims as claims
+from tests.support import rollouts as rollouts_lib
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -55,7 +55,7 @@ def honest(updated=False):
     scheduler.close()
     P = len(REQUEST.tokens)
     return tuple(
-        test_rollout.make(
+        rollouts_lib.make(
             tokens=np.array([*REQUEST.tokens, *c.tokens], np.int32),
             sampled_mask=np.array([False] * P + [True] * len(c.tokens)),
             logprobs=np.array([0.0] * P + c.logprobs, np.float32),
@@ -66,7 +66,7 @@ def honest(updated=False):
             step=1,
             finish_reason=c.finish_reason,
             proofs=c.proofs,
-            routed_experts=routed_experts.full(c.experts, claims.MODEL),
+            routed_experts=routed_experts.with_all_layers(c.experts, claims.MODEL),
         )
         for i, c in enumerate(completions)
     )

@@ -18,7 +18,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.verification import checks, verifier
-from tests.inference.rollouts import test_rollout
+from tests.support import rollouts as rollouts_lib
 from tests.support import tiny
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -30,19 +30,19 @@ def claim(dtype=np.uint8, layers=3, high=200, seed=0):
 
 def test_a_file_keeps_claims_and_is_as_before_without():
     wide = claim(np.uint16, high=60_000)
-    rollouts = [test_rollout.make(0, routed_experts=claim()), test_rollout.make(1)]
-    rollouts += [rollout_lib.sign(test_rollout.make(2, routed_experts=wide), test_rollout.KEY)]
+    rollouts = [rollouts_lib.make(0, routed_experts=claim()), rollouts_lib.make(1)]
+    rollouts += [rollout_lib.sign(rollouts_lib.make(2, routed_experts=wide), rollouts_lib.KEY)]
     data = parquet.to_bytes(rollouts)
     back = parquet.from_bytes(data)
     for before, after in zip(rollouts, back, strict=True):
-        test_rollout.assert_equal(before, after)
+        rollouts_lib.assert_equal(before, after)
     assert back[1].routed_experts is None and rollout_lib.signature_ok(back[2])
     parquet_footer.check(data)
     assert b"routed_experts" not in parquet.to_bytes(rollouts[1:2])
 
 
 def test_the_signature_covers_the_claim():
-    signed = rollout_lib.sign(test_rollout.make(routed_experts=claim()), test_rollout.KEY)
+    signed = rollout_lib.sign(rollouts_lib.make(routed_experts=claim()), rollouts_lib.KEY)
     assert rollout_lib.signature_ok(signed)
     other = claim()
     other[4, 1, 1] ^= 1
@@ -63,17 +63,17 @@ def test_the_signature_covers_the_claim():
     ],
 )
 def test_a_claim_of_wrong_form_is_no_record(value, words):
-    reason = rollout_lib.validate(test_rollout.make(routed_experts=value))
+    reason = rollout_lib.validate(rollouts_lib.make(routed_experts=value))
     assert reason.startswith("routed_experts: ") and words in reason
 
 
 def with_columns(data, shape, more=()):
     """A good row with these two columns behind it."""
-    table = pq.read_table(pa.BufferReader(parquet.to_bytes([test_rollout.make()])))
+    table = pq.read_table(pa.BufferReader(parquet.to_bytes([rollouts_lib.make()])))
     columns = [("routed_experts", pa.array([data], pa.binary())), ("routed_experts_shape", shape), *more]
     for name, column in columns:
         table = table.append_column(name, column)
-    return test_rollout.table_bytes(table)
+    return rollouts_lib.table_bytes(table)
 
 
 def shape_of(*sizes, dtype=None):
@@ -160,7 +160,7 @@ def changed(at, value):
     ],
 )
 def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
-    rollout = test_rollout.make(routed_experts=value)
+    rollout = rollouts_lib.make(routed_experts=value)
     assert words in CLAIMS.refusal(rollout)
     # Off where nothing is claimed, but in a run that replays.
     verdict = checks.routable(rollout, CLAIMS)
@@ -170,14 +170,14 @@ def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
         verdict = checks.routed(rollout, CLAIMS, rules)
         assert checks.routed(rollout, CLAIMS, dataclasses.replace(rules, router_replay=False)).accepted
     assert verdict.reason == "routing" and words in str(verdict)
-    assert CLAIMS.refusal(test_rollout.make(routed_experts=good_claim())) is None
+    assert CLAIMS.refusal(rollouts_lib.make(routed_experts=good_claim())) is None
     dense = router_replay.RouterReplay.of(tiny.model())
-    assert "this model has none" in dense.refusal(test_rollout.make(routed_experts=good_claim()))
+    assert "this model has none" in dense.refusal(rollouts_lib.make(routed_experts=good_claim()))
 
 
 def test_rows_hold_mixtures_and_leave_the_last_token_to_the_router():
     """In one byte below 256 experts; at 256 all values of a byte are experts."""
-    rollout = test_rollout.make(routed_experts=good_claim())
+    rollout = rollouts_lib.make(routed_experts=good_claim())
     rows = CLAIMS.rows(rollout)
     assert rows.shape == (10, 2, 2) and rows.dtype == np.uint8 and (rows[-1] == 255).all()
     np.testing.assert_array_equal(rows[:-1], good_claim()[:, [0, 2]])

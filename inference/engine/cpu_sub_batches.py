@@ -30,7 +30,7 @@ MAX_WEIGHTS_BYTES = 2**26  # 16 MB were measured to gain, 400 MB to lose
 
 
 @struct.dataclass
-class Lanes:
+class SubBatches:
     """The decode states of an engine's lanes."""
 
     states: tuple[state_lib.DecodeState, ...]
@@ -41,7 +41,7 @@ class Lanes:
         return len(self.states[0].token)
 
 
-State = state_lib.DecodeState | Lanes  # of all slots of an engine
+State = state_lib.DecodeState | SubBatches  # of all slots of an engine
 
 
 def count(model: config_lib.ModelConfig, num_slots: int) -> int:
@@ -51,39 +51,39 @@ def count(model: config_lib.ModelConfig, num_slots: int) -> int:
 
 
 def each(function: Callable[[state_lib.DecodeState], state_lib.DecodeState], state: State) -> State:
-    return Lanes(tuple(map(function, state.states))) if isinstance(state, Lanes) else function(state)
+    return SubBatches(tuple(map(function, state.states))) if isinstance(state, SubBatches) else function(state)
 
 
 def at(
     function: Callable[[state_lib.DecodeState, np.ndarray], state_lib.DecodeState], state: State, slots_N: Sequence[int]
 ) -> State:
     """Every lane with its part of the slots; the others are those out of range in it. A lane without any stays as it is."""
-    if not isinstance(state, Lanes):
+    if not isinstance(state, SubBatches):
         return function(state, slots_N)
     rows_LN = [_rows(state, lane, slots_N) for lane in range(len(state.states))]
     pairs = zip(state.states, rows_LN, strict=True)
-    return Lanes(tuple(function(one, rows) if (rows < state.size).any() else one for one, rows in pairs))
+    return SubBatches(tuple(function(one, rows) if (rows < state.size).any() else one for one, rows in pairs))
 
 
 def gather(
     function: Callable[[state_lib.DecodeState, np.ndarray], tuple[jax.Array, ...]], state: State, slots_N: Sequence[int]
 ) -> tuple[jax.Array, ...]:
     """What `function` gives row by row [N, ...] of each slot's own lane."""
-    if not isinstance(state, Lanes):
+    if not isinstance(state, SubBatches):
         return function(state, slots_N)
     lane_N = np.asarray(slots_N) // state.size
     got = [function(one, np.asarray(slots_N) % state.size) for one in state.states]
     return tuple(jnp.stack(parts)[lane_N, np.arange(len(lane_N))] for parts in zip(*got, strict=True))
 
 
-class SideBySide:
+class ConcurrentDecoder:
     """Calls a function of one lane for all of them at once."""
 
     def __init__(self):
         self._others = concurrent.futures.ThreadPoolExecutor(NUM - 1, thread_name_prefix="lane")
         self._is_compiled = False
 
-    def __call__(self, function: Callable[[state_lib.DecodeState], tuple], lanes: Lanes) -> list[tuple]:
+    def __call__(self, function: Callable[[state_lib.DecodeState], tuple], lanes: SubBatches) -> list[tuple]:
         first, *rest = lanes.states
         if not self._is_compiled:  # at once, each thread would compile it for itself
             results = [function(one) for one in lanes.states]
@@ -93,6 +93,6 @@ class SideBySide:
         return [function(first), *(future.result() for future in later)]
 
 
-def _rows(state: Lanes, lane: int, slots_N: Sequence[int]) -> np.ndarray:
+def _rows(state: SubBatches, lane: int, slots_N: Sequence[int]) -> np.ndarray:
     rows_N = np.asarray(slots_N, np.int32) - lane * state.size
     return np.where((0 <= rows_N) & (rows_N < state.size), rows_N, state.size).astype(np.int32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_decode_attention, cpu_lanes
+from inference.engine import cpu_decode_attention, cpu_sub_batches
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -70,7 +70,7 @@ def test_a_request_gets_the_bits_of_an_engine_of_one_lane():
     stop = tokenizer_lib.byte_chatml().decode(text[19:21]) or "e"
     requests += [Ask(seed=41, stop_texts=(stop,), proofs=True) for _ in range(6)]
     made = engine()
-    assert isinstance(made.init_decode_state(), cpu_lanes.Lanes)
+    assert isinstance(made.init_decode_state(), cpu_sub_batches.SubBatches)
     assert isinstance(engine(num_slots=4).init_decode_state(), engine_lib.state_lib.DecodeState)
     cancelled = [Ask(seed=seed, max_tokens=90) for seed in range(50, 54)]
     assert complete(made, requests, cancelled) == complete(engine(num_slots=4), requests)
@@ -108,18 +108,18 @@ def test_one_slot_of_either_lane(slot):
 
 
 def test_how_many_lanes():
-    assert cpu_lanes.count(MODEL, 8) == cpu_lanes.count(shapes.model("4m"), 64) == 2
-    assert cpu_lanes.count(MODEL, 6) == cpu_lanes.count(MODEL, 9) == 1  # too few, or no halves
-    assert cpu_lanes.count(shapes.model("100m"), 64) == 1  # weights that no cache holds
-    assert cpu_lanes.count(dataclasses.replace(MODEL, scan_layers=True), 64) == 1
+    assert cpu_sub_batches.count(MODEL, 8) == cpu_sub_batches.count(shapes.model("4m"), 64) == 2
+    assert cpu_sub_batches.count(MODEL, 6) == cpu_sub_batches.count(MODEL, 9) == 1  # too few, or no halves
+    assert cpu_sub_batches.count(shapes.model("100m"), 64) == 1  # weights that no cache holds
+    assert cpu_sub_batches.count(dataclasses.replace(MODEL, scan_layers=True), 64) == 1
 
 
 def test_lanes_run_at_the_same_time():
     """Each waits for the other; one after the other, the barrier breaks. The first time, the first compiles for all."""
     barrier = threading.Barrier(2, timeout=WAIT_S)
     states = engine().init_decode_state()
-    assert isinstance(states, cpu_lanes.Lanes)
-    calls, side_by_side = [], cpu_lanes.SideBySide()
+    assert isinstance(states, cpu_sub_batches.SubBatches)
+    calls, side_by_side = [], cpu_sub_batches.ConcurrentDecoder()
 
     def run(state):
         calls.append(threading.current_thread().name)

@@ -1,8 +1,8 @@
-"""A request on its way through the scheduler: `Job`, the request, and `Sample`, one of its completions in a slot."""
+"""A request on its way through the scheduler: `SequenceGroup`, the request, and `Sequence`, one of its completions in a slot."""
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import abc
 
 import numpy as np
 
@@ -10,13 +10,13 @@ from inference.engine import decode_state as state_lib
 from inference.engine import request as request_lib
 from models.text import tokenizer as tokenizer_lib
 
-Listener = Callable[
+Listener = abc.Callable[
     [int, request_lib.Completion], None
 ]  # (sample index, the completion so far), on the scheduler's thread
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class SequenceGroup:
     """Waiting, then ready with its prefilled prompt (`row` of `prefix`), then with samples in slots."""
 
     request: request_lib.GenerateRequest
@@ -34,10 +34,10 @@ class Job:
 
 
 @dataclasses.dataclass(eq=False)
-class Sample:
+class Sequence:
     """A sample in a slot."""
 
-    job: Job
+    group: SequenceGroup
     index: int
     completion: request_lib.Completion
     text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
@@ -47,12 +47,12 @@ class Sample:
 
     def num_left(self, max_model_len: int) -> int:
         """New tokens after which this sample ends in any case."""
-        request = self.job.request
+        request = self.group.request
         return min(request.max_tokens, max_model_len - len(request.tokens)) - len(self.completion.tokens)
 
     def take(self, tokens: list[int], logprobs: list[float], version: int, max_model_len: int) -> bool:
         """Adds the new tokens up to where the sample ends; True if the device would go on behind that."""
-        request, completion = self.job.request, self.completion
+        request, completion = self.group.request, self.completion
         end, stopped = len(tokens), False
         if request.stop_texts or len(request.stop_ids) > state_lib.MAX_STOP_IDS:
             end, stopped = self._first_stop(tokens)
@@ -71,14 +71,14 @@ class Sample:
 
     def take_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
         """Adds the likeliest tokens of the new positions; both [tokens, MAX_TOP]."""
-        num = self.job.request.top_logprobs
+        num = self.group.request.top_logprobs
         for row_ids, row_logps in zip(ids[:, :num].tolist(), logps[:, :num].tolist(), strict=True):
             pairs = zip(row_ids, row_logps, strict=True)
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
-    def _first_stop(self, tokens: Sequence[int]) -> tuple[int, bool]:
+    def _first_stop(self, tokens: abc.Sequence[int]) -> tuple[int, bool]:
         """How many of the tokens belong to the sample, and whether the last of them stops it."""
-        request = self.job.request
+        request = self.group.request
         longest = max(map(len, request.stop_texts), default=0)
         for at, token in enumerate(tokens):
             if token in request.stop_ids:
