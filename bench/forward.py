@@ -117,7 +117,7 @@ def serve(name: str) -> int:
     ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
 
     def loss(params):
-        hidden_BTD = transformer.apply(params, config, tokens_BT)
+        hidden_BTD, _ = transformer.apply(params, config, tokens_BT)
         logp_BT, _ = logprobs.token_logprobs(params, config, hidden_BTD, tokens_BT, ones_BT)
         return -logp_BT.sum() / (logp_BT.size - logp_BT.shape[0])
 

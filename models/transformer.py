@@ -1,14 +1,15 @@
-"""The decoder: tokens -> hidden -> logits, one definition of the parameters read three ways.
+"""The decoder: tokens -> hidden states -> logits, for the learner and the inference engine alike.
 
-1. `specs(config)` is the tree of `ParamSpec`; `abstract` reads shapes from it, `init` values, and
-   `sharding.rules.shardings` layouts.
-2. `apply` runs packed sequences through all layers (learner, scorer). `extend` runs the same blocks over a cache
-   of keys (prefill, decode, replay). Both hand `_block` a function that attends, and differ in nothing else:
-   what the sampler computes is what the learner computes. `apply_routed` and `extend_routed` also say which experts ran.
+1. `specs(config)` is the tree of `ParamSpec`: `abstract` reads shapes from it, `init` draws values, and
+   `sharding.rules.shardings` derives layouts.
+2. `apply` runs packed sequences (learner, scoring). `extend` continues sequences over a cache of keys (prefill, decode,
+   replay). Both run the same layers in `_run_layers` and differ only in the `block` they pass, that is in how a layer
+   attends: the sampler computes what the learner computes.
 3. `logits` is the output head in float32.
 
-Every family runs through this one block, by the switches of its config. With `config.scan_layers`, layers of one kind are
-stacked and scanned: the parameters of `stacks` have a leading dim; `stack` and `unstack` convert.
+All model families run through this one block; the fields of `ModelConfig` select the differences. With
+`config.scan_layers`, layers of one kind are stacked and scanned: their parameters have a leading dim. `stacks` maps the
+keys of `params["layers"]` to layers; `stack` and `unstack` convert between the two trees.
 
 Letters: B sequences, T tokens, S cache length, D model, H query heads, K key heads, C head dim (V of values), F ffn,
 R latent dim, N plain and P rotated dims of a latent head, E experts, X experts per token, L layers, V vocabulary.
@@ -32,11 +33,11 @@ Params = dict
 
 
 def specs(config: config_lib.ModelConfig) -> Params:
-    """The tree of `ParamSpec`: every parameter's shape, dtype, logical dims and initial distribution."""
+    """Returns the tree of `ParamSpec`: each parameter's shape, dtype, logical dims and initializer."""
     D, V = config.model_dim, config.vocab_size
     tree = {
         "embed": blocks.kernel(config, (V, D), ("vocab", "model"), D),  # unit-variance logits when the head is tied
-        "layers": {f"{index:03d}": blocks.specs(config, index) for index in range(config.num_layers)},
+        "layers": {key: blocks.specs(config, indices[0]) for key, indices in stacks(config).items()},
         "final_norm": blocks.scale(config, D),
     }
     if not config.tie_embeddings:
@@ -50,45 +51,37 @@ def specs(config: config_lib.ModelConfig) -> Params:
 
 
 def abstract(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """The tree of `ShapeDtypeStruct`: a model of any size, without a byte of memory."""
+    """Returns the tree of `ShapeDtypeStruct`, with shardings if a mesh is given; allocates no arrays."""
     return rules.abstract(specs(config), mesh)
 
 
 def init(key: jax.Array, config: config_lib.ModelConfig) -> Params:
-    """Draws the parameters; each one's key is folded from its path, so adding a layer changes no other.
+    """Draws the parameters. Each one's key is folded from its path, so adding a layer changes no other parameter.
 
-    Stacked layers are drawn as the single ones are: `init` of the scanned config is `stack` of the other's.
+    Stacked layers are drawn like single ones: `init` of the scanned config equals `stack` of the other's `init`.
     """
 
-    def draw(spec, path):
-        return spec.init(jax.random.fold_in(key, path_hash(path)), spec.shape, spec.dtype)
+    def draw(path, spec):
+        names = [part.key for part in path]
 
-    def path_hash(path):
-        return _path_hash("".join(f"['{name}']" for name in path))
+        def one(path_hash, shape):
+            return spec.init(jax.random.fold_in(key, path_hash), shape, spec.dtype)
 
-    plain = specs(dataclasses.replace(config, scan_layers=False))
-    if not config.scan_layers:
-        return _map_with_names(draw, plain)
+        if names[0] != "layers" or not config.scan_layers:
+            return one(_path_hash(names), spec.shape)
+        hashes = [_path_hash(["layers", f"{index:03d}", *names[2:]]) for index in stacks(config)[names[1]]]
+        return jax.vmap(lambda path_hash: one(path_hash, spec.shape[1:]))(jnp.asarray(hashes, jnp.uint32))
 
-    def draw_stack(spec, path, indices):
-        hashes_N = jnp.asarray([path_hash(("layers", f"{index:03d}", *path)) for index in indices], jnp.uint32)
-        return jax.vmap(lambda h: spec.init(jax.random.fold_in(key, h), spec.shape, spec.dtype))(hashes_N)
-
-    drawn = _map_with_names(draw, {name: spec for name, spec in plain.items() if name != "layers"})
-    return drawn | {
-        "layers": {
-            key: _map_with_names(functools.partial(draw_stack, indices=indices), plain["layers"][key])
-            for key, indices in stacks(config).items()
-        }
-    }
+    return jax.tree_util.tree_map_with_path(draw, specs(config), is_leaf=rules.is_spec)
 
 
 def num_params(config: config_lib.ModelConfig) -> int:
+    """Returns the number of parameters."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=rules.is_spec))
 
 
 def num_bytes(config: config_lib.ModelConfig) -> int:
-    """Of all parameters in `config.param_dtype`."""
+    """Returns the size of all parameters, stored in `config.param_dtype`."""
     return num_params(config) * jnp.dtype(config.param_dtype).itemsize
 
 
@@ -101,40 +94,21 @@ def apply(
     segment_ids_BT: jax.Array | None = None,
     branch_ids_BT: jax.Array | None = None,
     experts_LBTX: jax.Array | None = None,
-) -> jax.Array:
-    """Runs whole (packed) sequences; returns the hidden states [B, T, D] after the final norm.
+) -> tuple[jax.Array, moe.Routing | None]:
+    """Runs whole (packed) sequences.
+
+    Returns the hidden states [B, T, D] after the final norm, and the routing of all MoE layers, stacked (None if the
+    model has none). Padding is not counted in the routing's loads.
 
     Args:
       params: the tree of `init`.
-      config: static.
+      config: static under jit.
       tokens_BT: int32 token ids.
       positions_BT: position of each token in its own sequence; 0..T-1 when None.
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
-      branch_ids_BT: 0 in a prompt that several continuations share, 1, 2, ... in those; no sharing when None.
-      experts_LBTX: experts to use in each mixture layer (router replay); the router chooses when None, and where negative.
+      branch_ids_BT: 0 in a prompt that several completions share, 1, 2, ... in the completions; no sharing when None.
+      experts_LBTX: experts to use in each MoE layer (router replay). The router chooses when None, and where negative.
     """
-    return apply_routed(
-        params,
-        config,
-        tokens_BT,
-        positions_BT=positions_BT,
-        segment_ids_BT=segment_ids_BT,
-        branch_ids_BT=branch_ids_BT,
-        experts_LBTX=experts_LBTX,
-    )[0]
-
-
-def apply_routed(
-    params: Params,
-    config: config_lib.ModelConfig,
-    tokens_BT: jax.Array,
-    *,
-    positions_BT: jax.Array | None = None,
-    segment_ids_BT: jax.Array | None = None,
-    branch_ids_BT: jax.Array | None = None,
-    experts_LBTX: jax.Array | None = None,
-) -> tuple[jax.Array, moe.Routing | None]:
-    """`apply`, and the routing of all mixture layers, stacked (None without any); padding does not count in its loads."""
     B, T = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
@@ -146,46 +120,22 @@ def apply_routed(
     def attend(q_BTHC, k_BTKC, v_BTKV, **options):
         return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, implementation=config.attention, **options)
 
-    def block(block_params, x_BTD, experts_BTX, sliding):
-        x_BTD = checkpoint_name(x_BTD, "block_input")
-        return blocks.run(
+    def block(block_params, x_BTD, entry, experts_BTX, sliding):
+        x_BTD, routing = blocks.run(
             block_params,
             config,
-            x_BTD,
+            checkpoint_name(x_BTD, "block_input"),
             attend,
             rotations[sliding],
             sliding=sliding,
             experts_BTX=experts_BTX,
             valid_BT=segment_ids_BT != 0,
         )
+        return x_BTD, entry, routing
 
-    block = _remat(block, config)
     x_BTD = _embed(params, config, tokens_BT)
-    routings = {}
-    if not config.scan_layers:
-        for index in range(config.num_layers):
-            experts_BTX = _of_layers(experts_LBTX, config, index)
-            x_BTD, routings[index] = block(
-                params["layers"][f"{index:03d}"], x_BTD, experts_BTX, config.is_sliding(index)
-            )
-    else:
-        for keys, indices in _scans(config):
-
-            def body(x_BTD, slices, keys=keys):
-                out = []
-                for key, block_params, experts_BTX in zip(keys, *slices, strict=True):
-                    x_BTD, routing = block(block_params, x_BTD, experts_BTX, config.is_sliding(int(key)))
-                    out.append(routing)
-                return x_BTD, out
-
-            experts = [_of_layers(experts_LBTX, config, of_key) for of_key in indices]
-            x_BTD, stacked = jax.lax.scan(body, x_BTD, ([params["layers"][key] for key in keys], experts))
-            for of_key, routing_N in zip(indices, stacked, strict=True):
-                for n, index in enumerate(of_key):
-                    routings[index] = jax.tree.map(lambda x, n=n: x[n], routing_N)
-    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
-    routings = [routings[index] for index in range(config.num_layers) if config.is_moe(index)]
-    return hidden_BTD, jax.tree.map(lambda *x: jnp.stack(x), *routings) if routings else None
+    hidden_BTD, _, routing = _run_layers(_remat(block, config), params, config, x_BTD, None, experts_LBTX)
+    return hidden_BTD, routing
 
 
 def extend(
@@ -195,40 +145,32 @@ def extend(
     positions_BT: jax.Array,
     cache: tuple,
     attend_cached: Callable,
-) -> tuple[jax.Array, tuple]:
-    """Runs tokens that continue cached sequences; returns (hidden [B, T, D] after the final norm, new cache).
-
-    `cache` holds one entry per layer (per stack of `stacks`, if scanned), opaque here. `attend_cached(entry, q_BTHC,
-    k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` owns the layout of the cache, writes the new keys and attends
-    (inference/engine/kv_cache.py). The options are those of `attention.attend`, window and value_dim; a layer that needs none
-    passes none. Latent attention passes its latents as the one key head, and reads its values from them.
-    """
-    return extend_routed(params, config, tokens_BT, positions_BT, cache, attend_cached)[:2]
-
-
-def extend_routed(
-    params: Params,
-    config: config_lib.ModelConfig,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    cache: tuple,
-    attend_cached: Callable,
     *,
     experts_LBTX: jax.Array | None = None,
-) -> tuple[jax.Array, tuple, tuple[jax.Array, jax.Array | None] | None]:
-    """`extend`, and of the mixture layers (None without any) the experts that ran, [L, B, T, X], for router replay.
+) -> tuple[jax.Array, tuple, moe.Routing | None]:
+    """Runs tokens that continue cached sequences.
 
-    `experts_LBTX`, as `apply` takes them, run in place of the routers' choice; beside them comes then how far they are from it
-    (`Routing.margin`, [L, B, T]).
+    Returns the hidden states [B, T, D] after the final norm, the new cache, and the routing as `apply` does (its loads
+    count padding, too).
+
+    Args:
+      params: the tree of `init`.
+      config: static under jit.
+      tokens_BT: int32 token ids.
+      positions_BT: position of each token in its sequence.
+      cache: one entry per key of `stacks(config)`; this function does not read the entries.
+      attend_cached: `attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` writes the new keys
+        and attends. It alone defines the cache's layout (inference/engine/kv_cache.py). A stacked entry is followed by
+        the layer's index in the stack. Options are those of `attention.attend`, `window` and `value_dim`; those a layer
+        does not need are absent. Latent attention passes its latents as the only key head; values are read from them.
+      experts_LBTX: as in `apply`.
     """
     rotations = _rotations(config, positions_BT)
 
     def block(block_params, x_BTD, entry, experts_BTX, sliding):
-        new_entry = None
-
         def attend(q_BTHC, k_BTKC, v_BTKV, **options):
-            nonlocal new_entry
-            out_BTHV, new_entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options)
+            nonlocal entry
+            out_BTHV, entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options)
             return out_BTHV
 
         x_BTD, routing = blocks.run(
@@ -241,44 +183,13 @@ def extend_routed(
             absorbed=True,
             experts_BTX=experts_BTX,
         )
-        return x_BTD, new_entry, None if routing is None else (routing.experts, routing.margin)
+        return x_BTD, entry, routing
 
-    x_BTD = _embed(params, config, tokens_BT)
-    chosen, entries = {}, []
-    if not config.scan_layers:
-        for index in range(config.num_layers):
-            experts_BTX = _of_layers(experts_LBTX, config, index)
-            x_BTD, entry, chosen[index] = block(
-                params["layers"][f"{index:03d}"], x_BTD, cache[index], experts_BTX, config.is_sliding(index)
-            )
-            entries.append(entry)
-    else:
-        for keys, indices in _scans(config):
-
-            def body(carry, slices, keys=keys):
-                x_BTD, entries = carry
-                (block_params, experts, n), out, new_entries = slices, [], []
-                for key, one_params, entry, experts_BTX in zip(keys, block_params, entries, experts, strict=True):
-                    sliding = config.is_sliding(int(key))
-                    x_BTD, (*entry, _), of_block = block(one_params, x_BTD, (*entry, n), experts_BTX, sliding)
-                    out.append(of_block)
-                    new_entries.append(tuple(entry))
-                return (x_BTD, new_entries), out
-
-            old = [cache[len(entries) + j] for j in range(len(keys))]
-            given = [_of_layers(experts_LBTX, config, of_key) for of_key in indices]
-            slices = [params["layers"][key] for key in keys], given, jnp.arange(len(indices[0]))
-            (x_BTD, new), out = jax.lax.scan(body, (x_BTD, old), slices)
-            entries += new
-            for of_key, chosen_N in zip(indices, out, strict=True):
-                chosen |= {index: jax.tree.map(lambda x, n=n: x[n], chosen_N) for n, index in enumerate(of_key)}
-    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
-    chosen = [chosen[index] for index in range(config.num_layers) if config.is_moe(index)]
-    return hidden_BTD, tuple(entries), jax.tree.map(lambda *x: jnp.stack(x), *chosen) if chosen else None
+    return _run_layers(block, params, config, _embed(params, config, tokens_BT), cache, experts_LBTX)
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
-    """The output head, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
+    """Returns the output head's logits, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
     kernel_DV = head(params).astype(hidden_BTD.dtype)
     if cpu_transposed.is_transposed(kernel_DV):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
@@ -294,15 +205,118 @@ def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array
 
 
 def head(params: Params) -> jax.Array:
-    """The output head's kernel [D, V]: of its own, or the embedding's."""
+    """Returns the output head's kernel [D, V]: its own, or the transposed embedding."""
     return params["lm_head"] if "lm_head" in params else params["embed"].T
 
 
 def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
-    """Which layers share a stack when layers are scanned: the first one's key -> their indices, in order.
+    """Maps each key of `params["layers"]` to the layers stored under it, in order.
 
-    A pattern of several kinds (Gemma's five sliding layers and a full one) is scanned as a unit, each place a stack.
+    Without `config.scan_layers` each layer has its own key. With it, the layers of a stack share the key of the first one.
+    A pattern of several kinds (Gemma's five sliding layers and a full one) is one scan, with one stack per place in it.
     """
+    return _repeats(config) if config.scan_layers else {f"{index:03d}": [index] for index in range(config.num_layers)}
+
+
+def stack(params: Params, config: config_lib.ModelConfig) -> Params:
+    """Converts a tree of single layers to the tree that `config` reads with `scan_layers`."""
+    single = params["layers"]
+    return params | {
+        "layers": {
+            key: jax.tree.map(lambda *x: jnp.stack(x), *(single[f"{index:03d}"] for index in indices))
+            for key, indices in _repeats(config).items()
+        }
+    }
+
+
+def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
+    """Converts a tree of stacked layers to one of single layers; the inverse of `stack`."""
+    single = {
+        f"{index:03d}": jax.tree.map(lambda x, n=n: x[n], params["layers"][key])
+        for key, indices in _repeats(config).items()
+        for n, index in enumerate(indices)
+    }
+    return params | {"layers": dict(sorted(single.items()))}
+
+
+def _embed(params, config, tokens_BT):
+    # The table is gathered over `fsdp` first: looked up in its own layout, rows would come back split over the model dim,
+    # and XLA would replicate them in full to split them over the batch instead.
+    if int8.is_quantized(params["embed"]):
+        values_VD = rules.constrain(params["embed"].values, "vocab", None)
+        x_BTD = int8.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
+    else:
+        table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
+        x_BTD = table_VD[tokens_BT]
+    if config.scale_embeddings:
+        x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
+    return rules.constrain(x_BTD, "batch", "sequence", None)
+
+
+def _rotations(config, positions_BT) -> dict[bool, layers.Rotation]:
+    """Rotary tables for sliding (True) and full layers, computed once for all of them."""
+    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
+    return {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
+
+
+def _run_layers(block: Callable, params, config, x_BTD, cache: tuple | None, experts_LBTX):
+    """Runs all layers; returns (hidden states after the final norm, new cache, stacked routing of the MoE layers or None).
+
+    `block(block_params, x_BTD, entry, experts_BTX, sliding) -> (x_BTD, entry, routing)` runs one layer. Without a cache
+    the entries are None.
+    """
+    moe_layers = [index for index in range(config.num_layers) if config.is_moe(index)]
+
+    def experts_of(indices):
+        if experts_LBTX is None or not config.is_moe(indices[0]):
+            return None
+        places = [moe_layers.index(index) for index in indices]
+        return experts_LBTX[jnp.asarray(places) if config.scan_layers else places[0]]
+
+    new_cache, routings = [], {}
+    for unit in _scans(config):
+
+        def run_unit(carry, slices, unit=unit):
+            (x_BTD, entries), (unit_params, experts, n) = carry, slices
+            new_entries, routings = [], []
+            for key, block_params, entry, experts_BTX in zip(unit, unit_params, entries, experts, strict=True):
+                entry = entry if n is None else (*entry, n)
+                x_BTD, entry, routing = block(block_params, x_BTD, entry, experts_BTX, config.is_sliding(int(key)))
+                new_entries.append(entry if n is None else tuple(entry[:-1]))
+                routings.append(routing)
+            return (x_BTD, new_entries), routings
+
+        entries = [None] * len(unit) if cache is None else list(cache[len(new_cache) :][: len(unit)])
+        slices = [params["layers"][key] for key in unit], [experts_of(indices) for indices in unit.values()]
+        if config.scan_layers:
+            length = len(next(iter(unit.values())))
+            n = None if cache is None else jnp.arange(length)
+            (x_BTD, entries), out = jax.lax.scan(run_unit, (x_BTD, entries), (*slices, n))
+        else:
+            (x_BTD, entries), out = run_unit((x_BTD, entries), (*slices, None))
+        new_cache += entries
+        for indices, routing in zip(unit.values(), out, strict=True):
+            for n, index in enumerate(indices):
+                routings[index] = jax.tree.map(lambda x, n=n: x[n], routing) if config.scan_layers else routing
+    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
+    of_moe_layers = [routings[index] for index in moe_layers]
+    routing = jax.tree.map(lambda *x: jnp.stack(x), *of_moe_layers) if of_moe_layers else None
+    return hidden_BTD, tuple(new_cache), routing
+
+
+def _scans(config) -> list[dict[str, list[int]]]:
+    """Splits `stacks` into those of each scan, in the order of the layers. Without `scan_layers`, one layer each."""
+    out, end = [], 0
+    for key, indices in stacks(config).items():
+        if int(key) == end:
+            out.append({})
+        out[-1][key] = indices
+        end = max(end, indices[-1] + 1)
+    return out
+
+
+def _repeats(config) -> dict[str, list[int]]:
+    """Groups layers into stacks: the longest repeated pattern of kinds from each start on, one stack per place in it."""
     kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
     out, start = {}, 0
     while start < len(kinds):
@@ -319,49 +333,8 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
     return out
 
 
-def stack(params: Params, config: config_lib.ModelConfig) -> Params:
-    """The tree of single layers -> the tree of `stacks` (what `config.scan_layers` reads)."""
-    single = params["layers"]
-    return params | {
-        "layers": {
-            key: jax.tree.map(lambda *x: jnp.stack(x), *(single[f"{index:03d}"] for index in indices))
-            for key, indices in stacks(config).items()
-        }
-    }
-
-
-def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
-    """The tree of `stacks` -> the tree of single layers."""
-    single = {
-        f"{index:03d}": jax.tree.map(lambda x, n=n: x[n], params["layers"][key])
-        for key, indices in stacks(config).items()
-        for n, index in enumerate(indices)
-    }
-    return params | {"layers": dict(sorted(single.items()))}
-
-
-def _embed(params, config, tokens_BT):
-    # The table is gathered over `fsdp` first: looked up as it lies, its rows would come back split over the model dim,
-    # and XLA would replicate them in full to split them over the batch instead.
-    if int8.is_quantized(params["embed"]):
-        values_VD = rules.constrain(params["embed"].values, "vocab", None)
-        x_BTD = int8.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
-    else:
-        table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
-        x_BTD = table_VD[tokens_BT]
-    if config.scale_embeddings:
-        x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
-    return rules.constrain(x_BTD, "batch", "sequence", None)
-
-
-def _rotations(config, positions_BT) -> dict[bool, layers.Rotation]:
-    """By whether the layer slides; computed once for all layers."""
-    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
-    return {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
-
-
 def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
-    """What the backward pass of a layer recomputes, by name; `block`'s last argument is static."""
+    """Wraps `block` so that the backward pass recomputes the parts that `config.remat` names; its last argument is static."""
     policies = jax.checkpoint_policies
     if config.remat == "none":
         return block
@@ -377,48 +350,16 @@ def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
         ),
     }[config.remat]
     # Inside a scan nothing can be merged across layers, and the barrier that prevents it only costs.
-    return jax.checkpoint(block, policy=policy, prevent_cse=not config.scan_layers, static_argnums=3)
-
-
-def _scans(config) -> list[tuple[list[str], list[list[int]]]]:
-    """The scans that make up the model, in order: the keys of a unit, and the layers of each."""
-    out, next_start = [], 0
-    for key, indices in stacks(config).items():
-        if int(key) == next_start:
-            out.append(([], []))
-        out[-1][0].append(key)
-        out[-1][1].append(indices)
-        next_start = max(next_start, indices[-1] + 1)
-    return out
-
-
-def _of_layers(experts_LBTX, config, layers_wanted: int | list[int]):
-    """The replayed experts of one layer, or stacked of several; None where there are none."""
-    first = layers_wanted if isinstance(layers_wanted, int) else layers_wanted[0]
-    if experts_LBTX is None or not config.is_moe(first):
-        return None
-    mixtures = [index for index in range(config.num_layers) if config.is_moe(index)]
-    if isinstance(layers_wanted, int):
-        return experts_LBTX[mixtures.index(layers_wanted)]
-    return experts_LBTX[jnp.asarray([mixtures.index(index) for index in layers_wanted])]
+    return jax.checkpoint(block, policy=policy, prevent_cse=not config.scan_layers, static_argnums=4)
 
 
 def _stacked(num_layers: int, spec: rules.ParamSpec) -> rules.ParamSpec:
     return dataclasses.replace(spec, shape=(num_layers, *spec.shape), logical_axes=("layers", *spec.logical_axes))
 
 
-def _map_with_names(function, tree):
-    """tree.map of `function(spec, names from the root)`."""
-
-    def call(path, spec):
-        return function(spec, tuple(key.key for key in path))
-
-    return jax.tree_util.tree_map_with_path(call, tree, is_leaf=rules.is_spec)
-
-
-def _path_hash(path: str) -> int:
-    """A stable 31-bit number of a parameter's path (FNV-1a)."""
+def _path_hash(names: list[str]) -> int:
+    """Returns a stable 31-bit hash of a parameter's path (FNV-1a over its names as "['layers']['000']...")."""
     value = 2166136261
-    for byte in path.encode():
+    for byte in "".join(f"['{name}']" for name in names).encode():
         value = (value ^ byte) * 16777619 % 2**32
     return value & 0x7FFFFFFF

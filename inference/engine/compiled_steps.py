@@ -28,9 +28,9 @@ def prefill(model, routed, params, tokens_PT, length_P):
     start_P = jnp.zeros((P,), jnp.int32)
     cache = kv_cache.create(model, P, T)
     attend = kv_cache.attend_at(start_P)
-    _, cache, ran = transformer.extend_routed(params, model, tokens_PT, positions_PT, cache, attend)
+    _, cache, ran = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    pieces = (routed_experts.narrow(ran[0], model),) if routed else ()
+    pieces = (routed_experts.narrow(ran.experts, model),) if routed else ()
     return state_lib.placed(state_lib.Prefix(cache, last_P, length_P, pieces))
 
 
@@ -39,8 +39,8 @@ def prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
     """A chunk of one prompt behind the keys in `cache`: the new cache, and the piece of `Prefix.experts`."""
     positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
     attend = kv_cache.attend_at(start_1)
-    _, cache, ran = transformer.extend_routed(params, model, tokens_1T, positions_1T, cache, attend)
-    return state_lib.placed(cache), (routed_experts.narrow(ran[0], model),) if routed else ()
+    _, cache, ran = transformer.extend(params, model, tokens_1T, positions_1T, cache, attend)
+    return state_lib.placed(cache), (routed_experts.narrow(ran.experts, model),) if routed else ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -69,7 +69,7 @@ def empty_slots(model, num_slots, capacity, num_steps):
 @functools.partial(jax.jit, static_argnums=0)
 def score(model, params, tokens_BT):
     """float32 [T]: untempered log-probabilities of the first row's tokens; 0 for the first."""
-    hidden_BTD = transformer.apply(params, model, tokens_BT)
+    hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
     name = "embed" if model.tie_embeddings else "lm_head"
     params = params | {name: int8.dense(params[name], model.dtype)}
     ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
@@ -125,7 +125,7 @@ def generate(model, num_steps, max_len, routed, params, state):
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts = carry
-        hidden_B1D, cache, ran = transformer.extend_routed(
+        hidden_B1D, cache, ran = transformer.extend(
             params,
             model,
             state.token[:, None],
@@ -155,7 +155,7 @@ def generate(model, num_steps, max_len, routed, params, state):
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
-            experts.at[:, step].set(routed_experts.narrow(ran[0], model)[:, 0]) if routed else None,
+            experts.at[:, step].set(routed_experts.narrow(ran.experts, model)[:, 0]) if routed else None,
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)

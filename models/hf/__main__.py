@@ -112,7 +112,7 @@ def _logit_difference(folder: str, config: config_lib.ModelConfig, params) -> tu
     model = transformers.AutoModelForCausalLM.from_pretrained(hub.folder(folder), dtype=torch.float32).eval()
     with torch.no_grad():
         expected_BTV = model(torch.as_tensor(tokens_BT)).logits.numpy()
-    hidden_BTD = transformer.apply(params, config, jnp.asarray(tokens_BT, jnp.int32))
+    hidden_BTD, _ = transformer.apply(params, config, jnp.asarray(tokens_BT, jnp.int32))
     logits_BTV = np.asarray(transformer.logits(params, config, hidden_BTD))
     return float(np.abs(logits_BTV - expected_BTV).max()), float(np.abs(expected_BTV).max())
 

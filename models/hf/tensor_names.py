@@ -39,7 +39,7 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
     """Name -> tensor, for every tensor that the model needs."""
     V, D = config.vocab_size, config.model_dim
     out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), _same),))}
-    for key, indices in _places(config):
+    for key, indices in transformer.stacks(config).items():
         for n, index in enumerate(indices):
             lead = (n,) if config.scan_layers else ()
             for name, (shape, parts) in _layer(config, index).items():
@@ -61,13 +61,6 @@ def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
         if int(pieces[2]) >= config.num_layers:
             return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
-
-
-def _places(config) -> list[tuple[str, list[int]]]:
-    """(key of our tree, the layers it holds)."""
-    if config.scan_layers:
-        return list(transformer.stacks(config).items())
-    return [(f"{index:03d}", [index]) for index in range(config.num_layers)]
 
 
 def _layer(config, index: int) -> dict:

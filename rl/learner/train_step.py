@@ -251,7 +251,7 @@ def make_train_step(
 def _forward(model, params, work: objective_lib.Work, *, share_prompts: bool, entropy_gradient: bool = False):
     """(logp_BT, entropy_BT, routing of the mixture layers or None) of a micro-batch."""
     rows = work.batch
-    hidden_BTD, routing = transformer.apply_routed(
+    hidden_BTD, routing = transformer.apply(
         params,
         model,
         rows.tokens,

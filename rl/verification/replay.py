@@ -267,7 +267,7 @@ def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[
 @functools.partial(jax.jit, static_argnums=0)
 def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
     """One block's scores [N, ...], and with claims the gap of every token, [B, T]."""
-    hidden_BTD, routing = transformer.apply_routed(
+    hidden_BTD, routing = transformer.apply(
         params,
         model,
         block.tokens,
@@ -372,10 +372,10 @@ def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
     attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
     positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
     given = router_replay.given(experts_GTLX)
-    hidden_GTD, cache, routed = transformer.extend_routed(
+    hidden_GTD, cache, routing = transformer.extend(
         params, model, tokens_GT, positions_GT, cache, attend, experts_LBTX=given
     )
-    return hidden_GTD.reshape(G * T, -1), cache, None if given is None else routed[1].max(axis=0)
+    return hidden_GTD.reshape(G * T, -1), cache, None if given is None else routing.margin.max(axis=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

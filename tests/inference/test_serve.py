@@ -499,7 +499,7 @@ class _Replay:
 
     def _run(self, params, token_11, at, cache):
         attend = kv_cache.attend_at(at[None])
-        hidden, cache = transformer.extend(params, MODEL, token_11, at[None, None], cache, attend)
+        hidden, cache, _ = transformer.extend(params, MODEL, token_11, at[None, None], cache, attend)
         return transformer.logits(params, MODEL, hidden)[0, 0], cache
 
 

@@ -134,7 +134,7 @@ def run(params, config, rows, weight_BTV):
 
     def loss(params):
         rows_ = dict(rows)
-        hidden_BTD, routing = transformer.apply_routed(params, config, rows_.pop("tokens_BT"), **rows_)
+        hidden_BTD, routing = transformer.apply(params, config, rows_.pop("tokens_BT"), **rows_)
         logits_BTV = transformer.logits(params, config, hidden_BTD)
         logits_BTV = jnp.where(rows["segment_ids_BT"][..., None] > 0, logits_BTV, 0.0)
         return jnp.sum(logits_BTV * weight_BTV), (logits_BTV, None if routing is None else routing.load)
@@ -212,7 +212,7 @@ def gathered(hlo):
 
 def test_layers_are_stacked_by_kind():
     def stacks(**changes):
-        return transformer.stacks(tiny.model(**changes))
+        return transformer.stacks(tiny.model(scan_layers=True, **changes))
 
     assert stacks(num_layers=4) == {"000": [0, 1, 2, 3]}
     gemma = dict(window=4, layer_pattern="SSSSSF")
@@ -271,7 +271,7 @@ def test_rematerialisation_by_name_saves_less():
         config = dataclasses.replace(FAMILIES["qwen3"], remat=remat)
         rows = packed_rows()
         _, pull = jax.eval_shape(
-            lambda p: jax.vjp(lambda p: transformer.apply(p, config, rows["tokens_BT"]), p), params_of("qwen3")
+            lambda p: jax.vjp(lambda p: transformer.apply(p, config, rows["tokens_BT"])[0], p), params_of("qwen3")
         )
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
@@ -283,7 +283,7 @@ def test_offloaded_layer_inputs_are_in_host_memory():
     """The residual of each layer has the memory space of the host; the layer's inside is recomputed from it."""
     config = dataclasses.replace(FAMILIES["qwen3"], remat="offload")
     program = jax.make_jaxpr(
-        jax.grad(lambda p: transformer.apply(p, config, packed_rows()["tokens_BT"]).sum()), static_argnums=()
+        jax.grad(lambda p: transformer.apply(p, config, packed_rows()["tokens_BT"])[0].sum()), static_argnums=()
     )(params_of("qwen3"))
     moved = re.findall(r"f32<host>\[8,16,32\]", str(program))
     assert len(moved) >= config.num_layers
@@ -301,12 +301,12 @@ def test_prefill_then_decode_equals_apply(name, scanned):
     config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
     params = transformer.stack(params_of(name), config) if scanned else params_of(name)
     tokens_BT, start_B = packed_rows()["tokens_BT"][:2], np.array([9, 6], np.int32)
-    whole = jax.jit(transformer.apply, static_argnums=1)(params_of(name), FAMILIES[name], tokens_BT)
+    whole, _ = jax.jit(transformer.apply, static_argnums=1)(params_of(name), FAMILIES[name], tokens_BT)
 
     @jax.jit
     def extend(params, tokens_BT, start_B, cache):
         positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
-        return transformer.extend(params, config, tokens_BT, positions_BT, cache, kv_cache.attend_at(start_B))
+        return transformer.extend(params, config, tokens_BT, positions_BT, cache, kv_cache.attend_at(start_B))[:2]
 
     def dirty(rows, capacity):  # what was never written must weigh nothing
         return jax.tree.map(lambda x: x + 3, kv_cache.create(config, rows, capacity))
@@ -473,7 +473,7 @@ def test_splash_lowers_for_tpu():
     tokens_BT = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
     def total(params, tokens_BT):
-        return transformer.apply(params, config, tokens_BT).astype(jnp.float32).sum()
+        return transformer.apply(params, config, tokens_BT)[0].astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(total)).trace(params, tokens_BT).lower(lowering_platforms=("tpu",))
     assert (

@@ -352,7 +352,7 @@ def test_replay_through_the_whole_model_takes_each_layers_experts():
     )
     tokens = rng.integers(0, 32, (2, 5)).astype(np.int32)
     forced = rng.integers(0, E, (2, 2, 5, 3)).astype(np.int32)
-    run = jax.jit(transformer.apply_routed, static_argnums=1)
+    run = jax.jit(transformer.apply, static_argnums=1)
     hidden, routing = run(params, config, tokens)
     again, replayed = run(params, config, tokens, experts_LBTX=forced)
     np.testing.assert_array_equal(replayed.experts, forced)

@@ -136,7 +136,7 @@ SIEVED = Ask(tuple(b"top of the"), seed=77, temperature=1.3, top_k=20, top_p=0.8
 
 @jax.jit
 def teacher(tokens_1T):
-    hidden_1TD = transformer.apply(params(), MODEL, tokens_1T)
+    hidden_1TD, _ = transformer.apply(params(), MODEL, tokens_1T)
     return hidden_1TD[0], transformer.logits(params(), MODEL, hidden_1TD)[0]
 
 

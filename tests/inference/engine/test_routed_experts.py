@@ -1,6 +1,6 @@
 """Which experts each token went to, as a client that replays them gets it.
 
-The oracle is `transformer.apply_routed` over prompt and completion, a program of other shapes; how its routers choose is
+The oracle is `transformer.apply` over prompt and completion, a program of other shapes; how its routers choose is
 checked against a definition in tests/models/test_moe.py.
 """
 
@@ -64,7 +64,7 @@ def oracle(tokens):
     """[T, L, X] of all tokens but the last."""
     padded_1T = np.zeros((1, CONFIG.max_model_len), np.int32)
     padded_1T[0, : len(tokens)] = tokens
-    _, routing = jax.jit(transformer.apply_routed, static_argnums=1)(params(), MODEL, padded_1T)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(params(), MODEL, padded_1T)
     return np.moveaxis(np.asarray(routing.experts)[:, 0], 0, 1)[: len(tokens) - 1]
 
 

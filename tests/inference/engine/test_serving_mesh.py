@@ -109,7 +109,8 @@ def test_a_mesh_gives_the_tokens_of_one_device(name, axes):
             assert [[t for t, _ in top] for top in other.top] == [[t for t, _ in top] for top in one.top]
     for sample in got[0]:  # proofs are of the hidden states of `apply`
         tokens_1T = np.array([[*HELLO, *sample.tokens]], np.int32)
-        hidden_TD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(name), MODELS[name], tokens_1T))[0]
+        hidden_1TD, _ = jax.jit(transformer.apply, static_argnums=1)(params(name), MODELS[name], tokens_1T)
+        hidden_TD = np.asarray(hidden_1TD)[0]
         rows_ND = hidden_TD[len(HELLO) - 1 : -1]
         results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
         assert [result.reason for result in results] == ["ok"] * 2 and all(result.accepted for result in results)

@@ -281,7 +281,7 @@ def test_a_prompt_keeps_the_version_that_prefilled_it(start):
 def test_proofs_are_of_the_hidden_states_of_apply(alone):
     prompt, completions = tuple(b"hello"), alone(Ask(num_samples=2, max_tokens=70, proofs=True))
     tokens = np.array([[*prompt, *sample.tokens] for sample in completions], np.int32)
-    hidden_BTD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(), MODEL, tokens))
+    hidden_BTD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(), MODEL, tokens)[0])
     for sample, hidden_TD in zip(completions, hidden_BTD, strict=True):
         rows_ND = hidden_TD[len(prompt) - 1 : -1]  # row j predicted new token j
         results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))

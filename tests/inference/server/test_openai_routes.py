@@ -339,7 +339,7 @@ def test_untempered_and_prompt_log_probabilities(ask, server):
     choice = reply["choices"][0]
     ids = np.array([prompt + choice["token_ids"]], np.int32)
     params = server.scheduler._params
-    hidden = jax.jit(transformer.apply, static_argnums=1)(params, MODEL, ids)
+    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, MODEL, ids)
     logits = np.asarray(transformer.logits(params, MODEL, hidden)[0], np.float64)
 
     def logp(logits, rows, ids):

@@ -59,7 +59,7 @@ def computed(name):
     @jax.jit
     def run(params, tokens_BT, mask_BT):
         def loss(params):
-            hidden_BTD, routing = transformer.apply_routed(params, config, tokens_BT, segment_ids_BT=mask_BT)
+            hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_ids_BT=mask_BT)
             logits_BTV = transformer.logits(params, config, hidden_BTD)
             logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1], axis=-1)
             logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
@@ -127,7 +127,7 @@ def test_greedy_decoding_over_the_cache_follows_transformers(name):
             token_11, cache = carry
             token_11 = jnp.where(position < len(prompt_P), prompt_P[jnp.minimum(position, len(prompt_P) - 1)], token_11)
             start_B = jnp.full((1,), position)
-            hidden, cache = transformer.extend(
+            hidden, cache, _ = transformer.extend(
                 params, config, token_11, start_B[:, None], cache, kv_cache.attend_at(start_B)
             )
             best = jnp.argmax(transformer.logits(params, config, hidden)[0, 0]).astype(jnp.int32)
@@ -138,7 +138,7 @@ def test_greedy_decoding_over_the_cache_follows_transformers(name):
 
     tokens_T, best_T, hidden_TD = decode(params, prompt_P)
     np.testing.assert_array_equal([*tokens_T[1:], best_T[-2]], [*prompt_P[1:], *new_N, new_N[-1]])
-    hidden_1TD = jax.jit(transformer.apply, static_argnums=1)(params, config, np.asarray(tokens_T)[None])
+    hidden_1TD, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, np.asarray(tokens_T)[None])
     # The same sums in another order (latent attention: other products), on states of size 3.
     np.testing.assert_allclose(hidden_TD, hidden_1TD[0], rtol=0, atol=1e-5)
 

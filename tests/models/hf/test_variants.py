@@ -125,7 +125,7 @@ def test_logits_are_those_of_transformers(name, folders, tmp_path):
 
         @jax.jit
         def logits(params, tokens_BT, config=config):
-            return transformer.logits(params, config, transformer.apply(params, config, tokens_BT))
+            return transformer.logits(params, config, transformer.apply(params, config, tokens_BT)[0])
 
         got = logits(params, oracle["tokens"].astype(np.int32))
         np.testing.assert_allclose(got, oracle["logits"], rtol=0, atol=LOGIT_ATOL)

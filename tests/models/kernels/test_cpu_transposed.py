@@ -72,7 +72,7 @@ def test_the_whole_tree(tied):
     assert sorted(made["layers"]["001"]["mlp"]) == sorted(params["layers"]["001"]["mlp"])
     assert made["layers"]["000"]["attn"]["q_norm"] is params["layers"]["000"]["attn"]["q_norm"]
     tokens = jnp.asarray(RNG.integers(0, 256, (2, 9)))
-    of = [transformer.logits(p, config, transformer.apply(p, config, tokens)) for p in (params, made)]
+    of = [transformer.logits(p, config, transformer.apply(p, config, tokens)[0]) for p in (params, made)]
     assert of[1].dtype == jnp.float32
     np.testing.assert_allclose(of[1], of[0], rtol=1e-4, atol=1e-4)
 

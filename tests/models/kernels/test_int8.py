@@ -71,7 +71,7 @@ def matrices(tree):
 
 
 def logits(name, tree):
-    hidden_BTD = jax.jit(transformer.apply, static_argnums=1)(tree, MODELS[name], TOKENS)
+    hidden_BTD, _ = jax.jit(transformer.apply, static_argnums=1)(tree, MODELS[name], TOKENS)
     return np.asarray(transformer.logits(tree, MODELS[name], hidden_BTD))
 
 
@@ -165,7 +165,7 @@ def test_what_is_sampled_is_of_the_integers():
     tokens_1T = np.array([[*range(40), *chunked.tokens]], np.int32)
 
     def accepted(tree):
-        rows_ND = np.asarray(jax.jit(transformer.apply, static_argnums=1)(tree, MIXED, tokens_1T))[0, 39:-1]
+        rows_ND = np.asarray(jax.jit(transformer.apply, static_argnums=1)(tree, MIXED, tokens_1T)[0])[0, 39:-1]
         return all(r.accepted for r in toploc.verify_proofs(rows_ND, toploc.split(chunked.proofs, *rows_ND.shape)))
 
     assert accepted(kept("mixed")) and not accepted(params("mixed", 1))

@@ -42,7 +42,7 @@ def plain(params, model):
     """log-probabilities of the sampled tokens, each sequence alone, all logits."""
     found = []
     for tokens in ([5, 6, 30, 31, 32], [5, 6, 40, 41]):
-        hidden = transformer.apply(params, model, np.array([tokens], np.int32))
+        hidden, _ = transformer.apply(params, model, np.array([tokens], np.int32))
         logits = np.asarray(transformer.logits(params, model, hidden), np.float64)[0] / 0.5
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         found += [logp[t - 1, tokens[t]] for t in range(2, len(tokens))]

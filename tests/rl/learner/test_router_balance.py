@@ -45,7 +45,7 @@ def loads(model, rows, capacity):
     """[M, L, E]: per micro-batch, how often each expert was chosen by a token that is no padding, counted one by one."""
     batch, params = test_train_step.pack(rows, capacity), jax.tree.map(jnp.asarray, test_train_step.params_of(model))
     routed = jax.jit(
-        lambda tokens, positions, segments, branches: transformer.apply_routed(
+        lambda tokens, positions, segments, branches: transformer.apply(
             params, model, tokens, positions_BT=positions, segment_ids_BT=segments, branch_ids_BT=branches
         )[1]
     )

@@ -79,7 +79,7 @@ def reference(params, config, experts_LNTX):
     clip = test_train_step.CLIP
 
     def loss(params):
-        hidden = transformer.apply(params, config, tokens_NT, experts_LBTX=experts_LNTX)
+        hidden, _ = transformer.apply(params, config, tokens_NT, experts_LBTX=experts_LNTX)
         logits = transformer.logits(params, config, hidden)[:, :-1] / temperature_NT[:, 1:, None]
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens_NT[:, 1:, None], axis=-1)[..., 0]
         r = jnp.clip(jnp.exp(logp - behavior_NT[:, 1:]), 0, clip["delta"])
@@ -130,7 +130,7 @@ def test_the_part_that_would_have_been_chosen_otherwise():
     """By the router's own choice on unpacked rows, counted over the tokens of the trees, a shared prompt once."""
     choose = drawn_experts(MIXED)
     tokens_NT, experts_LNTX = plain_rows(MIXED, choose)
-    _, routing = jax.jit(transformer.apply_routed, static_argnums=1)(test_train_step.params_of(MIXED), MIXED, tokens_NT)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(test_train_step.params_of(MIXED), MIXED, tokens_NT)
     own_NT2, given_NT2 = (np.sort(np.asarray(x)[0], axis=-1) for x in (routing.experts, experts_LNTX))
     row, differs = 0, []
     for tree in test_train_step.trees():
@@ -154,7 +154,7 @@ def test_the_part_that_would_have_been_chosen_otherwise():
 def own_experts(config, params):
     """What the routers of `params` choose on rows that are not packed."""
     tokens_NT, *_ = test_train_step.plain_rows()
-    _, routing = jax.jit(transformer.apply_routed, static_argnums=1)(params, config, tokens_NT)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_NT)
     dtype = router_replay.RouterReplay.of(config).dtype
     chosen_NTLX = np.moveaxis(np.asarray(routing.experts), 0, 2).astype(dtype)
     first = np.cumsum([0, *(len(tree.branches) for tree in test_train_step.trees())])

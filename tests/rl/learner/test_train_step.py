@@ -89,7 +89,7 @@ def reference(config):
     mask_NT, behavior_NT, A_NT = (array[:, 1:] for array in arrays.values())
 
     def loss(params):
-        hidden = transformer.apply(params, config, tokens_NT)  # padding follows the tokens: causality hides it
+        hidden, _ = transformer.apply(params, config, tokens_NT)  # padding follows the tokens: causality hides it
         logits = transformer.logits(params, config, hidden)[:, :-1] / temperature_NT[:, 1:, None]
         logp_NTV = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         r = jnp.exp((logp_NTV * target_NT).sum(axis=-1) - behavior_NT)
@@ -248,7 +248,7 @@ def plain_rows():
 def plain_logp(params, config):
     """(logp, entropy) [N, T - 1] of the rows above, from all logits."""
     tokens_NT, temperature_NT, *_ = plain_rows()
-    logits = transformer.logits(params, config, transformer.apply(params, config, tokens_NT))
+    logits = transformer.logits(params, config, transformer.apply(params, config, tokens_NT)[0])
     logp_NTV = jax.nn.log_softmax(logits[:, :-1] / temperature_NT[:, 1:, None])
     logp = (logp_NTV * np.eye(config.vocab_size, dtype=np.float32)[tokens_NT[:, 1:]]).sum(axis=-1)
     return logp, -(jnp.exp(logp_NTV) * logp_NTV).sum(axis=-1)

@@ -159,7 +159,7 @@ def test_the_replay_scores_tempered_distributions():
         honest()
     )
     tokens_BT = jnp.asarray(rollout.tokens)[None]
-    logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT))[0]
+    logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT)[0])[0]
     logp_TV = np.asarray(logits_TV, np.float64)
     logp_TV -= np.log(np.exp(logp_TV).sum(-1, keepdims=True))
     for position in np.flatnonzero(rollout.sampled_mask):
