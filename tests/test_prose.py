@@ -1,0 +1,105 @@
+"""Plain English holds by itself: wordings that readers stumbled over are counted, and a count may only fall.
+
+Read are docstrings, comments, and the texts of errors and help; of Markdown files, every line. CONTRIBUTING.md has the
+rules. `python -m tests.test_prose [PATH...]` prints every place.
+"""
+
+import ast
+import io
+import pathlib
+import re
+import sys
+import tokenize
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PRODUCT = ("rl", "inference", "models", "sharding", "configs", "bench")
+PREPOSITIONS = "Of|For|By|From|With|At|In|On|As|After|Without|Before|Once|To|What|Why|Whether|How|Where|Who|Which|When"
+PATTERNS = {
+    "what as a noun": r"\bwhat(ever)?\b",
+    "a person for a component": r"\b(no|some|any|every)body\b|\bwhoever\b",
+    "who without a person": r"(?<!those )(?<!people )(?<!user )(?<!users )\bwho (asks|is|has|comes|only|waits|can|reads|hashes|gains)\b",
+    "code that talks": r"\b(say|says|said|tell|tells|told)\b",
+    "code that lies": r"\b(lie|lies|lay) (in|at|on|by|as|there|beside|behind)\b",
+    "is no": r"\b(is|are) no (?!longer\b|more\b|less\b|such\b)",
+    "behind, beside": r"\b(behind|beside)\b",
+    "at once": r"\bat once\b",
+    "is there": r"\b(is|are) there\b(?! (a|an|any)\b)",
+    "the affair of": r"\b(the affair of|is news|that are some|of it is)\b",
+}
+FIRST_WORD = "a docstring that starts with a preposition or a question word"
+BUDGETS = dict.fromkeys([FIRST_WORD, *PATTERNS], 9)
+
+
+def texts(path):
+    """Returns (line number, kind, text) of all prose in a file."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        plain = re.sub(r"```.*?```", lambda m: "\n" * m.group().count("\n"), source, flags=re.S)
+        return [(n, "line", re.sub(r"`[^`]*`", "", line)) for n, line in enumerate(plain.splitlines(), 1)]
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            found.append((token.start[0], "comment", token.string))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                found.append((node.body[0].lineno, "docstring", text))
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            strings = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            found.append((node.lineno, "error", " ".join(strings)))
+        elif isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+            found.append((node.value.lineno, "help", str(node.value.value)))
+    return found
+
+
+def places(paths):
+    """Returns {pattern: places}, each place "file:line: the words around it"."""
+    found = {name: [] for name in BUDGETS}
+    for path in paths:
+        for line, kind, text in texts(path):
+            where = f"{path.relative_to(ROOT)}:{line}"
+            if kind == "docstring" and re.match(rf"({PREPOSITIONS})\b", text):
+                found[FIRST_WORD].append(f"{where}: {text.splitlines()[0][:80]}")
+            for name, pattern in PATTERNS.items():
+                for match in re.finditer(pattern, text, re.I):
+                    around = text[max(0, match.start() - 40) : match.end() + 40].replace("\n", " ")
+                    found[name].append(f"{where}: {around}")
+    return found
+
+
+def files(*tops):
+    """Returns the Python and Markdown files below folders of the checkout, and files named directly."""
+    out = []
+    for top in tops:
+        path = ROOT / top
+        out += [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
+    return out
+
+
+@pytest.mark.parametrize("tops", [(*PRODUCT, "docs", "README.md", "CONTRIBUTING.md"), ("tests",)], ids=["product", "tests"])
+def test_wordings_that_strangers_stumble_over_are_rare(tops):
+    found = places([path for path in files(*tops) if path.name != "test_prose.py"])
+    over = {name: hits for name, hits in found.items() if len(hits) > BUDGETS[name]}
+    assert not over, {name: (len(hits), hits[:5]) for name, hits in over.items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ('"""Of a host."""', FIRST_WORD),
+        ("x = 1  # what is missing", "what as a noun"),
+        ("raise ValueError(f'{x} is no URL')", "is no"),
+        ("add(help='the size, beside others')", "behind, beside"),
+    ],
+)
+def test_each_kind_of_prose_is_read(tmp_path, monkeypatch, source, name):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(source + "\n")
+    assert len(places([tmp_path / "a.py"])[name]) == 1
+
+
+if __name__ == "__main__":
+    for pattern, hits in places(files(*(sys.argv[1:] or PRODUCT))).items():
+        print(f"{pattern}: {len(hits)}", *hits, sep="\n    ")
