@@ -78,7 +78,9 @@ def files(*tops):
     return out
 
 
-@pytest.mark.parametrize("tops", [(*PRODUCT, "docs", "README.md", "CONTRIBUTING.md"), ("tests",)], ids=["product", "tests"])
+@pytest.mark.parametrize(
+    "tops", [(*PRODUCT, "docs", *sorted(path.name for path in ROOT.glob("*.md"))), ("tests",)], ids=["product", "tests"]
+)
 def test_wordings_that_strangers_stumble_over_are_rare(tops):
     found = places([path for path in files(*tops) if path.name != "test_prose.py"])
     over = {name: hits for name, hits in found.items() if len(hits) > BUDGETS[name]}
