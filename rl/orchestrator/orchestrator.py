@@ -1,20 +1,18 @@
-"""Groups out, rollouts in: leases to workers, admission, staleness, advantages, and the hand-off to the learner.
+"""Hands out groups to workers, collects their rollouts, and assembles the batches of the learner.
 
-In time, for batch n (1-based) of P groups:
-1. `publish(version)` tells the servers to load it; once they have, every batch n with n - 1 - max_lag <= version opens.
-2. A worker leases groups (`POST /lease`, signed: rl/protocol/lease.py), rolls them out against the servers, and submits signed
-   rollouts as Parquet (`POST /submit`; rl/orchestrator/routes.py). A lease that runs out goes to the next worker.
-3. A submission is admitted or refused with a reason: form, signature, the lease's task, seed and temperature, versions in
-   force; what the validator can say without weights (prompt, ending, reward made again); then, for a part of the groups that
-   no worker can foresee, its replay. A refused group is leased again: a batch is always its P prescribed groups. Whose
-   groups are refused loses its standing (rl/orchestrator/worker_health.py). A sample on whose reward our scorer gave up is worth 0, whatever
-   was claimed, and refuses nothing: it would come back the same for ever.
-4. `next_batch(n)` waits for them, drops what became too stale (and leases it again), turns rewards into advantages and
-   gives token streams to pack. The rollouts are kept as Parquet under `rollouts/step_N/`.
+For batch n (1-based) of P groups:
+1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
+2. A worker leases groups (`POST /lease`, signed: rl/protocol/lease.py), generates their rollouts on the servers, and submits
+   them, signed, as Parquet (`POST /submit`: rl/orchestrator/routes.py). An expired lease goes to the next worker.
+3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A fraction of the groups
+   that no worker can predict is also replayed. A rejected group is requeued, so that a batch is always its P prescribed
+   groups; its worker loses reputation (rl/orchestrator/worker_health.py). A sample whose reward our scorer could not recompute
+   in time is worth 0 and rejects nothing: it would come back the same forever.
+4. `next_batch(n)` waits for them, requeues those that became too stale, assigns advantages, and returns what the learner packs.
+   The rollouts are kept as Parquet in `rollouts/step_N/`.
 
-It runs in the learner's process, in threads, and imports no environment: a task is only an index here.
-
-Letters: P groups per batch, G samples per group.
+The states of a group are in rl/orchestrator/group_queue.py; this file adds the lock, threads, clock, and servers. It runs in the
+learner's process and imports no environment: a task is only an index here. P groups per batch, G samples per group.
 """
 
 import asyncio
@@ -36,28 +34,23 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.batch import credit as credit_lib
 from rl.batch import packing
-from rl.orchestrator import admission, routes, worker_health
+from rl.orchestrator import admission, group_queue, routes, worker_health
+from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
-Check = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # a group -> the reason to refuse it, or None
-# A group and its split -> the same, and the samples that are worth 0 because their reward could not be made again in time.
-Screen = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
-NUM_SCREENS = 4  # at a time; few, as each may start a scorer of its own
-
-
-@dataclasses.dataclass
-class _Lease:
-    group: task_schedule.Group
-    worker: str
-    deadline: float
-    is_answered: bool = False  # rollouts came, and are being judged
+NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
+CheckWithWeights = Callable[
+    [Sequence[rollout_lib.Rollout]], "str | None"
+]  # a group -> the reason to reject it, or None
+# (group, split) -> the same, and the samples that are worth 0 because their reward could not be recomputed in time.
+CheckWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What the learner gets: trees to pack, metrics of their making, and the rollouts themselves, by group."""
+    """The trees to pack, metrics of the batch, and its rollouts by group."""
 
     trees: list[packing.Tree]
     metrics: dict[str, float]
@@ -65,17 +58,17 @@ class Batch:
 
 
 class Orchestrator:
-    """Start it with `serve()`; every method may be called from any thread.
+    """The shell around `GroupQueue`: lock, threads, clock, HTTP. Every method may be called from any thread.
 
     Args:
       config: the resolved config (frozen).
-      workdir: where rollouts are kept.
-      credit: how rewards become what the learner trains on.
-      check: the validator's verdict on one group; called in a thread of its own.
-      screen: the same without weights, on every group; called by a few threads, in which workers take turns.
-      evidence: the validator's memory, as of a step (plain JSON); kept with the checkpoint, as the workers' standing is.
-      secret: decides which groups are checked; unknown to workers.
-      on_wait: hears of a long wait, as a line for people, every `WAIT_NOTICE_S`.
+      workdir: the directory in which rollouts are kept.
+      credit: turns rewards into the training signal.
+      check_with_weights: the replay of one group; called in a single thread.
+      check_without_weights: the other checks of every group; called by a few threads, in which workers take turns.
+      evidence: returns the validator's memory as of a step (plain JSON), to be saved with the checkpoint.
+      secret: decides which groups are replayed; workers must not know it.
+      on_wait: receives a line for people every `WAIT_NOTICE_S` seconds of waiting.
     """
 
     def __init__(
@@ -84,39 +77,35 @@ class Orchestrator:
         workdir: pathlib.Path,
         *,
         credit: credit_lib.Credit,
-        check: Check,
-        screen: Screen = lambda rollouts, split: (None, ()),
+        check_with_weights: CheckWithWeights,
+        check_without_weights: CheckWithoutWeights = lambda rollouts, split: (None, ()),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit = config, workdir, credit
-        self._check, self._screen, self._evidence, self._secret = check, screen, evidence, secret
-        self._on_wait = on_wait
+        self._check_with_weights, self._check_without_weights = check_with_weights, check_without_weights
+        self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
         self._servers: tuple[str, ...] = ()
-        self._changed = threading.Condition()
-        self._announced = -1  # the newest version any server may have
-        self._version = -1  # the newest version all servers have
+        self._changed = threading.Condition()  # guards everything below
+        self._announced = -1  # the newest version that a server may have
+        self._version = -1  # the newest version that all servers have
         self._opened_step = 0
-        self._todo: collections.deque[task_schedule.Group] = collections.deque()
-        self._leases: dict[tuple, _Lease] = {}
-        self._to_check: set[tuple] = set()  # groups drawn for the validator
-        self._done: dict[tuple, list[rollout_lib.Rollout]] = {}
-        self._checked: set[tuple] = set()  # of those, the ones that the validator has replayed
-        self._given_up: dict[tuple, frozenset[int]] = {}  # of those, samples that are worth 0 whatever they claim
-        self._standing = worker_health.Standing(max_refusals=config.trust.max_attempts, lease_s=config.topology.lease_s)
-        self._states: dict[int, dict] = {}  # of the last two batches, as they were handed off
-        self._refusals: collections.Counter = collections.Counter()
-        self._counts: collections.Counter = collections.Counter()
+        self._queue = group_queue.GroupQueue()
+        self._health = worker_health.WorkerHealth(
+            max_rejections=config.trust.max_attempts, lease_s=config.topology.lease_s
+        )
+        self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
+        self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._failure: BaseException | None = None
-        self._screeners = fair_pool.FairPool(NUM_SCREENS, "screen")
-        self._checker = concurrent.futures.ThreadPoolExecutor(1, "validator")
+        self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
+        self._replayer = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
 
     # Lifetime.
 
     def serve(self) -> str:
-        """Binds, answers workers in a thread, and returns the URL."""
+        """Starts to answer workers in a thread; returns the URL."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
         self._web = web.server(routes.make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(
@@ -126,37 +115,37 @@ class Orchestrator:
         return sockets.address(sock)
 
     def close(self) -> None:
+        """Stops the server and cancels queued work; blocks until running calls have ended, checks without weights excepted."""
         self._web.should_exit = True
         self._thread.join()
         self._updater.shutdown(cancel_futures=True)
-        self._screeners.close()
-        self._checker.shutdown(cancel_futures=True)
+        self._checkers.close()
+        self._replayer.shutdown(cancel_futures=True)
 
     def connect(self, servers: Sequence[str]) -> None:
-        """Names the rollout servers that workers use and that new versions go to."""
+        """Sets the URLs of the inference servers, for workers and for updates to new versions."""
         self._servers = tuple(servers)
 
     def resume(self, step: int, state: dict | None = None) -> None:
-        """Continues after batch `step`, with what `state` told of it: what was opened before is never asked for again."""
+        """Continues after batch `step` with the `state` saved then; batches up to it are never opened again."""
         self._opened_step = step
         if state:
-            self._standing.restore(state["standing"])
+            self._health.restore(state["standing"])
             self._states[step] = state
 
-    # What the learner calls.
+    # Called by the learner.
 
     def publish(self, version: int) -> None:
-        """Announces that `version` is on the broadcast; returns at once, servers load it meanwhile."""
+        """Announces that `version` is on the broadcast. Returns immediately; servers load it in the background."""
         self._announced = version
         self._updater.submit(self._update_servers, version)
 
     def next_batch(self, step: int) -> Batch:
-        """Waits for batch `step` (1-based) and returns it."""
-        keys = [group.key for group in task_schedule.train_groups(self._config, step)]
-        taken = self._collect(keys, step)
+        """Waits for batch `step` (1-based) and returns it; raises the error given to `fail`, if any."""
+        taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
         path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
-        parquet.write(path, [rollout for group, _ in taken for rollout in group])  # as they were signed
-        groups = [_worth(*group) for group in taken]
+        parquet.write(path, [rollout for entry in taken for rollout in entry.rollouts])  # as they were signed
+        groups = [_rewarded(entry) for entry in taken]
         rollouts = [rollout for group in groups for rollout in group]
         trees, flat = self._credit.assign(groups)
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
@@ -168,86 +157,76 @@ class Orchestrator:
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
-        """What `resume` needs besides the step, as plain JSON, as of the hand-off of batch `step`.
+        """The plain JSON that `resume` needs besides the step, as of the hand-off of batch `step`.
 
-        Of what came later only what is news when it comes again: a resumed run asks for it again.
+        Later events are left out: a resumed run generates those groups again.
         """
         return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Rolls out the held-out tasks with `version`, once the servers have it, and returns them by task."""
+        """Waits until the servers have `version`, then for rollouts of the held-out tasks; returns them by task."""
         groups = task_schedule.held_out_groups(self._config, version)
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._version >= version)
             if self._failure:
                 raise self._failure
-            self._todo.extendleft(reversed(groups))  # before training work: the version in force moves on
-            self._changed.notify_all()
-        return [_worth(*group) for group in self._collect([group.key for group in groups], None)]
+            self._queue.add(groups, first=True)  # before training groups: the servers' version moves on
+        return [_rewarded(entry) for entry in self._collect([group.key for group in groups], None)]
 
     def fail(self, error: BaseException) -> None:
-        """Makes whoever waits raise `error` (a child process died, for instance)."""
+        """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    # What workers reach over HTTP.
+    # Called by workers over HTTP.
 
     def describe(self) -> dict:
-        """What a worker needs to know of the run."""
+        """The reply to `GET /run`: environment, tokenizer, servers, and sampling settings."""
         config = self._config
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": config.tokenizer,
             "tokenizer_date": config.tokenizer_date,
             "servers": list(self._servers),
-            "sampling": {
-                "top_k": config.sampling.top_k,
-                "top_p": config.sampling.top_p,
-                "min_p": config.sampling.min_p,
-                "max_tokens": config.sampling.max_tokens,
-            },
+            "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
             "step": self._version,
         }
 
     def lease(self, worker: str, capacity: int) -> list[task_schedule.Group]:
-        """Up to `capacity` groups for `worker`; none when there is nothing to do."""
+        """Leases up to `capacity` groups to `worker`; none if there is no work for it."""
         with self._changed:
-            now = time.monotonic()
-            self._standing.asked(worker, now)
-            for key, lease in list(self._leases.items()):
-                if lease.deadline < now:
-                    del self._leases[key]
-                    self._counts["lease_expired"] += 1
-                    self._standing.expired(lease.worker, key)
-                    self._todo.appendleft(lease.group)
-            held = sum(lease.worker == worker for lease in self._leases.values())
-            room = self._standing.room(worker, held, len(self._todo) + len(self._leases), now)
-            allowed = [group for group in self._todo if self._standing.may_take(worker, group.key, now)]
-            groups = allowed[: max(0, min(room, capacity))]
-            for group in groups:
-                self._todo.remove(group)
-                self._leases[group.key] = _Lease(group, worker, now + self._config.topology.lease_s)
-            return groups
+            now_s = time.monotonic()
+            self._health.seen(worker, now_s)
+            for expired in self._queue.expire(now_s):
+                self._counts["lease_expired"] += 1
+                self._health.expired(expired.worker, expired.group.key)
+            count = self._queue.count()
+            num_unfinished = count.total() - count[State.ELIGIBLE]
+            room = self._health.room(worker, self._queue.num_held(worker), num_unfinished, now_s)
+            deadline_s = now_s + self._config.topology.lease_s
+            return self._queue.lease(
+                worker, min(room, capacity), deadline_s, lambda key: self._health.may_lease(worker, key, now_s)
+            )
 
-    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future]:
-        """Takes what a file holds; per group a future of "accepted", "checking" or the reason it was refused."""
-        by_key: dict[tuple, list[rollout_lib.Rollout]] = collections.defaultdict(list)
+    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
+        """Takes the rollouts of one file; per group a future of "accepted", "checking", or "refused: " and the reason."""
+        by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
-        return {"/".join(map(str, key)): self._take(key, group) for key, group in by_key.items()}
+        return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
 
-    # Inside.
+    # Servers.
 
     def _update_servers(self, version: int) -> None:
         try:
             if self._servers:
-                asyncio.run(self._tell_servers(version))
+                asyncio.run(self._load_on_servers(version))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            self.fail(ValueError(f"a rollout server did not take policy version {version}: {error}"))
+            self.fail(ValueError(f"a rollout server did not load policy version {version}: {error}"))
             return
-        except BaseException as error:  # a bug: nobody looks at this thread's future, so whoever waits must hear of it
+        except BaseException as error:  # a bug: no caller looks at this thread's future
             self.fail(error)
             raise
         with self._changed:
@@ -255,173 +234,171 @@ class Orchestrator:
             last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
             for step in range(self._opened_step + 1, last + 1):
                 groups = task_schedule.train_groups(self._config, step)
-                self._todo.extend(groups)
-                self._to_check |= self._draw(groups)
+                self._queue.add(groups, drawn=_drawn(groups, self._config.trust.check_fraction, self._secret))
             self._opened_step = max(self._opened_step, last)
             self._changed.notify_all()
 
-    async def _tell_servers(self, version: int) -> None:
+    async def _load_on_servers(self, version: int) -> None:
         async with client_lib.Client(self._servers) as client:
             await client.update_weights(version)
 
-    def _collect(self, keys: list[tuple], step: int | None) -> list[tuple[list[rollout_lib.Rollout], Collection[int]]]:
-        """Waits until all `keys` are done; drops and leases again what is too stale for `step`. With whom we gave up on."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure or all(k in self._done for k in keys), WAIT_NOTICE_S)
-                if self._failure:
-                    raise self._failure
-                num_done = sum(key in self._done for key in keys)
-                if num_done < len(keys):  # a long wait is no error
-                    barred = self._standing.num_barred(time.monotonic())
-                    self._on_wait(
-                        f"{'the evaluation' if step is None else f'batch {step}'} has {num_done} of {len(keys)} groups; "
-                        f"{len(self._leases)} are with workers, {len(self._todo)} with nobody"
-                        + f"; workers that were refused too often to get any (trust.max_attempts): {barred}"
-                        * (barred > 0)
-                    )
-                    continue
-                stale = [] if step is None else [k for k in keys if self._staleness(k, step) > self._max_off_policy]
-                if not stale:
-                    self._to_check.difference_update(keys)
-                    self._checked.difference_update(keys)
-                    if step is not None:
-                        state = {"standing": self._standing.state(), "evidence": self._evidence(step)}
-                        self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-                    taken = [(self._done.pop(key), self._given_up.pop(key, ())) for key in keys]
-                    self._counts["given_up"] += sum(len(given_up) for _, given_up in taken)
-                    return taken
-                groups = {group.key: group for group in task_schedule.train_groups(self._config, step)}
-                for key in stale:
-                    self._counts["stale"] += len(self._done.pop(key))
-                    self._given_up.pop(key, None)
-                    self._todo.appendleft(groups[key])
-                self._changed.notify_all()
-
-    @property
-    def _max_off_policy(self) -> int:
-        return self._config.rl.max_off_policy
-
-    def _staleness(self, key: tuple, step: int) -> int:
-        return max(step - 1 - int(r.versions[r.sampled_mask].min()) for r in self._done[key])
+    # Submissions.
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
-        """A rollout does not say its split; its key is leased under at most one."""
-        held_out = ("held_out", rollout.step, rollout.task.group)
-        lease = self._leases.get(held_out)
-        return "held_out" if lease and lease.group.index == rollout.task.index else "train"
+        """A rollout does not name its split; its step and group are in use by at most one of the two."""
+        with self._changed:
+            held_out = self._queue.get(("held_out", rollout.step, rollout.task.group))
+            return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
-    def _take(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future:
-        """Sees whose it is, and queues one that its holder signed to be judged."""
+    def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
+        """Handles a submitted group: rejects it if it is not leased or not signed by the leaseholder (the lease then stays),
+        else checks it against its lease and queues the other checks."""
         with self._changed:
-            lease = self._leases.get(key)
-            is_holders = lease is not None and all(r.worker == lease.worker for r in rollouts)
-        if lease is None or lease.is_answered:
-            return self._turn_away(rollouts, "refused: not leased (or already submitted)")
-        # A stranger's word must not cost the holder its lease. One sample too many is enough to refuse the group.
-        if not is_holders or not all(map(rollout_lib.signature_ok, rollouts[: lease.group.num_samples + 1])):
-            return self._turn_away(rollouts, "refused: signature: not signed by the worker that holds the lease")
+            holder, entry = self._queue.holder(key), self._queue.get(key)
+        if holder is None or entry is None:
+            return self._not_leased(rollouts)
+        # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
+        signed = rollouts[: entry.group.num_samples + 1]
+        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
+            return self._not_leased(rollouts, "signature: not signed by the worker that holds the lease")
         with self._changed:
-            if self._leases.get(key) is not lease or lease.is_answered:
-                return self._turn_away(rollouts, "refused: not leased (or already submitted)")
-            lease.is_answered, lease.deadline = True, float("inf")
+            if not self._queue.deliver(key, holder, rollouts):
+                return self._not_leased(rollouts)
             reason = admission.refusal(
-                self._config, lease.group, rollouts, newest=self._announced, claims=self._credit.router_replay
+                self._config, entry.group, rollouts, newest=self._announced, claims=self._credit.router_replay
             )
             if reason is not None:
-                return _known(self._settle(key, rollouts, reason))
-        return self._screeners.submit(lease.worker, self._judge, key, lease.worker, rollouts)
+                return _known(self._reject(key, reason))
+        return self._checkers.submit(holder, self._check, key)
 
-    def _judge(self, key: tuple, worker: str, rollouts: list[rollout_lib.Rollout]) -> str:
-        """Screens one group, without the lock, and settles it or hands it to the validator."""
-        try:
-            reason, given_up = self._screen(rollouts, key[0])
-        except BaseException as error:  # as in `_check_later`
-            self.fail(error)
-            raise
-        with self._changed:
-            if given_up and reason is None:
-                self._given_up[key] = frozenset(given_up)
-            if reason is None and key[0] == "train" and (key in self._to_check or self._standing.is_suspect(worker)):
-                self._checker.submit(self._check_later, key, rollouts)
-                return "checking"
-            return self._settle(key, rollouts, reason)
-
-    def _turn_away(self, rollouts: list[rollout_lib.Rollout], reason: str) -> concurrent.futures.Future:
+    def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):
         with self._changed:
             self._counts["unleased"] += len(rollouts)
-        return _known(reason)
+        return _known(f"refused: {reason}")
 
-    def _check_later(self, key: tuple, rollouts: list[rollout_lib.Rollout]) -> None:
+    def _check(self, key: group_queue.Key) -> str:
+        """Checks a submitted group without weights, then accepts or rejects it, or queues its replay."""
+        entry = self._queue[key]
         try:
-            reason = self._check(rollouts)
-        except BaseException as error:  # the validator itself broke: stop the run with its traceback, do not hang it
+            reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
+        except BaseException as error:  # as in `_replay`
             self.fail(error)
             raise
-        if reason is not None and reason.startswith("weights:"):  # of a version that was published: our own fault
-            self.fail(ValueError(f"the validator cannot judge group {'/'.join(map(str, key))}: {reason}"))
+        with self._changed:
+            if reason is not None:
+                return self._reject(key, reason)
+            entry.timed_out = frozenset(timed_out)
+            if key[0] == "train" and (entry.is_drawn or self._health.is_suspect(entry.worker)):
+                self._queue.check(key)
+                self._replayer.submit(self._replay, key)
+                return "checking"
+            return self._accept(key)
+
+    def _replay(self, key: group_queue.Key) -> None:
+        """Replays a group in state CHECKING, then accepts or rejects it."""
+        rollouts = self._queue[key].rollouts
+        try:
+            reason = self._check_with_weights(rollouts)
+        except BaseException as error:  # the validator itself is broken: end the run with its traceback
+            self.fail(error)
+            raise
+        if reason is not None and reason.startswith("weights:"):  # of a published version: our own fault
+            self.fail(ValueError(f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"))
             return
         with self._changed:
             self._counts["checked"] += len(rollouts)
             if reason is None:
-                self._checked.add(key)
-            self._settle(key, rollouts, reason, by_replay=True)
+                self._accept(key)
+            else:
+                self._reject(key, reason, by_replay=True)
 
-    def _settle(self, key: tuple, rollouts: list[rollout_lib.Rollout], reason: str | None, *, by_replay=False) -> str:
-        """Accepts the group, or refuses it and leases it again; the lock is held."""
-        lease = self._leases.pop(key)
-        if reason is None:
-            self._counts["accepted"] += len(rollouts) if key[0] == "train" else 0
-            self._standing.delivered(lease.worker, key)
-            self._done[key] = sorted(rollouts, key=lambda r: r.sample)
-            self._changed.notify_all()
-            return "accepted"
-        self._given_up.pop(key, None)
-        self._counts["refused"] += len(rollouts)
-        self._refusals[reason.split(":")[0]] += 1
-        self._standing.refused(lease.worker, by_replay=by_replay)
+    def _accept(self, key: group_queue.Key) -> str:
+        entry = self._queue[key]
+        self._queue.accept(key)
+        self._counts["accepted"] += len(entry.rollouts) if key[0] == "train" else 0
+        self._health.delivered(entry.worker, key)
+        self._changed.notify_all()
+        return "accepted"
+
+    def _reject(self, key: group_queue.Key, reason: str, *, by_replay: bool = False) -> str:
+        """Requeues a group and counts it against its worker. After a failed replay, the worker's accepted groups are replayed, too."""
+        entry = self._queue.requeue(key, reason)
+        worker, group = entry.worker, entry.group
+        self._counts["refused"] += len(entry.rollouts)
+        self._counts[f"refused_{reason.split(':')[0]}"] += 1
+        self._health.rejected(worker, by_replay=by_replay)
         if by_replay:
-            self._call_back(lease.worker)
-        if self._standing.is_barred(lease.worker) and not self._standing.others(lease.worker, time.monotonic()):
+            for suspect in self._queue.recheck(worker):
+                self._counts["called_back"] += len(suspect.rollouts)  # maybe accepted before the counts were last taken
+                self._replayer.submit(self._replay, suspect.group.key)
+        if self._health.is_banned(worker) and not self._health.has_others(worker, time.monotonic()):
             self.fail(
                 ValueError(
-                    f"worker {lease.worker[:16]} was refused {self._config.trust.max_attempts} times, the last time group "
-                    f"{lease.group.group} of step {lease.group.step} for: {reason}; no other worker is there. Look at that "
-                    f"worker and its server, or raise trust.max_attempts"
+                    f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active; "
+                    f"the last reason, for group {group.group} of step {group.step}: {reason}. Look at that worker and its "
+                    f"server, or raise trust.max_attempts"
                 )
             )
-        self._todo.appendleft(lease.group)
         self._changed.notify_all()
         return f"refused: {reason}"
 
-    def _call_back(self, worker: str) -> None:
-        """Replays what a new suspect has brought before, as far as no batch has taken it."""
-        for key, rollouts in list(self._done.items()):
-            if key[0] == "train" and key not in self._checked and rollouts[0].worker == worker:
-                del self._done[key]
-                group = next(g for g in task_schedule.train_groups(self._config, key[1]) if g.key == key)
-                self._counts["called_back"] += len(rollouts)  # were accepted, maybe before the counts were last taken
-                self._leases[key] = _Lease(group, worker, float("inf"), is_answered=True)
-                self._checker.submit(self._check_later, key, rollouts)
+    # Batches.
 
-    def _draw(self, groups: list[task_schedule.Group]) -> set[tuple]:
-        """Keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret."""
-        count = int(np.ceil(self._config.trust.check_fraction * len(groups)))
-        return {group.key for group in sorted(groups, key=lambda group: self._lot(group.group))[:count]}
+    def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
+        """Waits until all groups are eligible and takes them; requeues those that are too stale for batch `step`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._failure or self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S
+                )
+                if self._failure:
+                    raise self._failure
+                if self._queue.num_eligible(keys) < len(keys):  # a long wait is no error
+                    self._on_wait(self._wait_notice(keys, step))
+                    continue
+                oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy
+                stale = [key for key in keys if self._queue[key].oldest_version < oldest]
+                for key in reversed(stale):
+                    self._counts["stale"] += len(self._queue.requeue(key, "stale").rollouts)
+                if stale:
+                    continue
+                if step is not None:
+                    state = {"standing": self._health.state(), "evidence": self._evidence(step)}
+                    self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+                taken = self._queue.take(keys)
+                self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)
+                return taken
 
-    def _lot(self, group: int) -> bytes:
-        return hmac.new(self._secret, str(group).encode(), hashlib.sha256).digest()
+    def _wait_notice(self, keys: list[group_queue.Key], step: int | None) -> str:
+        count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
+        return (
+            f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
+            f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
+            f"{count[State.SUBMITTED] + count[State.CHECKING]} are being checked"
+            + f"; workers banned after trust.max_attempts rejections: {banned}"
+            * (banned > 0)
+        )
 
     def _take_counts(self) -> dict[str, float]:
-        """Counters since the last call, as metrics. Who is called back was counted as accepted, and is again if the replay finds
-        nothing; what was given up on is counted with the batch, or the evaluation, that it is handed off in."""
+        """Returns the counters since the last call as metrics.
+
+        A group that is replayed again counts as accepted, as called back, and as accepted once more if the replay passes.
+        Timeouts are counted with the batch or evaluation that uses them.
+        """
         with self._changed:
             names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
-            counts = {f"trust/num_{name}": float(self._counts[name]) for name in names}
-            counts |= {f"trust/num_refused_{reason}": float(n) for reason, n in self._refusals.items()}
+            counts = dict.fromkeys(names, 0) | dict(self._counts)
             self._counts.clear()
-            self._refusals.clear()
-        return counts
+        return {f"trust/num_{name}": float(number) for name, number in counts.items()}
+
+
+def _drawn(groups: list[task_schedule.Group], check_fraction: float, secret: bytes) -> set[group_queue.Key]:
+    """The keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret, that will be replayed."""
+
+    def draw(group: task_schedule.Group) -> bytes:
+        return hmac.new(secret, str(group.group).encode(), hashlib.sha256).digest()
+
+    return {group.key for group in sorted(groups, key=draw)[: int(np.ceil(check_fraction * len(groups)))]}
 
 
 def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
@@ -438,15 +415,15 @@ def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
     }
 
 
-def _worth(rollouts: list[rollout_lib.Rollout], given_up: Collection[int]) -> list[rollout_lib.Rollout]:
-    """What a group counts for: 0 for the samples that our scorer gave up on."""
-    nothing = {
-        r.sample: dict(reward=0.0, rewards=dict.fromkeys(r.rewards, 0.0)) for r in rollouts if r.sample in given_up
-    }
-    return [dataclasses.replace(r, **nothing.get(r.sample, {})) for r in rollouts]
+def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
+    """The rollouts of a group; samples whose reward could not be recomputed in time get reward 0."""
+    return [
+        dataclasses.replace(r, reward=0.0, rewards=dict.fromkeys(r.rewards, 0.0)) if r.sample in entry.timed_out else r
+        for r in entry.rollouts
+    ]
 
 
-def _known(verdict: str) -> concurrent.futures.Future:
+def _known(verdict: str) -> concurrent.futures.Future[str]:
     future = concurrent.futures.Future()
     future.set_result(verdict)
     return future

@@ -1,13 +1,13 @@
-"""What a run knows of its workers: who lets leases expire, whose rollouts were refused, who is under suspicion.
+"""The reputation of a run's workers: expired leases, rejected groups, suspicion, bans.
 
-1. A refused submission counts against the worker that brought it. After `max_refusals` it is barred: it gets no more work.
-2. One refused by the replay makes its worker a suspect as well: from then on everything it brings is replayed.
-3. A lease that runs out halves what its worker may hold at a time, and it does not get the same group again while somebody else
-   is there to take it. A delivered group doubles that again.
+1. Every rejected group counts against its worker. After `max_rejections` the worker is banned: it gets no more work.
+2. A group rejected by the replay also makes its worker a suspect: from then on all of its groups are replayed.
+3. An expired lease halves the number of groups that the worker may hold. It does not get that group again while another worker
+   is active. Each delivered group doubles the number again.
 
-Keys are free where a run invites anybody, so this bounds what one key can do, not what a thousand can: a run among strangers
-names its workers (`topology.workers`). Who only asks leaves no trace once it is gone. What is held against a worker goes into
-the checkpoint (`state`), or whoever gains by a restart would see to one. Used under the orchestrator's lock.
+Keys are free where a run accepts any worker. So this limits one key, not a thousand keys: a run with unknown participants
+names its workers (`topology.workers`). A key that only asks for work is forgotten after a while. Marks against a worker go into the
+checkpoint (`state`); otherwise a worker could gain by provoking a restart. Used under the orchestrator's lock.
 """
 
 import collections
@@ -19,81 +19,92 @@ MIN_PRUNED = 4096  # workers
 
 @dataclasses.dataclass
 class _Worker:
-    num_refused: int = 0
+    num_rejected: int = 0
     is_suspect: bool = False
     num_halvings: int = 0
-    asked_s: float = float("-inf")
+    seen_s: float = float("-inf")
+
+    @property
+    def is_marked(self) -> bool:
+        return bool(self.num_rejected or self.is_suspect or self.num_halvings)
 
 
-class Standing:
-    """Of all workers of a run. `lease_s`: who asked for work within this time is there."""
+class WorkerHealth:
+    """The reputation of all workers. A worker is active if it asked for work in the last `lease_s` seconds."""
 
-    def __init__(self, *, max_refusals: int, lease_s: float):
-        self._max_refusals, self._lease_s = max_refusals, lease_s
+    def __init__(self, *, max_rejections: int, lease_s: float):
+        self._max_rejections, self._lease_s = max_rejections, lease_s
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
-        self._expired_with: dict[tuple, str] = {}  # group -> who let it expire last
+        self._expired_with: dict[tuple, str] = {}  # group -> the worker whose lease on it expired last
         self._prune_at = MIN_PRUNED
 
-    def asked(self, worker: str, now_s: float) -> None:
-        self._workers[worker].asked_s = now_s
+    def seen(self, worker: str, now_s: float) -> None:
+        """Records that a worker asked for work; sometimes forgets inactive workers without a mark."""
+        self._workers[worker].seen_s = now_s
         if len(self._workers) > self._prune_at:
             for name, other in list(self._workers.items()):
-                if not _is_marked(other) and now_s - other.asked_s > self._lease_s:
+                if not other.is_marked and not self._is_active(other, now_s):
                     del self._workers[name]
             self._prune_at = 2 * len(self._workers) + MIN_PRUNED
 
     def state(self) -> dict:
-        """Plain JSON of what is held against whom, for `restore`."""
-        marked = {name: worker for name, worker in self._workers.items() if _is_marked(worker)}
+        """Plain JSON of all marks against workers, for `restore`."""
+        marked = {name: worker for name, worker in self._workers.items() if worker.is_marked}
         return {
-            "workers": {name: [w.num_refused, w.is_suspect, w.num_halvings] for name, w in marked.items()},
+            "workers": {name: [w.num_rejected, w.is_suspect, w.num_halvings] for name, w in marked.items()},
             "expired_with": [[*key, worker] for key, worker in self._expired_with.items()],
         }
 
     def restore(self, state: dict) -> None:
+        """Sets the marks that `state` returned."""
         for name, marks in state["workers"].items():
             self._workers[name] = _Worker(*marks)
         self._expired_with = {tuple(key): worker for *key, worker in state["expired_with"]}
 
     def room(self, worker: str, num_held: int, num_groups: int, now_s: float) -> int:
-        """How many more of `num_groups` a worker may hold; where it is alone, as many as it likes."""
-        if self.is_barred(worker):
+        """The number of further groups, of `num_groups` unfinished ones, that a worker may lease; all if it is alone."""
+        if self.is_banned(worker):
             return 0
-        halvings = self._workers[worker].num_halvings if self.others(worker, now_s) else 0
+        halvings = self._workers[worker].num_halvings if self.has_others(worker, now_s) else 0
         return max(1, num_groups >> halvings) - num_held
 
-    def may_take(self, worker: str, key: tuple, now_s: float) -> bool:
-        return self._expired_with.get(key) != worker or not self.others(worker, now_s)
+    def may_lease(self, worker: str, key: tuple, now_s: float) -> bool:
+        """Returns False for a group whose last lease expired with this worker, while another worker is active."""
+        return self._expired_with.get(key) != worker or not self.has_others(worker, now_s)
 
     def expired(self, worker: str, key: tuple) -> None:
+        """Records that a lease of this worker expired."""
         self._workers[worker].num_halvings = min(self._workers[worker].num_halvings + 1, MOST_HALVINGS)
         self._expired_with[key] = worker
 
     def delivered(self, worker: str, key: tuple) -> None:
+        """Records that a group of this worker was accepted."""
         self._workers[worker].num_halvings = max(self._workers[worker].num_halvings - 1, 0)
         self._expired_with.pop(key, None)
 
-    def refused(self, worker: str, *, by_replay: bool) -> None:
-        self._workers[worker].num_refused += 1
+    def rejected(self, worker: str, *, by_replay: bool) -> None:
+        """Records that a group of this worker was rejected; a failed replay makes it a suspect."""
+        self._workers[worker].num_rejected += 1
         self._workers[worker].is_suspect |= by_replay
 
     def is_suspect(self, worker: str) -> bool:
+        """Returns True if all groups of this worker are to be replayed."""
         return self._workers[worker].is_suspect
 
-    def is_barred(self, worker: str) -> bool:
-        return self._workers[worker].num_refused >= self._max_refusals
+    def is_banned(self, worker: str) -> bool:
+        """Returns True if this worker gets no more work."""
+        return self._workers[worker].num_rejected >= self._max_rejections
 
-    def num_barred(self, now_s: float) -> int:
-        """Of those who are there."""
-        return sum(self.is_barred(name) and now_s - w.asked_s <= self._lease_s for name, w in self._workers.items())
+    def num_banned(self, now_s: float) -> int:
+        """The number of active workers that are banned."""
+        return sum(self.is_banned(name) and self._is_active(w, now_s) for name, w in self._workers.items())
 
-    def others(self, worker: str, now_s: float) -> bool:
-        """Whether anybody else is there who may work."""
+    def has_others(self, worker: str, now_s: float) -> bool:
+        """Returns True if another worker is active and not banned."""
         return any(
-            name != worker and not self.is_barred(name) and now_s - other.asked_s <= self._lease_s
+            name != worker and not self.is_banned(name) and self._is_active(other, now_s)
             for name, other in self._workers.items()
         )
 
-
-def _is_marked(worker: _Worker) -> bool:
-    return bool(worker.num_refused or worker.is_suspect or worker.num_halvings)
+    def _is_active(self, worker: _Worker, now_s: float) -> bool:
+        return now_s - worker.seen_s <= self._lease_s

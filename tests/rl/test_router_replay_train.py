@@ -71,7 +71,7 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     )
     exp = experiment.resolve(config)
     orchestrator = orchestrator_lib.Orchestrator(
-        exp.config, tmp_path, credit=exp.credit, check=lambda rollouts: None, secret=b"s", on_wait=print
+        exp.config, tmp_path, credit=exp.credit, check_with_weights=lambda rollouts: None, secret=b"s", on_wait=print
     )
     assert orchestrator.describe()["router_replay"] is True
     group = task_schedule.train_groups(exp.config, 1)[0]
@@ -88,8 +88,8 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     assert refusal(None).startswith("routing: it does not say which experts ran")
     assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
     orchestrator._updater.shutdown()
-    orchestrator._screeners.close()
-    orchestrator._checker.shutdown()
+    orchestrator._checkers.close()
+    orchestrator._replayer.shutdown()
 
 
 @pytest.mark.slow

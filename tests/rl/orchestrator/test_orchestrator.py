@@ -22,6 +22,7 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
+from rl.orchestrator import group_queue
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
@@ -69,8 +70,8 @@ def make(tmp_path):
                 exp.config,
                 tmp_path,
                 credit=exp.credit,
-                check=check,
-                screen=screen,
+                check_with_weights=check,
+                check_without_weights=screen,
                 evidence=evidence,
                 secret=secret,
                 on_wait=on_wait,
@@ -81,8 +82,8 @@ def make(tmp_path):
     yield make
     for orchestrator in made:
         orchestrator._updater.shutdown()
-        orchestrator._screeners.close()
-        orchestrator._checker.shutdown()
+        orchestrator._checkers.close()
+        orchestrator._replayer.shutdown()
 
 
 def publish(orchestrator, version):
@@ -92,7 +93,7 @@ def publish(orchestrator, version):
 
 def checked(orchestrator):
     """Returns once the validator has judged what it was given."""
-    orchestrator._checker.submit(lambda: None).result(WAIT_S)
+    orchestrator._replayer.submit(lambda: None).result(WAIT_S)
 
 
 def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
@@ -133,6 +134,18 @@ def hand_in(orchestrator, rollouts):
     """The verdicts on a file of these."""
     found = orchestrator.submit(parquet.from_bytes(parquet.to_bytes(rollouts)))
     return {name: future.result(WAIT_S) for name, future in found.items()}
+
+
+def entries(orchestrator):
+    return list(orchestrator._queue._entries.values())
+
+
+def num_eligible(orchestrator):
+    return orchestrator._queue.count()[group_queue.State.ELIGIBLE]
+
+
+def held_out_is_open(orchestrator):
+    return any(entry.group.split == "held_out" for entry in entries(orchestrator))
 
 
 def lease(orchestrator, capacity=100, key=KEY):
@@ -300,9 +313,9 @@ def test_what_is_refused_and_leased_again(make, name):
     groups = lease(orchestrator)
     verdict = submit(orchestrator, change(answers(groups[0])))
     assert verdict.startswith(f"refused: {reason}"), verdict
-    assert len(orchestrator._done) == 0
+    assert num_eligible(orchestrator) == 0
     assert lease(orchestrator) == [groups[0]]
-    assert submit(orchestrator, answers(groups[0])) == "accepted" and len(orchestrator._done) == 1
+    assert submit(orchestrator, answers(groups[0])) == "accepted" and num_eligible(orchestrator) == 1
     counts = orchestrator._take_counts()
     assert counts["trust/num_refused"] == len(change(answers(groups[0]))) and counts["trust/num_accepted"] == 2
     assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
@@ -332,7 +345,7 @@ def test_what_was_not_leased_or_is_there_already(make):
     assert submit(orchestrator, answers(group)).startswith("refused: not leased (or already submitted)")
     blocked.set()
     checked(orchestrator)
-    assert len(orchestrator._done) == 1
+    assert num_eligible(orchestrator) == 1
     assert submit(orchestrator, answers(group)).startswith("refused: not leased")
     beyond = task_schedule.train_groups(orchestrator._config, 5)[0]  # not open yet
     assert submit(orchestrator, answers(beyond)).startswith("refused: not leased")
@@ -361,26 +374,26 @@ def test_a_long_wait_is_told(make, monkeypatch):
     groups = lease(orchestrator)
     for group in groups[1:]:
         submit(orchestrator, answers(group))
-    while not any(line == "batch 1 has 2 of 3 groups; 1 are with workers, 0 with nobody" for line in lines):
+    while not any(
+        line == "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked" for line in lines
+    ):
         time.sleep(0.01)
     submit(orchestrator, answers(groups[0]))
     batch.result(WAIT_S)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.125, 0.5, 0.51, 1.0])
-def test_exactly_so_many_groups_of_each_batch_are_checked(make, fraction):
+def test_exactly_so_many_groups_of_each_batch_are_replayed(fraction):
     """The ceil(fraction * P) groups of lowest HMAC under the secret."""
     P = 8
-    orchestrator = make(rl__prompts_per_step=P, trust__check_fraction=fraction)
-    batches = [task_schedule.train_groups(orchestrator._config, step) for step in (1, 2, 9)]
-    chosen = [orchestrator._draw(groups) for groups in batches]
+    batches = [task_schedule.train_groups(config_of(rl__prompts_per_step=P), step) for step in (1, 2, 9)]
+    chosen = [orchestrator_lib._drawn(groups, fraction, SECRET) for groups in batches]
     for groups, picked in zip(batches, chosen, strict=True):
         assert len(picked) == math.ceil(fraction * P)
-        lots = {g.key: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
-        assert picked == set(sorted(lots, key=lots.get)[: len(picked)])
+        draws = {g.key: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
+        assert picked == set(sorted(draws, key=draws.get)[: len(picked)])
     if 0 < fraction < 1:
-        other = make(secret=b"other", rl__prompts_per_step=P, trust__check_fraction=fraction)
-        assert chosen != [other._draw(groups) for groups in batches]
+        assert chosen != [orchestrator_lib._drawn(groups, fraction, b"other") for groups in batches]
 
 
 def test_the_verdict_of_the_check_is_honoured(make):
@@ -394,14 +407,14 @@ def test_the_verdict_of_the_check_is_honoured(make):
 
     orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
     publish(orchestrator, 0)
-    (drawn,) = orchestrator._to_check
+    (drawn,) = (entry.group.key for entry in entries(orchestrator) if entry.is_drawn)
     verdicts[drawn[2]] = "sampling: 3 of 12 tokens"
     groups = sorted(lease(orchestrator), key=lambda group: group.key == drawn)  # the drawn one last
     assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "checking"]
     checked(orchestrator)
     assert seen[0] == drawn[2]
     checked(orchestrator)  # the two that were accepted before
-    assert sorted(seen[1:]) == sorted(group.group for group in groups[:2]) and len(orchestrator._done) == 2
+    assert sorted(seen[1:]) == sorted(group.group for group in groups[:2]) and num_eligible(orchestrator) == 2
     (again,) = lease(orchestrator)
     assert again.key == drawn and submit(orchestrator, answers(again)) == "checking"
     checked(orchestrator)
@@ -429,7 +442,7 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
     )
     publish(orchestrator, 0)
     groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
-    *early, drawn = sorted(lease(orchestrator), key=lambda group: group.key in orchestrator._to_check)
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: orchestrator._queue[group.key].is_drawn)
     for group in groups:
         submit(orchestrator, answers(group), OTHER)
     for group in early:
@@ -439,7 +452,7 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
     found.append("sampling: 3 of 12 tokens")
     go_on.clear()
     assert submit(orchestrator, answers(drawn)) == "checking"
-    proxy.wait_until(lambda: not any(group.key in orchestrator._done for group in early))
+    proxy.wait_until(lambda: not orchestrator._queue.num_eligible([group.key for group in early]))
     second = orchestrator.next_batch(2).metrics
     assert min(second.values()) >= 0 and second["trust/num_called_back"] == 4
     go_on.set()
@@ -472,7 +485,7 @@ def test_an_evaluation_waits_for_its_version(make):
     time.sleep(0.1)
     assert all(group.split == "train" for group in lease(orchestrator, 1))
     publish(orchestrator, 1)
-    proxy.wait_until(lambda: any(group.split == "held_out" for group in orchestrator._todo))
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
     for group in lease(orchestrator):
         submit(orchestrator, answers(group, 1))
     assert len(waiting.result(WAIT_S)) == 2
@@ -529,12 +542,12 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     (other,) = lease(orchestrator, key=OTHER)
     assert list(post(answers(other), OTHER).json()["verdicts"].values()) == ["taken"]
     (budget,) = {orchestrator._web.config.app._budget}
-    proxy.wait_until(lambda: all(lease.is_answered for lease in orchestrator._leases.values()) and not budget.held)
+    proxy.wait_until(lambda: orchestrator._queue.count()[group_queue.State.LEASED] == 0 and not budget.held)
     (refused,) = post(answers(groups[0]), KEY).json()["verdicts"].values()
     assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
     go_on.set()
     assert all(list(future.result(WAIT_S).json()["verdicts"].values()) == ["taken"] for future in slow)
-    assert len(orchestrator._done) == 12
+    assert num_eligible(orchestrator) == 12
     orchestrator.close()
 
 
@@ -573,7 +586,7 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     orchestrator = make(screen=screen, trust__max_attempts=2, evaluation__num_tasks=1)
     publish(orchestrator, 0)
     evaluated = later(orchestrator.evaluate, 0)
-    proxy.wait_until(lambda: orchestrator._todo[0].split == "held_out")
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
     held_out, *groups = lease(orchestrator)
     assert submit(orchestrator, answers(groups[0])).startswith("refused: sampling")
     rewards = dict(reward=5.0, rewards={"reward": 5.0, "style": 2.0})
@@ -587,7 +600,6 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     assert batch.metrics["rollout/reward"] == pytest.approx(20 / 6) and orchestrator._failure is None
     kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
-    assert not orchestrator._given_up
 
 
 def test_completions_that_could_not_be_scored_are_counted(make):
@@ -606,7 +618,7 @@ def test_a_group_refused_too_often_stops_the_run(make):
     for _ in range(2):
         group = lease(orchestrator)[0]
         assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
-    with pytest.raises(ValueError, match="was refused 2 times, the last time group 0 of step 1 for: temperature: exp"):
+    with pytest.raises(ValueError, match="was rejected 2 times .* for group 0 of step 1: temperature: exp"):
         waiting.result(WAIT_S)
     with pytest.raises(ValueError, match="raise trust.max_attempts"):
         orchestrator.next_batch(1)
@@ -620,9 +632,10 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     assert lease(first, 1, OTHER)
     for _ in range(2):
         assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
-    first._leases.clear()
-    first._todo.extend(task_schedule.train_groups(first._config, 1))
-    for group in lease(first, key=OTHER):
+    for entry in entries(first):  # as if the leases had expired, without a mark for it
+        if entry.state is group_queue.State.LEASED:
+            first._queue.requeue(entry.group.key, "test")
+    for group in lease(first, key=OTHER)[:3]:
         submit(first, answers(group), OTHER)
     first.next_batch(1)
     publish(first, 1)
@@ -641,7 +654,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
     waiting = later(second.next_batch, 2)
     proxy.wait_until(lambda: lines)
-    assert lines[0].endswith("2 with nobody; workers that were refused too often to get any (trust.max_attempts): 1")
+    assert lines[0].endswith("0 are being checked; workers banned after trust.max_attempts rejections: 1")
     second.fail(ValueError("enough"))
     with pytest.raises(ValueError, match="enough"):
         waiting.result(WAIT_S)
@@ -669,7 +682,7 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
     orchestrator.connect([url])
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
-    with pytest.raises(ValueError, match="a rollout server did not take policy version 0: "):
+    with pytest.raises(ValueError, match="a rollout server did not load policy version 0: "):
         waiting.result(WAIT_S)
     assert lease(orchestrator) == []
 
@@ -679,10 +692,10 @@ def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     orchestrator = make()
     orchestrator.connect(["http://127.0.0.1:9"])
 
-    async def tell(version):
+    async def load(version):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(orchestrator, "_tell_servers", tell)
+    monkeypatch.setattr(orchestrator, "_load_on_servers", load)
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
     with pytest.raises(KeyError, match="a bug"):
@@ -717,7 +730,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
         "trust/num_accepted": 8.0,
     }.items():
         assert batch.metrics[name] == pytest.approx(value), name
-    assert len(orchestrator._done) == 1
+    assert num_eligible(orchestrator) == 1
     kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     flat = [r for group in batch.groups for r in group]
     assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
@@ -777,20 +790,18 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
     orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: "toploc: never")
     publish(orchestrator, 0)
     waiting = later(orchestrator.evaluate, 0)
-    while not orchestrator._todo or orchestrator._todo[0].split == "train":
-        time.sleep(0.001)
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
     groups = lease(orchestrator)
     assert [(group.split, group.group) for group in groups[:3]] == [("held_out", 0), ("held_out", 1), ("train", 0)]
     for group in groups[1::-1]:
         assert submit(orchestrator, answers(group)) == "accepted"  # not checked
     results = waiting.result(WAIT_S)
     assert [[r.task.index for r in task] for task in results] == [[0], [1]]
-    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and len(orchestrator._done) == 0
+    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and num_eligible(orchestrator) == 0
 
     publish(orchestrator, 4)
     waiting = later(orchestrator.evaluate, 3)
-    while not orchestrator._todo or orchestrator._todo[0].split == "train":
-        time.sleep(0.001)
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: 2 is older than 3")
     for group in lease(orchestrator) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:

@@ -1,0 +1,173 @@
+"""The life of every group of a run: a pure data structure, without threads, a clock, or I/O.
+
+    OPEN -> LEASED -> SUBMITTED -> (CHECKING ->) ELIGIBLE -> TAKEN
+
+1. `add` opens groups; `lease` gives open ones to a worker until a deadline.
+2. `deliver` stores the rollouts of the worker that holds the lease. `check` marks a group that waits for its replay, and
+   `accept` one that a batch may use.
+3. `take` removes the groups of a batch, all together or none.
+
+A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or when the caller gives a reason
+(`requeue`). `recheck` sends accepted groups of a worker that lost its trust back to CHECKING. Every move is checked against
+`NEXT`: a further state is one member of `State` and its row there. The caller provides the lock and the time.
+"""
+
+import collections
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from inference.rollouts import rollout as rollout_lib
+from rl.protocol import task_schedule
+
+Key = tuple[str, int, int]  # task_schedule.Group.key
+
+
+class State(enum.Enum):
+    """Where a group is between its opening and its batch."""
+
+    OPEN = "open"  # waits for a worker
+    LEASED = "leased"  # a worker has it until the deadline
+    SUBMITTED = "submitted"  # its rollouts arrived; the checks that need no weights run
+    CHECKING = "checking"  # waits for the replay
+    ELIGIBLE = "eligible"  # a batch may use it
+    TAKEN = "taken"  # a batch has it; no longer in the queue
+
+
+NEXT: dict[State, set[State]] = {
+    State.OPEN: {State.LEASED},
+    State.LEASED: {State.SUBMITTED, State.OPEN},
+    State.SUBMITTED: {State.CHECKING, State.ELIGIBLE, State.OPEN},
+    State.CHECKING: {State.ELIGIBLE, State.OPEN},
+    State.ELIGIBLE: {State.CHECKING, State.TAKEN, State.OPEN},
+    State.TAKEN: set(),
+}
+
+
+@dataclasses.dataclass
+class Entry:
+    """A group with its state; the fields after `state` belong to its current lease."""
+
+    group: task_schedule.Group
+    is_drawn: bool = False  # to be replayed, whoever submits it
+    requeued: str = ""  # the reason of its last return to OPEN
+    state: State = State.OPEN
+    worker: str = ""
+    deadline_s: float = math.inf  # finite while LEASED
+    rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
+    timed_out: frozenset[int] = frozenset()  # samples whose reward our scorer could not recompute in time
+    is_replayed: bool = False
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token of the rollouts."""
+        return min(int(r.versions[r.sampled_mask].min()) for r in self.rollouts)
+
+
+class GroupQueue:
+    """All groups that are open or on their way to a batch, in the order in which workers receive them."""
+
+    def __init__(self):
+        self._entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
+
+    def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
+        """Opens `groups`, after all others or (`first`) before them; `drawn` are the keys to be replayed."""
+        for group in reversed(groups) if first else groups:
+            assert group.key not in self._entries, group.key
+            self._entries[group.key] = Entry(group, group.key in drawn)
+            self._entries.move_to_end(group.key, last=not first)
+
+    def lease(
+        self, worker: str, count: int, deadline_s: float, may_lease: Callable[[Key], bool] = lambda key: True
+    ) -> list[task_schedule.Group]:
+        """Leases up to `count` open groups to `worker`, of those that `may_lease` allows; returns them."""
+        allowed = (e for e in self._entries.values() if e.state is State.OPEN and may_lease(e.group.key))
+        leased = list(itertools.islice(allowed, max(0, count)))
+        for entry in leased:
+            _move(entry, State.LEASED)
+            entry.worker, entry.deadline_s = worker, deadline_s
+        return [entry.group for entry in leased]
+
+    def expire(self, now_s: float) -> list[Entry]:
+        """Requeues the groups whose lease ended before `now_s`; returns their entries as they were."""
+        expired = [key for key, entry in self._entries.items() if entry.deadline_s < now_s]
+        return [self.requeue(key, "the lease expired") for key in expired]
+
+    def holder(self, key: Key) -> str | None:
+        """The worker whose rollouts of this group are awaited, or None if it is not leased."""
+        entry = self._entries.get(key)
+        return entry.worker if entry and entry.state is State.LEASED else None
+
+    def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+        """Stores the rollouts of a leased group, which then cannot expire. Returns False if `worker` has no lease on it."""
+        if self.holder(key) != worker:
+            return False
+        entry = self._entries[key]
+        _move(entry, State.SUBMITTED)
+        entry.rollouts, entry.deadline_s = sorted(rollouts, key=lambda r: r.sample), math.inf
+        return True
+
+    def check(self, key: Key) -> None:
+        """Marks a submitted group as waiting for its replay."""
+        _move(self._entries[key], State.CHECKING)
+
+    def accept(self, key: Key) -> None:
+        """Makes a group eligible, either directly or after its replay."""
+        entry = self._entries[key]
+        entry.is_replayed = entry.state is State.CHECKING
+        _move(entry, State.ELIGIBLE)
+
+    def recheck(self, worker: str) -> list[Entry]:
+        """Moves the eligible training groups of `worker` that were not replayed to CHECKING; returns them."""
+        found = [
+            entry
+            for entry in self._entries.values()
+            if (entry.state, entry.worker, entry.group.split, entry.is_replayed)
+            == (State.ELIGIBLE, worker, "train", False)
+        ]
+        for entry in found:
+            _move(entry, State.CHECKING)
+        return found
+
+    def requeue(self, key: Key, reason: str) -> Entry:
+        """Opens a group again, ahead of all others, without its lease and rollouts; returns the entry as it was."""
+        old = self._entries[key]
+        assert State.OPEN in NEXT[old.state], (key, old.state)
+        self._entries[key] = Entry(old.group, old.is_drawn, reason)
+        self._entries.move_to_end(key, last=False)
+        return old
+
+    def take(self, keys: Sequence[Key]) -> list[Entry]:
+        """Removes groups that are all eligible and returns their entries in this order."""
+        assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
+        taken = [self._entries.pop(key) for key in keys]
+        for entry in taken:
+            _move(entry, State.TAKEN)
+        return taken
+
+    def num_eligible(self, keys: Sequence[Key]) -> int:
+        """The number of these groups that a batch may use now."""
+        return sum(key in self._entries and self._entries[key].state is State.ELIGIBLE for key in keys)
+
+    def num_held(self, worker: str) -> int:
+        """The number of groups of `worker` that are leased, submitted, or waiting for a replay."""
+        return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self._entries.values())
+
+    def count(self) -> collections.Counter[State]:
+        """The number of groups in each state."""
+        return collections.Counter(entry.state for entry in self._entries.values())
+
+    def get(self, key: Key) -> Entry | None:
+        """The entry of a group, or None if it was not added yet or is taken."""
+        return self._entries.get(key)
+
+    def __getitem__(self, key: Key) -> Entry:
+        """The entry of a group; KeyError where `get` returns None."""
+        return self._entries[key]
+
+
+def _move(entry: Entry, state: State) -> None:
+    assert state in NEXT[entry.state], (entry.group.key, entry.state, state)
+    entry.state = state

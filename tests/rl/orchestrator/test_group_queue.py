@@ -1,0 +1,196 @@
+"""The group queue against a second bookkeeping of sets, under random sequences of operations."""
+
+import types
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
+
+from rl.orchestrator import group_queue
+from rl.orchestrator.group_queue import State
+from rl.protocol import task_schedule
+
+P, LEASE_S = 3, 10.0
+WORKERS = st.sampled_from(["a", "b", "c"])
+NUMBER = st.integers(0, 10**6)
+
+
+def batch(step, split="train"):
+    return [
+        task_schedule.Group(step, group, split, group, group, 2, 1.0, 0) for group in range((step - 1) * P, step * P)
+    ]
+
+
+def rollouts(version=0):
+    mask = np.array([False, True])
+    return [types.SimpleNamespace(sample=sample, sampled_mask=mask, versions=mask * version) for sample in (1, 0)]
+
+
+class Machine(stateful.RuleBasedStateMachine):
+    """`self.sets` has each opened group in the set of its state, moved by the rules below and by nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.now_s, self.step = group_queue.GroupQueue(), 0.0, 0
+        self.sets = {state: set() for state in State}
+        self.lease_of, self.replayed, self.opened = {}, set(), set()
+
+    def move(self, key, old, new):
+        self.sets[old].remove(key)
+        self.sets[new].add(key)
+        if new is State.OPEN:
+            self.replayed.discard(key)
+            del self.lease_of[key]
+
+    def pick(self, state, number):
+        keys = sorted(self.sets[state])
+        return keys[number % len(keys)] if keys else None
+
+    @stateful.rule(first=st.booleans())
+    def open_a_batch(self, first):
+        self.step += 1
+        keys = [group.key for group in batch(self.step)]
+        self.queue.add(batch(self.step), first=first)
+        self.sets[State.OPEN].update(keys)
+        self.opened.update(keys)
+        order = [key for key in self.queue._entries if key in self.sets[State.OPEN]]
+        assert (order[:P] if first else order[-P:]) == keys
+
+    @stateful.rule(worker=WORKERS, count=st.integers(-1, 5), modulus=st.integers(1, 3))
+    def lease(self, worker, count, modulus):
+        allowed = {key for key in self.sets[State.OPEN] if key[2] % modulus == 0}
+        order = [key for key in self.queue._entries if key in allowed]
+        leased = self.queue.lease(worker, count, self.now_s + LEASE_S, lambda key: key[2] % modulus == 0)
+        assert [group.key for group in leased] == order[: max(0, count)]
+        for group in leased:
+            self.move(group.key, State.OPEN, State.LEASED)
+            self.lease_of[group.key] = worker, self.now_s + LEASE_S
+
+    @stateful.rule(seconds=st.floats(0, 8))
+    def time_passes(self, seconds):
+        self.now_s += seconds
+        late = {key for key in self.sets[State.LEASED] if self.lease_of[key][1] < self.now_s}
+        expired = self.queue.expire(self.now_s)
+        assert {(e.group.key, e.worker) for e in expired} == {(key, self.lease_of[key][0]) for key in late}
+        for key in late:
+            self.move(key, State.LEASED, State.OPEN)
+
+    @stateful.rule(number=NUMBER, worker=WORKERS)
+    def deliver(self, number, worker):
+        key = sorted(self.opened)[number % len(self.opened)] if self.opened else ("train", 1, 0)
+        may = key in self.sets[State.LEASED] and self.lease_of[key][0] == worker
+        assert self.queue.deliver(key, worker, rollouts()) is may
+        if may:
+            self.move(key, State.LEASED, State.SUBMITTED)
+            assert [r.sample for r in self.queue[key].rollouts] == [0, 1]
+
+    @stateful.rule(number=NUMBER)
+    def check(self, number):
+        if key := self.pick(State.SUBMITTED, number):
+            self.queue.check(key)
+            self.move(key, State.SUBMITTED, State.CHECKING)
+
+    @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.CHECKING]))
+    def accept(self, number, state):
+        if key := self.pick(state, number):
+            self.queue.accept(key)
+            self.move(key, state, State.ELIGIBLE)
+            self.replayed |= {key} if state is State.CHECKING else set()
+
+    @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.CHECKING, State.ELIGIBLE]))
+    def requeue(self, number, state):
+        if key := self.pick(state, number):
+            old = self.queue.requeue(key, "stale")
+            assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
+            assert next(iter(self.queue._entries)) == key  # ahead of all others
+            new = self.queue[key]
+            assert (new.requeued, new.worker, new.rollouts, new.timed_out) == ("stale", "", [], frozenset())
+            self.move(key, state, State.OPEN)
+
+    @stateful.rule(worker=WORKERS)
+    def recheck(self, worker):
+        found = {
+            key for key in self.sets[State.ELIGIBLE] if self.lease_of[key][0] == worker and key not in self.replayed
+        }
+        assert {entry.group.key for entry in self.queue.recheck(worker)} == found
+        for key in found:
+            self.move(key, State.ELIGIBLE, State.CHECKING)
+
+    @stateful.rule(number=NUMBER, finish=st.booleans())
+    def take_a_batch(self, number, finish):
+        keys = [group.key for group in batch(1 + number % max(1, self.step))]
+        for key in self.opened.intersection(keys if finish else ()):
+            if key in self.sets[State.OPEN]:
+                self.queue.lease("a", 1, self.now_s + LEASE_S, lambda other, key=key: other == key)
+                self.move(key, State.OPEN, State.LEASED)
+                self.lease_of[key] = "a", self.now_s + LEASE_S
+            if key in self.sets[State.LEASED]:
+                assert self.queue.deliver(key, self.lease_of[key][0], rollouts())
+                self.move(key, State.LEASED, State.SUBMITTED)
+            for state in (State.SUBMITTED, State.CHECKING):
+                if key in self.sets[state]:
+                    self.queue.accept(key)
+                    self.move(key, state, State.ELIGIBLE)
+                    self.replayed |= {key} if state is State.CHECKING else set()
+        if self.queue.num_eligible(keys) == P:
+            taken = self.queue.take(keys)
+            assert [entry.group.key for entry in taken] == keys and all(len(e.rollouts) == 2 for e in taken)
+            for key in keys:
+                self.move(key, State.ELIGIBLE, State.TAKEN)
+        else:
+            with pytest.raises(AssertionError):
+                self.queue.take(keys)
+
+    @stateful.invariant()
+    def every_group_is_in_exactly_one_state(self):
+        kept = {entry.group.key: entry.state for entry in self.queue._entries.values()}
+        assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not State.TAKEN}
+        assert kept.keys() | self.sets[State.TAKEN] == self.opened and not kept.keys() & self.sets[State.TAKEN]
+        assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not State.TAKEN}
+        held = (State.LEASED, State.SUBMITTED, State.CHECKING)
+        for worker in "abc":
+            keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
+            assert self.queue.num_held(worker) == len(keys)
+
+
+TestGroupQueue = Machine.TestCase
+TestGroupQueue.settings = hypothesis.settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_moves_that_the_states_do_not_allow_fail():
+    queue, (key, *_) = group_queue.GroupQueue(), [group.key for group in batch(1)]
+    queue.add(batch(1))
+    for move in (queue.check, queue.accept, lambda key: queue.requeue(key, "stale")):
+        with pytest.raises(AssertionError):
+            move(key)
+    with pytest.raises(AssertionError):
+        queue.add(batch(1))
+    assert queue.holder(key) is None and queue.get(("train", 9, 9)) is None
+
+
+def test_held_out_groups_are_not_checked_again_and_the_oldest_sampled_token_counts():
+    queue = group_queue.GroupQueue()
+    queue.add(batch(1, "held_out"), drawn={("held_out", 1, 1)})
+    for group in queue.lease("a", P, LEASE_S):
+        assert queue.deliver(group.key, "a", rollouts(version=4))
+        queue.accept(group.key)
+    assert queue.recheck("a") == []
+    entries = queue.take([group.key for group in batch(1, "held_out")])
+    assert [entry.is_drawn for entry in entries] == [False, True, False] and entries[0].oldest_version == 4
+
+
+def test_a_group_that_was_replayed_and_became_stale_may_be_checked_again():
+    """Only the rollouts that were replayed are exempt, not those of its next lease."""
+    queue, key = group_queue.GroupQueue(), ("train", 1, 0)
+    queue.add(batch(1))
+    for worker in ("a", "b"):
+        queue.lease(worker, 1, LEASE_S)
+        assert queue.deliver(key, worker, rollouts())  # requeued, it comes before the others
+        if worker == "a":
+            queue.check(key)
+        queue.accept(key)
+        assert len(queue.recheck(worker)) == (worker == "b")
+        if worker == "a":
+            queue.requeue(key, "stale")
