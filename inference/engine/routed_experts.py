@@ -31,7 +31,7 @@ def narrow(experts_LBTX: jax.Array, model: config_lib.ModelConfig) -> jax.Array:
     return jnp.moveaxis(experts_LBTX, 0, 2).astype(dtype(model))
 
 
-def of_sample(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: Sequence[np.ndarray]) -> np.ndarray:
+def of_sequence(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: Sequence[np.ndarray]) -> np.ndarray:
     """[T, L, X] of a sample: `pieces` [B, .., L, X] cover the prompt from its start, `decoded` [.., L, X] the steps behind.
 
     The first step ran the last prompt token again, and its choice is the one that counts.

@@ -1,30 +1,34 @@
-"""A request on its way through the scheduler: `SequenceGroup`, the request, and `Sequence`, one of its completions in a slot."""
+"""A request while the scheduler works on it (`SequenceGroup`), and one of its samples in a slot (`Sequence`)."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections import abc
 
 import numpy as np
 
-from inference.engine import decode_state as state_lib
+from inference.engine import decode_state, routed_experts
 from inference.engine import request as request_lib
+from inference.proofs import toploc
 from models.text import tokenizer as tokenizer_lib
 
-Listener = abc.Callable[
-    [int, request_lib.Completion], None
-]  # (sample index, the completion so far), on the scheduler's thread
+# Called on the scheduler's thread with the index of a sample and its completion so far.
+Listener = abc.Callable[[int, request_lib.Completion], None]
 
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """Waiting, then ready with its prefilled prompt (`row` of `prefix`), then with samples in slots."""
+    """A request and its samples.
+
+    It waits in the prefill queue, is ready once `row` of `prefix` holds its prompt, and then has sequences in slots.
+    """
 
     request: request_lib.GenerateRequest
     future: concurrent.futures.Future
     listener: Listener | None
-    completions: list[request_lib.Completion | None]
     submitted_s: float
-    prefix: state_lib.Prefix | None = None
+    completions: list[request_lib.Completion | None] = dataclasses.field(init=False)
+    prefix: decode_state.Prefix = dataclasses.field(init=False)
     row: int = 0
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
@@ -32,29 +36,55 @@ class SequenceGroup:
     num_started: int = 0
     num_running: int = 0
 
+    def __post_init__(self):
+        self.completions = [None] * self.request.num_samples
+
+    def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sequence":
+        """Returns the next sample, with nothing generated yet. `text` decodes its tokens if it has stop strings."""
+        completion = request_lib.Completion(
+            [], [], [], self.prompt_version, prompt_logprobs=self.prompt_logprobs, num_cached=self.num_cached
+        )
+        sequence = Sequence(self, self.num_started, completion, text)
+        self.num_started += 1
+        self.num_running += 1
+        return sequence
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error. Does nothing if it has ended or was cancelled."""
+        fail(self.future, error)
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A sample in a slot."""
+    """One sample of a request. The seed of sample i is the request's seed + i (mod 2^32)."""
 
     group: SequenceGroup
     index: int
     completion: request_lib.Completion
-    text: tokenizer_lib.TextStream | None  # of what was generated, where a stop string is looked for
-    tail: str = ""  # of that text, as long as the longest stop string
+    text: tokenizer_lib.TextStream | None  # decodes the generated tokens; None without stop strings
+    tail: str = ""  # the end of the decoded text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., L, X] of each call
 
+    @property
+    def seeded_request(self) -> request_lib.GenerateRequest:
+        """The request with this sample's own seed."""
+        request = self.group.request
+        return dataclasses.replace(request, seed=(request.seed + self.index) % 2**32)
+
     def num_left(self, max_model_len: int) -> int:
-        """New tokens after which this sample ends in any case."""
+        """The number of new tokens after which this sequence ends at the latest."""
         request = self.group.request
         return min(request.max_tokens, max_model_len - len(request.tokens)) - len(self.completion.tokens)
 
-    def take(self, tokens: list[int], logprobs: list[float], version: int, max_model_len: int) -> bool:
-        """Adds the new tokens up to where the sample ends; True if the device would go on behind that."""
+    def append(self, tokens: list[int], logprobs: list[float], version: int, max_model_len: int) -> bool:
+        """Adds new tokens up to the end of the sequence, and sets its finish reason there.
+
+        Returns True if the device does not see that end and would continue.
+        """
         request, completion = self.group.request, self.completion
         end, stopped = len(tokens), False
-        if request.stop_texts or len(request.stop_ids) > state_lib.MAX_STOP_IDS:
+        if request.stop_texts or len(request.stop_ids) > decode_state.MAX_STOP_IDS:
             end, stopped = self._first_stop(tokens)
         elif tokens:
             stopped = tokens[-1] in request.stop_ids
@@ -62,22 +92,33 @@ class Sequence:
         completion.logprobs += logprobs[:end]
         completion.versions += [version] * end
         is_full = self.num_left(max_model_len) <= 0
-        if stopped:
-            completion.finish_reason = "stop"
-        elif is_full:
-            completion.finish_reason = "length"
-        by_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: state_lib.MAX_STOP_IDS]
-        return bool(completion.finish_reason) and not by_device and not is_full
+        if stopped or is_full:
+            completion.finish_reason = "stop" if stopped else "length"
+        on_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: decode_state.MAX_STOP_IDS]
+        return bool(completion.finish_reason) and not on_device and not is_full
 
-    def take_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
-        """Adds the likeliest tokens of the new positions; both [tokens, MAX_TOP]."""
+    def append_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
+        """Adds the likeliest tokens of the new positions; both arrays are [tokens, MAX_TOP]."""
         num = self.group.request.top_logprobs
         for row_ids, row_logps in zip(ids[:, :num].tolist(), logps[:, :num].tolist(), strict=True):
             pairs = zip(row_ids, row_logps, strict=True)
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
+    def finish(self) -> None:
+        """Hands the completion to the group, whose future is set with its last one."""
+        group = self.group
+        self.completion.proofs = toploc.join(self.proofs)
+        if group.request.routed_experts:
+            self.completion.experts = routed_experts.of_sequence(
+                group.prefix.experts, group.row, len(group.request.tokens), self.experts
+            )
+        group.completions[self.index] = self.completion
+        if None not in group.completions:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
+                group.future.set_result(group.completions)
+
     def _first_stop(self, tokens: abc.Sequence[int]) -> tuple[int, bool]:
-        """How many of the tokens belong to the sample, and whether the last of them stops it."""
+        """Returns the number of tokens that belong to the sequence, and True if the last of them stops it."""
         request = self.group.request
         longest = max(map(len, request.stop_texts), default=0)
         for at, token in enumerate(tokens):
@@ -89,3 +130,9 @@ class Sequence:
                     return at + 1, True
                 self.tail = self.tail[-longest:]
         return len(tokens), False
+
+
+def fail(future: concurrent.futures.Future, error: Exception) -> None:
+    """Sets an error on a future. Does nothing if the future is done or cancelled."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        future.set_exception(error)

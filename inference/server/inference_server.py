@@ -247,7 +247,9 @@ def _serve(
     say("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
-    scheduler = scheduler_lib.Scheduler(engine, params, version, state=warmup.largest(engine, params), **options)
+    scheduler = scheduler_lib.Scheduler(
+        engine, params, version, state=warmup.compile_largest(engine, params), **options
+    )
     for request in warmup.requests(config, every_length=every_length):
         scheduler.submit(request).result()
     return InferenceServer(weights, scheduler, engine, store)

@@ -160,7 +160,7 @@ def test_a_start_that_cannot_be(ask, start, words):
 def test_a_server_that_records_none_says_so():
     engine = engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, routed_experts=False), TOKENIZER, params())
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
-    with pytest.raises(ValueError, match="start it with --routed_experts"):
+    with pytest.raises(ValueError, match="Start it with --routed_experts"):
         scheduler.submit(Request(HELLO))
     scheduler.close()
     with pytest.raises(ValueError, match="the model has no experts"):

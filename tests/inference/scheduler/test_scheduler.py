@@ -17,6 +17,7 @@ import pytest
 from inference.engine import cpu_decode_attention
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
+from inference.scheduler import arrivals
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
@@ -538,13 +539,13 @@ def test_calls_end_where_a_slot_is_due(start):
 
 def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
     scheduler, stepped = start(Stepped)
-    monkeypatch.setattr(scheduler_lib, "RECENT_S", 1e9)
+    monkeypatch.setattr(arrivals, "RECENT_S", 1e9)
     future, seen = scheduler.submit(Ask(max_tokens=24)), []
     for recent_s in (1e9, 0.0, 0.0, 0.0):  # the steps of the call that waits now were chosen before
 
         def look(recent_s=recent_s):
             seen.append(scheduler.stats["decode_steps"])
-            monkeypatch.setattr(scheduler_lib, "RECENT_S", recent_s)
+            monkeypatch.setattr(arrivals, "RECENT_S", recent_s)
 
         stepped.step(look)
     stepped.run()
@@ -553,14 +554,14 @@ def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypat
 
 def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
     """Up to as many as there are slots; not for one who comes late, and not for ever."""
-    monkeypatch.setattr(scheduler_lib, "GAP_S", WAIT_S)
+    monkeypatch.setattr(arrivals, "GAP_S", WAIT_S)
     scheduler, stepped = start(Stepped)
     futures = [scheduler.submit(Ask(seed=seed, max_tokens=1)) for seed in range(3)]
     assert not stepped.entered.acquire(timeout=0.2)
     futures.append(scheduler.submit(Ask(seed=3, max_tokens=1)))
 
     def late():
-        monkeypatch.setattr(scheduler_lib, "GATHER_S", 0.0)
+        monkeypatch.setattr(arrivals, "GATHER_S", 0.0)
         return scheduler.submit(Ask(seed=4, max_tokens=1))
 
     last = stepped.step(late)
@@ -569,8 +570,8 @@ def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
     stepped.run()
     last.result(WAIT_S)
     scheduler.submit(Ask(seed=5, max_tokens=1)).result(WAIT_S)
-    monkeypatch.setattr(scheduler_lib, "GATHER_S", 2 * WAIT_S)
-    monkeypatch.setattr(scheduler_lib, "GAP_S", 0.1)
+    monkeypatch.setattr(arrivals, "GATHER_S", 2 * WAIT_S)
+    monkeypatch.setattr(arrivals, "GAP_S", 0.1)
     scheduler.submit(Ask(seed=6, max_tokens=1)).result(WAIT_S)
     assert scheduler.stats["generate_calls"] == 4
 

@@ -25,7 +25,7 @@ def num_compiled():
 def test_what_is_compiled(every_length):
     params = jax.device_put(tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params)
-    scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.largest(engine, params))
+    scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.compile_largest(engine, params))
     for request in warmup.requests(CONFIG, every_length=every_length):
         scheduler.submit(request).result(WAIT_S)
     before = num_compiled()

@@ -1,0 +1,77 @@
+"""The slot policy: which sequence is in which slot, and how many steps the next decode call runs.
+
+Pure: no thread, no clock, no device.
+"""
+
+from collections.abc import Iterator
+
+from inference.scheduler import sequence as sequence_lib
+
+SHORT = 4  # a short call runs steps_per_call / SHORT steps
+
+
+class Slots:
+    """The running sequences by slot. Iterates over all slots; a free one yields None."""
+
+    def __init__(self, num_slots: int, max_model_len: int):
+        self._sequences: list[sequence_lib.Sequence | None] = [None] * num_slots
+        self._max_model_len = max_model_len
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[sequence_lib.Sequence | None]:
+        return iter(list(self._sequences))  # a copy: other threads iterate while the scheduler's thread changes it
+
+    @property
+    def running(self) -> list[tuple[int, sequence_lib.Sequence]]:
+        """(slot, sequence) of each slot in use."""
+        return [(slot, sequence) for slot, sequence in enumerate(self) if sequence is not None]
+
+    @property
+    def groups(self) -> list[sequence_lib.SequenceGroup]:
+        """The requests that have a sequence in a slot, each once."""
+        return list({id(sequence.group): sequence.group for _, sequence in self.running}.values())
+
+    @property
+    def free(self) -> list[int]:
+        """The slots not in use, in ascending order."""
+        return [slot for slot, sequence in enumerate(self) if sequence is None]
+
+    @property
+    def fair_share(self) -> int:
+        """The most slots that one request gets while others wait: half of them."""
+        return max(1, len(self) // 2)
+
+    def usage(self) -> float:
+        """The fraction of the slots' positions that contain a token, 0 to 1."""
+        lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for _, s in self.running]
+        return sum(lengths) / (len(self) * self._max_model_len)
+
+    def put(self, slot: int, sequence: sequence_lib.Sequence) -> None:
+        """Starts a sequence in a free slot."""
+        assert self._sequences[slot] is None
+        self._sequences[slot] = sequence
+
+    def release(self, slot: int) -> None:
+        """Frees a slot in use."""
+        sequence = self._sequences[slot]
+        assert sequence is not None
+        sequence.group.num_running -= 1
+        self._sequences[slot] = None
+
+    def clear(self) -> None:
+        """Frees all slots."""
+        self._sequences = [None] * len(self)
+
+    def num_steps(self, steps_per_call: int, *, is_any_waiting: bool, is_request_likely: bool) -> int:
+        """The most steps that the next decode call runs.
+
+        While requests wait, the call ends with the step that is known to free a slot, which then is refilled without delay.
+        While slots are free and another request is likely, the call is short, so that this request starts soon.
+        """
+        if is_any_waiting:
+            return min(steps_per_call, *(sequence.num_left(self._max_model_len) for _, sequence in self.running))
+        if is_request_likely and self.free:
+            return -(-steps_per_call // SHORT)
+        return steps_per_call
