@@ -1,13 +1,13 @@
-"""Grouped-query attention as a function of queries, keys and who may read whom.
+"""Grouped-query attention as a function of queries, keys, and a rule for which keys a query may read.
 
-1. `attend_packed` runs whole packed rows (learner, scorer). One function; the implementation follows the platform of the
-   mesh: splash on TPU, cuDNN on GPU, XLA elsewhere and wherever the other two cannot express the layer.
+1. `attend_packed` runs whole packed rows (learner, scoring). The implementation follows the platform of the mesh: splash on
+   TPU, cuDNN on GPU, XLA elsewhere and for layers that the other two cannot express.
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
-3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it too.
+3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it, too.
 
-XLA works on queries in blocks of `BLOCK` and recomputes them in the backward pass, so that no [B, H, T, T] ever exists. On a CPU
-plain attention has files of its own: rows of one block (models/kernels/cpu_attention.py) and longer ones (models/kernels/cpu_tiled_attention.py).
+The XLA implementation works on queries in blocks of `BLOCK` and recomputes them in the backward pass, so that no
+[B, H, T, T] ever exists. On a CPU, plain attention in float32 runs in models/kernels/cpu_attention.py.
 
 Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """
@@ -21,21 +21,21 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
-from models.kernels import cpu_attention, cpu_tiled_attention
+from models.kernels import cpu_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-MASKED = -1e30  # finite, so that a row with no key gives a uniform softmax instead of NaN; its output is unused
+MASKED = -1e30  # finite: a row without a key gives a uniform softmax instead of NaN; its output is unused
 BLOCK = 512  # queries whose scores exist at one time
 SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple of 128
 
 
 class Packing(NamedTuple):
-    """How rows are packed, [B, T] each. Causality goes by column, windows by position."""
+    """The layout of packed rows, arrays [B, T]. Causality goes by column, windows by position."""
 
     positions: jax.Array  # of each token in its own sequence
     segment_ids: jax.Array  # 1, 2, ... per sequence; 0 is padding
-    branch_ids: jax.Array | None = None  # 0 in a shared prompt, 1, 2, ... in its continuations
+    branch_ids: jax.Array | None = None  # 0 in a shared prompt, 1, 2, ... in its completions
 
 
 def attend_packed(
@@ -50,11 +50,21 @@ def attend_packed(
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention inside each packed sequence; returns [B, T, H, V]. Options as of `attend`.
+    """Returns causal attention inside each packed sequence, [B, T, H, V].
 
     Args:
+      q_BTHC: queries.
+      k_BTKC: keys.
+      v_BTKV: values.
+      packing: the layout of the rows.
       window: tokens a query reads, its own included; 0: all.
-      implementation: "auto", or a name of models/config.py, which is an error where it cannot express the layer.
+      implementation: "auto", or one of `ModelConfig.attention`.
+      scale: as in `attend`.
+      softcap: as in `attend`.
+      sinks_H: as in `attend`.
+
+    Raises:
+      ValueError: the named implementation cannot run this layer. "auto" then takes XLA.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
@@ -82,16 +92,19 @@ def attend(
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k) v under a mask; scores and softmax in float32. Returns [B, T, H, V].
+    """Returns softmax(scale q k) v under a mask, [B, T, H, V]; scores and softmax are in float32.
 
     Query head h reads key head h // (H / K). Keys are head-major: on a CPU a decode step over [B, K, S, C] takes
     about half the time of one over [B, S, K, C].
 
     Args:
+      q_BTHC: queries.
+      k_BKSC: keys.
+      v_BKSV: values.
       mask_BTS: True where query t may read key s.
-      scale: C ** -0.5 when None.
+      scale: factor on the scores; C ** -0.5 when None.
       softcap: scores become cap tanh(scores / cap); 0: off.
-      sinks_H: one more logit per head, which takes its part of the softmax and gives no value.
+      sinks_H: one more logit per head, which takes its share of the softmax and has no value.
     """
     B, T, H, C = q_BTHC.shape
     q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
@@ -100,8 +113,9 @@ def attend(
 
 
 def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:
-    """[B, T, S], True where query t may read key s: same sequence, not later, in its branch or prompt, in the window.
+    """Returns [B, T, S], True where query t may read key s.
 
+    It may if the key is in the same sequence, is not later, and is in the query's branch or prompt and in the window.
     Padding (segment 0) may read padding, which keeps its (unused) rows finite.
     """
     mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
@@ -115,13 +129,13 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
 
 
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
-    """Resolves "auto", and refuses what a kernel cannot express."""
+    """Resolves "auto"; raises ValueError if the named implementation cannot run the layer."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
     reasons = {
         "xla": [],
         "splash": [
             (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
-            (packing.branch_ids is not None, "continuations share prompts; set config.train.share_prompts = False"),
+            (packing.branch_ids is not None, "completions share prompts, unless config.train.share_prompts = False"),
         ],
         "cudnn": [
             (q_BTHC.dtype != jnp.bfloat16, f"activations are {q_BTHC.dtype}, not bfloat16"),
@@ -137,7 +151,9 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
         wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(mesh_lib.platform(), "xla")
     problems = [text for applies, text in reasons[wanted] if applies]
     if problems and implementation != "auto":
-        raise ValueError(f"model.attention = {implementation!r} cannot run here: {problems[0]}; use 'auto' or 'xla'")
+        raise ValueError(
+            f"model.attention = {implementation!r} cannot run here: {problems[0]}; set model.attention to 'auto' or 'xla'"
+        )
     return "xla" if problems else wanted
 
 
@@ -145,7 +161,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
 
 
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
-    """A block of queries against all keys at a time; the scores of a block live while it is worked on."""
+    """Runs blocks of queries against all keys; only the scores of one block exist at a time."""
     T, K = q_BTHC.shape[1], k_BTKC.shape[2]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
     mask = functools.partial(readable, window=window)
@@ -155,10 +171,10 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
 
     def causal_blocks(q_BKGTC, packing_q, columns):
         mask_BTT = mask(packing_q, columns, packing, columns_T)
-        return cpu_attention.attend(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, how["scale"])
+        return cpu_attention.attend_blocks(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, how["scale"])
 
     def tiles(q_BKGTC, packing_q, columns):
-        return cpu_tiled_attention.attend(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
+        return cpu_attention.attend_tiles(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
 
     def run(kernel, q_BTHC, packing_q, columns):
         out_BKGTV = _stored(kernel(_stored(_by_key_head(q_BTHC, K)), packing_q, columns))
@@ -168,14 +184,17 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
     on_cpu = mesh_lib.platform() == "cpu" and is_plain
     if T <= BLOCK:
         return run(causal_blocks if on_cpu else xla, q_BTHC, packing, columns_T)
-    if on_cpu and rules.several_devices() is None:  # several would have to skip a tile together or not at all
+    if on_cpu and rules.several_devices() is None:  # several would have to skip the same tiles
         return run(tiles, q_BTHC, packing, columns_T)
     return _by_blocks(functools.partial(run, xla), q_BTHC, packing, columns_T)
 
 
 def _stored(x: jax.Array) -> jax.Array:
-    """On a CPU an array with the heads first, and its gradient likewise: what XLA makes of products over the heads as they
-    come takes 1.3 to 1.5 times as long (CPU time of forward and backward, 64 x 96 and 8 x 128 tokens)."""
+    """Makes a CPU store an array (and its gradient) heads first.
+
+    Left to itself, XLA takes 1.3 to 1.5 times as long for the products over heads (CPU time of forward and backward,
+    64 x 96 and 8 x 128 tokens).
+    """
     return jax.lax.optimization_barrier(x) if mesh_lib.platform() == "cpu" else x
 
 
@@ -190,7 +209,7 @@ def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sin
 
 
 def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
-    """Maps `run(q, packing, columns)` over blocks of queries; leaves of its result have queries as dim 1."""
+    """Maps `run(q, packing, columns)` over blocks of queries. Leaves of its result have queries as dim 1."""
     T = q_BTHC.shape[1]
     pad = -T % BLOCK
 
@@ -207,7 +226,7 @@ def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
 
 
 def _by_key_head(q_BTHC, num_kv_heads: int) -> jax.Array:
-    """[B, K, G, T, C]: the queries of each key head."""
+    """Returns the queries of each key head, [B, K, G, T, C]."""
     B, T, _, C = q_BTHC.shape
     return jnp.moveaxis(q_BTHC.reshape(B, T, num_kv_heads, -1, C), 1, 3)
 
@@ -245,7 +264,10 @@ def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict, mesh
 
 
 def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap, num_devices):
-    """One device's queries; T is its share of the row. Softmax is accumulated as (sum, maximum, weighted values)."""
+    """Attends for one device's queries; T is its share of the row.
+
+    The softmax is accumulated as (weighted values, sum of weights, maximum).
+    """
     B, T, H, _ = q_BTHC.shape
     K, V = v_BTKV.shape[2:]
     index = jax.lax.axis_index("context")
@@ -288,7 +310,7 @@ def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, sc
 
 
 def _merge(a, b):
-    """Two partial softmaxes of the same queries as one: (weighted values, sum of weights, maximum)."""
+    """Merges two partial softmaxes of the same queries: (weighted values, sum of weights, maximum)."""
     (out_a, total_a, top_a), (out_b, total_b, top_b) = a, b
     top = jax.lax.stop_gradient(jnp.maximum(top_a, top_b))  # the quotient is the same for any reference
     scale_a, scale_b = jnp.exp(top_a - top), jnp.exp(top_b - top)
@@ -300,7 +322,7 @@ def _merge(a, b):
 
 
 def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, sinks_H, interpret: bool = False):
-    """JAX's splash attention kernel, a device's rows and heads at a time. `interpret` runs it on a CPU."""
+    """Runs JAX's splash attention kernel, per device, on its rows and heads. `interpret` runs it on a CPU."""
     T = q_BTHC.shape[1]
     block = next(size for size in (SPLASH_BLOCK, 256, 128) if T % size == 0)
     sizes = splash_attention_kernel.BlockSizes(

@@ -1,14 +1,15 @@
-"""One layer: its parameters, and what it computes. Every family's, by the switches of the config.
+"""One transformer layer: its parameters and its computation, for every model family.
 
-1. `specs` states a layer's parameters: norms, attention (ordinary or latent), and a dense ffn or a mixture of experts.
-2. `run` adds attention and ffn to the residual stream. Who keeps the keys is the affair of the `attend` it is given:
-   models/transformer.py passes one over the packed row, or one over a cache.
+1. `specs` lists a layer's parameters: norms, attention (ordinary or latent), and a dense ffn or a mixture of experts.
+2. `run` adds attention and ffn to the residual stream. It attends through the `attend` function it is given:
+   models/transformer.py passes one over the packed row, or one over a cache of keys.
 
 Letters: B sequences, T tokens, D model, H query heads, K key heads, C head dim (V of values), F ffn, R and Q latent dims,
 N plain and P rotated dims of a latent head, E experts, X experts per token.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,18 @@ from models import layers, moe
 from sharding import rules
 
 Params = dict
-LATENT_NORM_EPS = 1e-6  # DeepSeek's two latent norms have their own, whatever the config says
+LATENT_NORM_EPS = 1e-6  # DeepSeek's two latent norms do not use the config's
 
 
 def specs(config: config_lib.ModelConfig, index: int) -> Params:
-    """The tree of `ParamSpec` of layer `index`."""
+    """Returns the tree of `ParamSpec` of layer `index`."""
     D = config.model_dim
     block = {"attn_norm": scale(config, D), "mlp_norm": scale(config, D)}
     block["attn"] = _latent_attention_specs(config) if config.is_latent else _attention_specs(config)
     if config.post_norms:
         block |= {"attn_post_norm": scale(config, D), "mlp_post_norm": scale(config, D)}
     if config.is_moe(index):
-        return block | {"moe": _mixture_specs(config)}
+        return block | {"moe": _moe_specs(config)}
     return block | {"mlp": _ffn_specs(config, config.ffn_dim, bias=config.ffn_bias)}
 
 
@@ -37,15 +38,29 @@ def run(
     params: Params,
     config: config_lib.ModelConfig,
     x_BTD: jax.Array,
-    attend,
-    rotation,
+    attend: Callable[..., jax.Array],
+    rotation: layers.Rotation,
     *,
     sliding: bool,
-    absorbed=False,
-    experts_BTX=None,
-    valid_BT=None,
+    absorbed: bool = False,
+    experts_BTX: jax.Array | None = None,
+    valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, moe.Routing | None]:
-    """x += Attention(norm(x)); x += FFN(norm(x)), with a norm behind each if the config has post norms."""
+    """Computes x += Attention(norm(x)); x += FFN(norm(x)), with a second norm after each if the config has post norms.
+
+    Returns (x_BTD, routing); the routing is None if the layer has no experts.
+
+    Args:
+      params: the tree of `specs`.
+      config: static under jit.
+      x_BTD: the residual stream.
+      attend: `attend(q_BTHC, k_BTKC, v_BTKV, **options) -> out_BTHV`.
+      rotation: the rotary table of this kind of layer (`layers.rotation`).
+      sliding: the layer reads only the last `config.window` tokens.
+      absorbed: run latent attention over latents, as a cache needs it.
+      experts_BTX: experts to use instead of the router's choice (router replay).
+      valid_BT: False for padding, which the routing's loads do not count.
+    """
 
     def norm(x, name):
         return layers.rms_norm(x, params[name], config.norm_eps, config.norm)
@@ -87,10 +102,10 @@ def _attention(params, config, h_BTD, attend, rotation, sliding) -> jax.Array:
 
 
 def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed: bool) -> jax.Array:
-    """DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1).
+    """Runs DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    Absorbed, the up-projections of keys and values act on the queries and the output instead, so that the cache holds
-    latents alone; expanded, every head has its own keys, which costs less where nothing is cached.
+    If absorbed, the up-projections of keys and values act on the queries and the output instead, so that the cache
+    contains latents alone. Otherwise every head has its own keys, which costs less without a cache.
     """
     dtype, N = h_BTD.dtype, config.head_dim - config.rope_dim
     weights = {name: param.astype(dtype) for name, param in params.items()}
@@ -125,7 +140,7 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
 
 
 def _options(params, config, sliding: bool) -> dict:
-    """What this layer's attention has beyond the plain one."""
+    """Returns the keyword arguments of `attend` in which this layer differs from plain attention."""
     options = {}
     if sliding:
         options["window"] = config.window
@@ -184,7 +199,7 @@ def _latent_attention_specs(config) -> Params:
     }
 
 
-def _mixture_specs(config) -> Params:
+def _moe_specs(config) -> Params:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
     tree = {
         "router": kernel(config, (D, E), ("model", "router"), D),
@@ -217,7 +232,10 @@ def _ffn_specs(config, F: int, *, bias: bool) -> Params:
     return tree
 
 
-def kernel(config, shape, axes, fan_in: int) -> rules.ParamSpec:
+def kernel(
+    config: config_lib.ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int
+) -> rules.ParamSpec:
+    """Returns the spec of a matrix with logical dims `axes`, drawn so that it keeps the variance of its input."""
     return rules.ParamSpec(shape, config.param_dtype, axes, Normal(fan_in))
 
 
@@ -225,13 +243,14 @@ def _bias(config, shape, axes) -> rules.ParamSpec:
     return rules.ParamSpec(shape, config.param_dtype, axes, _zeros)
 
 
-def scale(config, dim: int) -> rules.ParamSpec:
+def scale(config: config_lib.ModelConfig, dim: int) -> rules.ParamSpec:
+    """Returns the spec of a norm's scale, drawn so that the norm starts as the plain one."""
     return rules.ParamSpec((dim,), config.param_dtype, ("norm",), _zeros if config.norm == "rms_plus_one" else _ones)
 
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Truncated normal with standard deviation 1 / sqrt(fan_in): a unit-variance input gives a unit-variance output."""
+    """Draws a truncated normal of standard deviation 1 / sqrt(fan_in): input and output have the same variance."""
 
     fan_in: int
 

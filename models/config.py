@@ -1,9 +1,8 @@
-"""What a model is: its dims and its switches, frozen and hashable, so that it can be a static argument of jit.
+"""The description of a model: its dims and options, frozen and hashable, a static argument of jit.
 
-1. `ModelConfig` states one decoder. The switches cover Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE, DeepSeek-V3, gpt-oss and
-   the text model of Gemma 3; a switch means one thing, whatever the family.
-2. `models/hf/config.py` reads and writes the `config.json` of a Hugging Face checkpoint;
-   `models/presets.py` holds the published models.
+`ModelConfig` describes one decoder. Its fields cover Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE, DeepSeek-V3, gpt-oss and the
+text model of Gemma 3; a field means the same in every family. `models/hf/config.py` converts it from and to the `config.json`
+of a Hugging Face checkpoint; `models/presets.py` has the published models.
 """
 
 import dataclasses
@@ -24,15 +23,16 @@ CHOICES = {
     "grouped_matmul": ("auto", "ragged_dot", "megablox"),
 }
 
-KINDS = {
-    float: (float, int),
-    tuple[int, ...]: tuple,
-}  # what else a field of a type may hold; JSON writes 1e6 as it likes
+KINDS = {float: (float, int), tuple[int, ...]: tuple}  # field type -> accepted types; JSON may write 1e6 as an integer
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: norm, attention and a dense or mixture ffn per layer. Letters as in models/transformer.py."""
+    """A decoder of layers with norms, attention, and a dense or mixture-of-experts ffn.
+
+    Construction raises ValueError with the field and the rule if the fields do not fit together. Letters as in
+    models/transformer.py.
+    """
 
     vocab_size: int  # V; rows of the embedding, padding for sharding included
     model_dim: int  # D
@@ -48,18 +48,16 @@ class ModelConfig:
     num_experts: int  # E; 0 makes every layer dense
     experts_per_token: int  # X
     expert_ffn_dim: int  # F of one expert
-    first_dense_layers: int  # layers before the first mixture layer
+    first_dense_layers: int  # layers before the first MoE layer
     norm_topk: bool  # the chosen experts' weights sum to 1
     param_dtype: str  # of the parameters at rest
     dtype: str  # of activations and matmuls; norms, softmax, router and logits are float32
-    remat: str  # what the backward pass recomputes: "none", "block" (a layer), "dots" (all but matmuls), "offload"
-    family: str = "qwen3"  # whose names a saved checkpoint bears; changes no arithmetic
-    max_positions: int = 0  # positions the model was trained for; 0: not known. Changes no arithmetic
+    remat: str  # the backward pass recomputes "none", "block" (whole layers), "dots" (all but matmuls), or "offload"
+    family: str = "qwen3"  # decides the tensor names of a saved checkpoint; changes no arithmetic
+    max_positions: int = 0  # positions the model was trained for; 0: unknown. Changes no arithmetic
     # Blocks.
-    norm: str = (
-        "rms"  # "rms": cast, then weight; "rms_float32": weight, then cast; "rms_plus_one": 1 + weight, then cast
-    )
-    post_norms: bool = False  # a second norm behind attention and ffn (Gemma)
+    norm: str = "rms"  # cast, then weight; "rms_float32": weight, then cast; "rms_plus_one": 1 + weight, then cast
+    post_norms: bool = False  # a second norm after attention and ffn (Gemma)
     scale_embeddings: bool = False  # embeddings times sqrt(D) (Gemma)
     activation: str = "silu"  # of the ffn's gate: "silu", "gelu" (tanh), "clamped" (gpt-oss)
     clamp_limit: float = 7.0  # of "clamped": gate <= limit, |up| <= limit
@@ -91,30 +89,30 @@ class ModelConfig:
     rope_mscale_all_dim: float = 0.0
     # Multi-head latent attention (DeepSeek): keys and values are made from one latent per token.
     kv_latent_dim: int = 0  # R; 0: ordinary attention
-    q_latent_dim: int = 0  # 0: queries are projected at once
+    q_latent_dim: int = 0  # 0: queries are projected directly
     value_dim: int = 0  # C of the values; 0: head_dim
-    # Mixture.
+    # Mixture of experts.
     router: str = "softmax"  # "softmax", "sigmoid", or "topk_softmax" (over the chosen only)
     router_bias: bool = False  # added to the router's logits
-    router_correction: bool = False  # added to scores for the choice alone; moved by load, not by gradient
+    router_correction: bool = False  # added to scores for the choice alone; updated from the load, not by gradient
     router_groups: int = 1  # groups of experts, by the sum of their two best scores
     router_groups_kept: int = 1  # groups whose experts may be chosen
     routed_scale: float = 1.0  # factor on the chosen experts' weights
     num_shared_experts: int = 0  # run on every token, as one dense ffn of that many times expert_ffn_dim
     expert_bias: bool = False  # on gate, up and down of the experts
-    mixture_every: int = 1  # layer n mixes if n + 1 is a multiple of it ...
-    dense_layers: tuple[int, ...] = ()  # ... and it is not named here
-    # How it is computed; changes results by rounding only.
+    mixture_every: int = 1  # layer n has experts if n + 1 is a multiple of this ...
+    dense_layers: tuple[int, ...] = ()  # ... and n is not listed here
+    # Implementation; changes results by rounding only.
     scan_layers: bool = False  # equal layers are stacked and scanned: compile time is flat in depth
     attention: str = "auto"  # "auto": splash on TPU, cudnn on GPU, xla elsewhere
     grouped_matmul: str = "auto"  # "auto": megablox on TPU, ragged_dot elsewhere
 
     def __post_init__(self):
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON knows lists only
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON has lists only
         _check(self)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether `layer` (0-based) routes its tokens to experts."""
+        """Returns True if `layer` (0-based) routes its tokens to experts."""
         return (
             self.num_experts > 0
             and layer >= self.first_dense_layers
@@ -123,24 +121,27 @@ class ModelConfig:
         )
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether `layer` (0-based) reads only the last `window` tokens."""
+        """Returns True if `layer` (0-based) reads only the last `window` tokens."""
         return self.layer_pattern[layer % len(self.layer_pattern)] == "S"
 
     @property
     def is_latent(self) -> bool:
+        """True for multi-head latent attention."""
         return self.kv_latent_dim > 0
 
     @property
     def rotated_dim(self) -> int:
+        """The number of dims of a head that rotate."""
         return self.rope_dim or self.head_dim
 
     @property
     def v_dim(self) -> int:
+        """The number of dims of a value head."""
         return self.value_dim or self.head_dim
 
     @property
     def score_scale(self) -> float:
-        """Factor on q k; DeepSeek's stretch sharpens it by the square of YaRN's temperature (arXiv 2412.19437)."""
+        """The factor on q k. DeepSeek multiplies it by the square of YaRN's temperature (arXiv 2412.19437)."""
         scale = self.attention_scale or self.head_dim**-0.5
         if self.is_latent and self.rope_scaling == "yarn" and self.rope_mscale_all_dim:
             scale *= yarn_temperature(self.rope_factor, self.rope_mscale_all_dim) ** 2
@@ -148,77 +149,76 @@ class ModelConfig:
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """0.1 mscale ln(factor) + 1 (YaRN, arXiv 2309.00071, section 3.4)."""
+    """Returns 0.1 mscale ln(factor) + 1 (YaRN, arXiv 2309.00071, section 3.4), or 1 if nothing is stretched."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _check(config: ModelConfig) -> None:
-    def refuse(field: str, rule: str):
-        raise ValueError(f"model.{field} = {getattr(config, field)!r} {rule}")
+    def require(holds: bool, field: str, rule: str):
+        if not holds:
+            raise ValueError(f"model.{field} = {getattr(config, field)!r} {rule}")
 
     for field in dataclasses.fields(config):
         value, kinds = getattr(config, field.name), KINDS.get(field.type, field.type)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):
-            refuse(field.name, f"must be a {getattr(field.type, '__name__', field.type)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            refuse(field.name, "must be finite")
-    for field in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
-        if getattr(config, field) < 1:
-            refuse(field, "must be at least 1")
-    for field in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
-        if getattr(config, field) < 0:
-            refuse(field, "must be at least 0")
-    if config.rope_theta <= 0:
-        refuse("rope_theta", "must be above 0")
-    if not all(map(config.is_moe, range(config.num_layers))) and config.ffn_dim < 1:
-        refuse("ffn_dim", "must be at least 1 where layers are dense")
-    for field, choices in CHOICES.items():
-        if getattr(config, field) not in choices:
-            refuse(field, f"must be one of {', '.join(map(repr, choices))}")
-    if config.num_heads % config.num_kv_heads:
-        refuse(
-            "num_heads",
-            f"is not a multiple of model.num_kv_heads = {config.num_kv_heads}; each key head serves an equal number "
-            "of query heads",
-        )
-    # An odd part of a head rotates as one dim more (GLM's: half of 10), at the odd number's frequencies.
-    odd = config.rotated_dim % 2 and (not config.rope_dim or config.is_latent or config.rope_scaling == "yarn")
-    if odd or config.rotated_dim + config.rotated_dim % 2 > config.head_dim:
-        field = "rope_dim" if config.rope_dim else "head_dim"
-        refuse(field, f"must be even and at most head_dim = {config.head_dim}; rotary positions turn pairs of dims")
+        is_kind = isinstance(value, kinds) and (field.type is bool or not isinstance(value, bool))
+        require(is_kind, field.name, f"must be a {getattr(field.type, '__name__', field.type)}")
+        require(not isinstance(value, float) or math.isfinite(value), field.name, "must be finite")
+    for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
+        require(getattr(config, name) >= 1, name, "must be at least 1")
+    for name in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
+        require(getattr(config, name) >= 0, name, "must be at least 0")
+    for name, choices in CHOICES.items():
+        require(getattr(config, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}")
+    has_dense_layers = not all(map(config.is_moe, range(config.num_layers)))
+    require(config.ffn_dim >= 1 or not has_dense_layers, "ffn_dim", "must be at least 1 if any layer is dense")
+    rule = f"must be a multiple of model.num_kv_heads = {config.num_kv_heads}: key heads serve equal numbers of query heads"
+    require(config.num_heads % config.num_kv_heads == 0, "num_heads", rule)
     if config.num_experts:
-        _check_mixture(config, refuse)
-    if not config.layer_pattern or set(config.layer_pattern) - set("FS"):
-        refuse("layer_pattern", "must be a word over F (full) and S (sliding), such as 'SSSSSF'")
-    if "S" in config.layer_pattern and config.window < 1:
-        refuse("window", f"must be at least 1, as model.layer_pattern = {config.layer_pattern!r} has sliding layers")
-    if config.rope_scaling in ("llama3", "yarn") and config.rope_original_positions < 1:
-        refuse("rope_original_positions", f"must be at least 1 with model.rope_scaling = {config.rope_scaling!r}")
-    if config.rope_factor <= 0:
-        refuse("rope_factor", "must be positive")
-    if config.rope_scaling == "llama3" and not 0 < config.rope_low_freq <= config.rope_high_freq:
-        refuse("rope_low_freq", f"must lie above 0 and not above model.rope_high_freq = {config.rope_high_freq}")
-    if config.is_latent and (config.num_kv_heads != config.num_heads or config.qk_norm or config.sinks):
-        refuse("kv_latent_dim", "needs num_kv_heads = num_heads, and neither qk_norm nor sinks")
-    if config.is_latent and not 0 < config.rope_dim < config.head_dim:
-        refuse("rope_dim", f"must lie in 1..{config.head_dim - 1}: a latent head has rotated and plain dims")
+        _check_moe(config, require)
+    _check_attention(config, require)
 
 
-def _check_mixture(config: ModelConfig, refuse) -> None:
+def _check_moe(config: ModelConfig, require) -> None:
     E, X, groups = config.num_experts, config.experts_per_token, config.router_groups
-    if not 1 <= X <= E:
-        refuse("experts_per_token", f"must lie in 1..model.num_experts = {E}")
-    if groups < 1 or E % groups:
-        refuse("router_groups", f"must divide model.num_experts = {E}")
-    if not 1 <= config.router_groups_kept <= groups:
-        refuse("router_groups_kept", f"must lie in 1..model.router_groups = {groups}")
-    if groups > 1 and config.router != "sigmoid":
-        refuse("router_groups", f"needs model.router = 'sigmoid', not {config.router!r}")
-    if groups > 1 and E // groups < 2:
-        refuse("router_groups", f"leaves fewer than 2 of {E} experts per group, whose two best decide")
-    if config.router_groups_kept * (E // groups) < X:
-        refuse(
-            "experts_per_token", f"exceeds the {config.router_groups_kept * (E // groups)} experts of the kept groups"
-        )
-    if config.expert_ffn_dim < 1:
-        refuse("expert_ffn_dim", f"must be at least 1, as model.num_experts = {E}")
+    require(1 <= X <= E, "experts_per_token", f"must be in 1..model.num_experts = {E}")
+    require(groups >= 1 and E % groups == 0, "router_groups", f"must divide model.num_experts = {E}")
+    require(
+        1 <= config.router_groups_kept <= groups, "router_groups_kept", f"must be in 1..model.router_groups = {groups}"
+    )
+    if groups > 1:
+        rule = f"needs model.router = 'sigmoid', but it is {config.router!r}"
+        require(config.router == "sigmoid", "router_groups", rule)
+        rule = f"leaves fewer than 2 of {E} experts per group; a group's score is the sum of its best two"
+        require(E // groups >= 2, "router_groups", rule)
+    kept = config.router_groups_kept * (E // groups)
+    require(kept >= X, "experts_per_token", f"must be at most {kept}, the number of experts in the kept groups")
+    require(config.expert_ffn_dim >= 1, "expert_ffn_dim", f"must be at least 1, because model.num_experts = {E}")
+
+
+def _check_attention(config: ModelConfig, require) -> None:
+    # An odd rope_dim rotates as one dim more (GLM's half of 10), at the odd number's frequencies.
+    is_odd = config.rotated_dim % 2 == 1
+    may_be_odd = config.rope_dim > 0 and not config.is_latent and config.rope_scaling != "yarn"
+    require(
+        (may_be_odd or not is_odd) and config.rotated_dim + is_odd <= config.head_dim,
+        "rope_dim" if config.rope_dim else "head_dim",
+        f"must be even and at most head_dim = {config.head_dim}: rotary positions rotate pairs of dims",
+    )
+    require(config.rope_theta > 0, "rope_theta", "must be above 0")
+    pattern, scaling = config.layer_pattern, config.rope_scaling
+    is_pattern = bool(pattern) and not set(pattern) - set("FS")
+    require(is_pattern, "layer_pattern", "must consist of the letters F (full) and S (sliding), such as 'SSSSSF'")
+    rule = f"must be at least 1, because model.layer_pattern = {pattern!r} has sliding layers"
+    require("S" not in pattern or config.window >= 1, "window", rule)
+    needs_original = scaling in ("llama3", "yarn")
+    rule = f"must be at least 1 with model.rope_scaling = {scaling!r}"
+    require(not needs_original or config.rope_original_positions >= 1, "rope_original_positions", rule)
+    require(config.rope_factor > 0, "rope_factor", "must be above 0")
+    if scaling == "llama3":
+        rule = f"must be above 0 and at most model.rope_high_freq = {config.rope_high_freq}"
+        require(0 < config.rope_low_freq <= config.rope_high_freq, "rope_low_freq", rule)
+    if config.is_latent:
+        plain_heads = config.num_kv_heads == config.num_heads and not config.qk_norm and not config.sinks
+        require(plain_heads, "kv_latent_dim", "needs num_kv_heads = num_heads, qk_norm = False and sinks = False")
+        rule = f"must be in 1..{config.head_dim - 1}: a latent head has rotated and plain dims"
+        require(0 < config.rope_dim < config.head_dim, "rope_dim", rule)

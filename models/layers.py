@@ -1,4 +1,4 @@
-"""The small parts: projections, norms, rotary positions, the gated ffn.
+"""The small parts of a layer: projections, norms, rotary positions, the gated ffn.
 
 Letters: B sequences, T tokens, D model, H heads, C head dim, F ffn, R rotated pairs of a head.
 """
@@ -15,15 +15,14 @@ from models.kernels import cpu_transposed, int8
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-SAVED = "projection"  # what rematerialisation by the name "dots" keeps: the results of matmuls with parameters
+SAVED = "projection"  # the name of matmul results, which rematerialization "dots" keeps
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
 
 
 def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [B, T, in...] times a kernel [in..., out...]: [B, T, out...], over as many dims as x has beyond B and T.
+    """Returns x [B, T, in...] times a kernel [in..., out...], which may be `Quantized` or `Transposed`.
 
-    On one device as a product of two matrices. Over several, B and T may be split, and merging them would gather the rows.
-    The kernel may be `Quantized` or `Transposed`.
+    One device multiplies two matrices. Several keep B and T apart: they may be split, and merging would gather the rows.
     """
     if cpu_transposed.is_transposed(kernel):
         return kernel.rows(x)
@@ -39,8 +38,10 @@ def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _multiply(x, kernel):
-    """x @ kernel. Its gradient copies the transposed x, from which XLA's products on a CPU run faster than from x by columns:
-    640 rows times 1024 x 256, 185 instead of 115 GFLOP/s; a whole update of 4 M parameters takes 0.966 of the time.
+    """Returns x @ kernel; its gradient copies the transposed x.
+
+    XLA's products on a CPU run faster from the copy: 640 rows times 1024 x 256 at 185 instead of 115 GFLOP/s; an update
+    of 4 M parameters takes 0.966 of the time.
     """
     return x @ kernel
 
@@ -55,9 +56,11 @@ _multiply.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _multiply_backward
 
 @jax.custom_vjp
 def _project(x, kernel):
-    """The gradient is spelled out for its order of operands alone: JAX's own rule puts the cotangent first and transposes
-    the result, which XLA turns into transposed copies of [B, T, F] on a CPU. A gated ffn of 6144 tokens, D 256, F 1024,
-    forward and backward: 760 ms of CPU time before, 350 ms so (2 cores, loaded, the two in turns).
+    """Multiplies over all dims of x but the first two; its gradient is written out for the order of its operands alone.
+
+    JAX's own rule puts the cotangent first and transposes the result, of which XLA on a CPU makes transposed copies of
+    [B, T, F]. A gated ffn of 6144 tokens, D 256, F 1024, forward and backward: 760 ms of CPU time with JAX's rule, 350 ms
+    with this one (2 cores, loaded, in turns).
     """
     n = x.ndim - 2
     return jax.lax.dot_general(x, kernel, ((tuple(range(2, x.ndim)), tuple(range(n))), ((), ())))
@@ -78,19 +81,19 @@ def _project_backward(saved, out):
 _project.defvjp(_project_forward, _project_backward)
 
 
-def _computed_again(function):
-    """On a CPU the backward pass computes it again: cheaper than to write and read back what its derivative needs.
+def _recomputed(function):
+    """Makes the backward pass on a CPU compute `function` again, which is cheaper than storing its residuals.
 
-    Forward and backward of [64, 96, 256], in CPU time: a norm 7.5 ms with what it keeps, 5.3 ms so (2 cores, loaded).
+    A norm of [64, 96, 256], forward and backward: 7.5 ms of CPU time with residuals, 5.3 ms without (2 cores, loaded).
     """
     return jax.checkpoint(function) if mesh_lib.platform() == "cpu" else function
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> jax.Array:
-    """x / rms(x) * weight over the last dim; statistics in float32.
+    """Returns x / rms(x) * weight over the last dim, with statistics in float32.
 
-    "rms" casts back before it multiplies (Llama, Qwen, GLM, DeepSeek), "rms_float32" after (gpt-oss), "rms_plus_one"
-    after it multiplied by 1 + weight (Gemma): the order decides bits in bfloat16.
+    "rms" casts back before it multiplies (Llama, Qwen, GLM, DeepSeek), "rms_float32" after (gpt-oss), and "rms_plus_one"
+    after multiplying by 1 + weight (Gemma). The order decides bits in bfloat16.
     """
 
     def norm(x, weight):
@@ -101,13 +104,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> 
         scale = weight.astype(jnp.float32) + (1.0 if kind == "rms_plus_one" else 0.0)
         return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
-    return _computed_again(norm)(x, weight)
+    return _recomputed(norm)(x, weight)
 
 
 def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding: bool) -> Rotation:
-    """cos and sin of every position's angles, for the full or the sliding layers.
+    """Returns cos and sin of every position's angles, for the full or the sliding layers.
 
-    Float32 whatever the activations are: bfloat16 rounds position 257 to 256.
+    They are float32 for activations of any dtype: bfloat16 rounds position 257 to 256.
     """
     frequency_R, factor = frequencies(config, sliding=sliding)
     angle_BT1R = positions_BT[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency_R)[None, None, None, :]
@@ -116,17 +119,18 @@ def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding
 
 
 def _computed_once(x: jax.Array) -> jax.Array:
-    """x, behind a product with the identity, which changes no bit. XLA's loop fusion on a CPU does not look through a
-    product; through a barrier it does, and computes x again in every loop that reads it.
+    """Returns x times the identity, which changes no bit and keeps XLA on a CPU from recomputing x in every loop.
+
+    Its loop fusion looks through a barrier, but not through a product.
     """
     return x @ jnp.eye(x.shape[-1], dtype=x.dtype)
 
 
 def rotate(x_BTHC: jax.Array, rotation: Rotation, *, interleaved: bool = False) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864) of the leading 2 R dims of each head; the others pass.
+    """Rotates the leading 2 R dims of each head by their position (RoPE, arXiv 2104.09864); other dims pass unchanged.
 
-    Pairs are (i, i + R) as in GPT-NeoX, or (2i, 2i + 1) if interleaved; the latter come out as all firsts, then all
-    seconds, which leaves q k as it is since both were reordered alike.
+    Pairs are (i, i + R) as in GPT-NeoX, or (2i, 2i + 1) if interleaved. Interleaved pairs come out as all firsts, then
+    all seconds: queries and keys are reordered alike, so their product does not change.
     """
     cos, sin = (part.astype(x_BTHC.dtype) for part in rotation)
     R = cos.shape[-1]
@@ -134,12 +138,12 @@ def rotate(x_BTHC: jax.Array, rotation: Rotation, *, interleaved: bool = False) 
         first, second = x_BTHC[..., 0 : 2 * R : 2], x_BTHC[..., 1 : 2 * R : 2]
     else:
         first, second = x_BTHC[..., :R], x_BTHC[..., R : 2 * R]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned if 2 * R == x_BTHC.shape[-1] else [*turned, x_BTHC[..., 2 * R :]], axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated if 2 * R == x_BTHC.shape[-1] else [*rotated, x_BTHC[..., 2 * R :]], axis=-1)
 
 
 def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.ndarray, float]:
-    """(radians per position [R], factor on cos and sin) under the config's stretch of the context."""
+    """Returns (radians per position [R], factor on cos and sin) under the config's context extension."""
     d = config.rotated_dim
     local = sliding and config.rope_local_theta > 0
     theta, scaling = (config.rope_local_theta, "none") if local else (config.rope_theta, config.rope_scaling)
@@ -155,7 +159,10 @@ def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.nd
 
 
 def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax.Array:
-    """act(gate) * up (arXiv 2002.05202); "clamped" is gpt-oss's (min(up, l) + 1) * min(gate, l) sigmoid(a gate)."""
+    """Returns act(gate) * up (arXiv 2002.05202).
+
+    "clamped" is gpt-oss's (clip(up, -l, l) + 1) * min(gate, l) * sigmoid(a min(gate, l)).
+    """
 
     def product(gate, up):
         if config.activation == "silu":
@@ -166,14 +173,14 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
         up = jnp.clip(up, -config.clamp_limit, config.clamp_limit)
         return (up + 1) * gate * jax.nn.sigmoid(config.clamp_alpha * gate)
 
-    return _computed_again(product)(gate, up)
+    return _recomputed(product)(gate, up)
 
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
-    """down(act(gate x) * up x), each with its bias if `params` holds one."""
+    """Returns down(act(gate x) * up x), each with its bias if `params` has one."""
     if not cpu_transposed.is_transposed(params["gate"]):
         return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
-    # By columns throughout: what lies between the kernels is never turned.
+    # Column-major from kernel to kernel: no intermediate result is transposed.
     x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T
     return _ffn(x_DR, params, config, cpu_transposed.columns, bias_shape=(-1, 1)).T.reshape(x_BTD.shape)
 
@@ -188,22 +195,22 @@ def _ffn(x, params, config, multiply, *, bias_shape):
 
 
 def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
-    turns_R = config.rope_original_positions * f_R / (2 * math.pi)
+    """Stretches long wavelengths, keeps short ones, and interpolates in between (Llama 3.1)."""
+    cycles_R = config.rope_original_positions * f_R / (2 * math.pi)
     low, high = config.rope_low_freq, config.rope_high_freq
-    keep_R = np.clip((turns_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
+    keep_R = np.clip((cycles_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
     return f_R * (keep_R + (1 - keep_R) / config.rope_factor)
 
 
 def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over the dims from kept to stretched."""
+    """Interpolates from kept to stretched frequencies along a ramp over the dims (YaRN, arXiv 2309.00071, section 3.2)."""
     d = config.rotated_dim
 
-    def dim_that_turns(times: float) -> float:
+    def dim_with_cycles(times: float) -> float:
         length = config.rope_original_positions
         return d * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low, high = dim_that_turns(config.rope_beta_fast), dim_that_turns(config.rope_beta_slow)
+    low, high = dim_with_cycles(config.rope_beta_fast), dim_with_cycles(config.rope_beta_slow)
     if config.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d - 1)

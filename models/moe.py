@@ -1,14 +1,13 @@
-"""A mixture of experts: route each token to X of E experts, run them dropless, sum their outputs by weight.
+"""The mixture-of-experts ffn: route each token to X of E experts, run them dropless, sum their outputs by weight.
 
-1. Router, all of it in float32: softmax over E (Qwen3-MoE), sigmoid with a correction that acts on the choice alone and
-   optional groups (GLM-4-MoE, DeepSeek-V3), or softmax over the chosen (gpt-oss). Given expert indices (the sampler's,
-   in router replay) take the place of the choice; their weights, and the gradient, come from this router, and so does how
-   far they are from its own choice.
-2. `models/moe_experts.py` runs the chosen experts, without dropping a token, wherever they are; shared experts are added.
-3. `Routing` says who went where; `load_metrics`, `balance_loss` and `balanced_correction` read it.
+1. The router runs in float32: softmax over E (Qwen3-MoE), sigmoid with optional groups and a correction that acts on the
+   choice alone (GLM-4-MoE, DeepSeek-V3), or softmax over the chosen experts (gpt-oss). In router replay, given expert
+   indices (the sampler's) replace the choice. Their weights and the gradient still come from this router, as does the
+   margin by which they differ from its own choice.
+2. `models/moe_experts.py` runs the chosen experts on all devices without dropping a token. Shared experts are added.
+3. `Routing` records the experts of each token; `load_metrics`, `balance_loss` and `balanced_correction` read it.
 
-Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token, A = N X assignments, F ffn of one expert,
-L mixture layers.
+Letters: B sequences, T tokens, D model, E experts, X experts per token, F ffn of one expert, L MoE layers.
 """
 
 import math
@@ -24,13 +23,13 @@ AXES = moe_experts.AXES
 
 
 class Routing(NamedTuple):
-    """What the router of one layer did; a leading L when several layers are put together."""
+    """The decisions of one layer's router; arrays of several layers have a leading L."""
 
     experts: jax.Array  # int32 [B, T, X], by falling score
-    weights: jax.Array  # float32 [B, T, X], what their outputs are multiplied by
-    load: jax.Array  # float32 [E], tokens (padding not counted) that chose the expert
-    score: jax.Array  # float32 [E], sum over those tokens of the expert's share of all scores
-    margin: jax.Array | None = None  # float32 [B, T], of given experts: `_margin`, 0 where the router chose
+    weights: jax.Array  # float32 [B, T, X], the factors on the experts' outputs
+    load: jax.Array  # float32 [E], number of tokens that chose the expert, without padding
+    score: jax.Array  # float32 [E], the expert's share of all scores, summed over those tokens
+    margin: jax.Array | None = None  # float32 [B, T], `_margin` of given experts; 0 where the router chose
 
 
 def ffn(
@@ -41,12 +40,14 @@ def ffn(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
-    """Returns the mixture's output [B, T, D] and what was routed where.
+    """Returns the output [B, T, D] of a layer's experts, and the routing.
 
     Args:
-      params: `router` [D, E], expert-major `gate`, `up`, `down`, and what else the config's switches call for.
-      experts_BTX: experts to use instead of the router's choice, all different; where they are negative, it chooses.
-      valid_BT: False where padding is not to count in the load.
+      x_BTD: the normed residual stream.
+      params: `router` [D, E], expert-major `gate`, `up`, `down`, and the biases and shared experts of the config.
+      config: static under jit.
+      experts_BTX: experts to use instead of the router's choice, all different. The router chooses where they are negative.
+      valid_BT: False for padding, which the load does not count.
     """
     routing = route(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
     experts = {name: params[name].astype(x_BTD.dtype) for name in moe_experts.AXES if name in params}
@@ -64,7 +65,10 @@ def route(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> Routing:
-    """Scores, choice and weights of each token's experts, in float32 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Returns the experts of each token and their weights, computed in float32.
+
+    Arguments are those of `ffn`; equations are in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    """
     logits_BTE = jnp.einsum(
         "BTD,DE->BTE",
         x_BTD.astype(jnp.float32),
@@ -94,9 +98,9 @@ def route(
 
 
 def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
-    """Balance over all L layers, from a stacked `Routing`'s load, of one micro-batch or of several added up.
+    """Returns how evenly experts are used, from a stacked `Routing`'s load or the sum of several.
 
-    max_violation is max_e load_e / mean load - 1 (arXiv 2408.15664, equation 4): 0 is perfect, E / X - 1 the worst;
+    max_violation is max_e load_e / mean load - 1 (arXiv 2408.15664, equation 4): 0 is perfect, E / X - 1 the worst.
     load_entropy is the entropy of the load over log E: 1 is perfect.
     """
     violation_L = load_LE.max(axis=-1) / jnp.maximum(load_LE.mean(axis=-1), 1e-9) - 1
@@ -110,9 +114,10 @@ def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
 
 
 def balance_loss(routing: Routing) -> jax.Array:
-    """E sum_e f_e p_e, the mean over layers: f_e the part of assignments, p_e the mean share of scores of expert e.
+    """Returns E sum_e f_e p_e, averaged over layers (Switch Transformer, arXiv 2101.03961, equations 4-6).
 
-    Switch Transformer (arXiv 2101.03961, equations 4-6); 1 when balanced. The gradient flows through p alone.
+    f_e is the fraction of assignments to expert e, p_e its mean share of the scores. Balanced routing gives 1. The
+    gradient flows through p alone.
     """
     load_LE = jax.lax.stop_gradient(routing.load)
     f_LE = load_LE / jnp.maximum(load_LE.sum(axis=-1, keepdims=True), 1e-9)
@@ -121,35 +126,38 @@ def balance_loss(routing: Routing) -> jax.Array:
 
 
 def balanced_correction(correction_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
-    """correction + rate sign(mean load - load): underused experts become easier to choose (arXiv 2408.15664, algorithm 1)."""
+    """Returns correction + rate sign(mean load - load), so that underused experts are chosen more often.
+
+    This is auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1).
+    """
     return correction_E + rate * jnp.sign(load_E.mean(axis=-1, keepdims=True) - load_E)
 
 
 def _choose(choice_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
-    """The X best experts of each token, among those of the best groups."""
+    """Returns the X best experts of each token, among those of the best groups."""
     if "correction" in params:
         choice_BTE += jax.lax.stop_gradient(params["correction"].astype(jnp.float32))[None, None]
     if config.router_groups > 1:
         B, T, E = choice_BTE.shape
-        grouped_BTGE, worth_BTG = _grouped(choice_BTE, config)
-        kept_BTX = jax.lax.top_k(worth_BTG, config.router_groups_kept)[1]
+        grouped_BTGE, group_score_BTG = _grouped(choice_BTE, config)
+        kept_BTX = jax.lax.top_k(group_score_BTG, config.router_groups_kept)[1]
         is_kept_BTG = (kept_BTX[..., None] == jnp.arange(config.router_groups)[None, None, None]).any(axis=2)
         choice_BTE = jnp.where(is_kept_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(B, T, E)
     return jax.lax.top_k(choice_BTE, config.experts_per_token)[1]
 
 
 def _grouped(choice_BTE, config: config_lib.ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """(What is compared by group, [B, T, G, E / G], and what each group is worth, [B, T, G])."""
+    """Returns scores by group, [B, T, G, E / G], and the score of each group, [B, T, G]: the sum of its two best."""
     grouped_BTGE = choice_BTE.reshape(*choice_BTE.shape[:2], config.router_groups, -1)
     return grouped_BTGE, jax.lax.top_k(grouped_BTGE, 2)[0].sum(axis=-1)
 
 
 def _margin(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
-    """How near chosen experts (bool) are to this router's choice: 0 if they are it, small if it nearly was; [B, T].
+    """Returns the distance of given experts (bool) from this router's choice, [B, T]: 0 if equal, small if nearly so.
 
-    By so much must two experts' logits draw together before the router could have chosen so, in nats; where it compares
-    sigmoids, or adds a correction, at the slope of 1/4 that they have at most. Of an expert that was passed over it may
-    be the group that was not kept. A NaN says that there was nothing to compare.
+    It is in nats: by so much must the logits of two experts approach each other before the router could choose the given
+    ones. Sigmoids and corrected scores are converted at a slope of 1/4, the steepest of a sigmoid. With groups, it may
+    also be the group scores that must approach. NaN logits give NaN.
     """
     if config.router == "topk_softmax":
         choice_BTE, slope = logits_BTE, 1.0
@@ -163,13 +171,15 @@ def _margin(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib
     passed_over_BTE = jnp.where(chosen_BTE, -jnp.inf, choice_BTE - least_BT1) / slope
     if config.router_groups == 1:
         return jnp.maximum(passed_over_BTE.max(axis=-1), 0.0)
-    grouped_BTGE, worth_BTG = _grouped(choice_BTE, config)
-    worths_BTG = jnp.pad(jnp.sort(worth_BTG, descending=True), ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+    grouped_BTGE, group_score_BTG = _grouped(choice_BTE, config)
+    sorted_BTG = jnp.pad(jnp.sort(group_score_BTG, descending=True), ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     last_BT1, next_BT1 = (
-        worths_BTG[..., i : i + 1] for i in (config.router_groups_kept - 1, config.router_groups_kept)
+        sorted_BTG[..., i : i + 1] for i in (config.router_groups_kept - 1, config.router_groups_kept)
     )
     used_BTG = chosen_BTE.reshape(grouped_BTGE.shape).any(axis=-1)
-    promoted_BTG = jnp.where(used_BTG, last_BT1 - worth_BTG, -jnp.inf) / (2 * slope)  # worth is the sum of two
-    dropped_BTG1 = ((worth_BTG - next_BT1) / (2 * slope))[..., None]
+    promoted_BTG = jnp.where(used_BTG, last_BT1 - group_score_BTG, -jnp.inf) / (
+        2 * slope
+    )  # a group's score is a sum of two
+    dropped_BTG1 = ((group_score_BTG - next_BT1) / (2 * slope))[..., None]
     passed_over_BTGE = jnp.minimum(passed_over_BTE.reshape(grouped_BTGE.shape), dropped_BTG1)
     return jnp.maximum(jnp.maximum(passed_over_BTGE.max(axis=(-2, -1)), promoted_BTG.max(axis=-1)), 0.0)

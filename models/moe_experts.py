@@ -1,17 +1,17 @@
-"""Running the experts of a mixture: sorted assignments, grouped matmuls, and tokens that meet experts of other devices.
+"""Runs the experts of MoE layers: sorted assignments, grouped matmuls, and expert parallelism.
 
 1. `run` takes tokens with their experts and weights. Assignments (a token and one of its experts) are sorted by expert, so
-   that one grouped matmul runs all experts, without capacity and without dropping any.
-2. On a mesh it is one `shard_map`: a device gathers its experts' parameters over `fsdp`, and holds a part of the experts
-   (`expert` axis; `tensor` axis, too, if it divides their number, else that axis splits the ffn of each).
-3. Few tokens are gathered over the `expert` axis: each device runs its own experts on all of them, and the partial sums are
-   scattered back.
-4. Many tokens stay, and their assignments travel: each device sends every row to the device of its expert and gets the result
-   back by a ragged all-to-all. What a device receives has no bound but all there is, and a buffer has one; so rows
-   travel in rounds of `SLACK` times the average load: one round unless some device's load is larger, as many as it takes
-   if all choose one expert. The gradient is the sum of the rounds' gradients, each recomputed.
+   that one grouped matmul runs all experts without dropping a token.
+2. On a mesh this is one `shard_map`: a device gathers its experts' parameters over `fsdp`. The `expert` axis splits the
+   experts. So does the `tensor` axis if it divides their number; otherwise it splits the ffn of each expert.
+3. A few tokens are gathered over the `expert` axis: each device runs its own experts on all of them, and the partial sums
+   are scattered back.
+4. With many tokens the assignments move instead: each device sends every row to the device of its expert and gets the
+   result back, both by a ragged all-to-all. A device may receive all rows, but its buffer is bounded. So rows move in
+   rounds of `SLACK` times the average load: one round, unless some device's load is larger. The gradient is the sum of
+   the rounds' gradients, each recomputed.
 
-XLA for CPU has no ragged all-to-all; there, rows are padded and go by the plain one.
+XLA on a CPU has no ragged all-to-all; rows are padded there and use the plain one.
 
 Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token, A = N X assignments, F ffn of one expert,
 R rows of a round, P devices of the expert axis.
@@ -33,7 +33,7 @@ from models.kernels import int8
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-# Logical dims of the parameters that `shard_map` takes apart; models/blocks.py states their shapes.
+# Logical dims of the parameters that `shard_map` splits; models/blocks.py defines their shapes.
 AXES = {
     "gate": ("experts", "model", "expert_ffn"),
     "up": ("experts", "model", "expert_ffn"),
@@ -43,25 +43,28 @@ AXES = {
     "down_bias": ("experts", "norm"),
 }
 TILE = 128  # a TPU register holds rows of 128, so tiles of a matmul are multiples of it
-# Rows of a megablox tile -> its most columns. Every tile reads its expert's weights again, so that 128 rows give 128 FLOPs
-# per byte and keep no TPU busy (v5p: 166, v5e: 240); with few rows per expert, more would be padding. Compile time grows with
-# the product of a tile's sides.
+# Rows of a megablox tile -> its most columns. Every tile reads its expert's weights again: 128 rows give 128 FLOPs per byte,
+# too few to keep a TPU busy (v5p: 166, v5e: 240). With few rows per expert, larger tiles would be padding. Compile time grows
+# with the product of a tile's sides.
 TILES = {128: 1024, 512: 512}
-GATHERED = 2**16  # assignments that a device sorts at most when tokens are gathered; beyond, assignments travel
+GATHERED = 2**16  # most assignments that a device sorts when tokens are gathered; with more, assignments move
 SLACK = 1.25  # rows of a round, over the average
-ROWS = (
-    2**17
-)  # assignments that a device works on at a time: 1 GiB for 4,096 dims in bfloat16, of which there are several
+# Assignments that a device works on at a time. Each array of them takes 1 GiB for 4,096 dims in bfloat16.
+ROWS = 2**17
 
 
 def run(
     x_BTD: jax.Array, weights_BTX: jax.Array, experts_BTX: jax.Array, params: dict, config: config_lib.ModelConfig
 ) -> jax.Array:
-    """Returns sum_x weight x expert(token), [B, T, D].
+    """Returns the weighted sum of each token's experts, [B, T, D].
 
     Args:
-      params: expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and their biases if the
-        config has some.
+      x_BTD: the tokens.
+      weights_BTX: the factor on each expert's output.
+      experts_BTX: the experts of each token.
+      params: expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and biases if the config
+        has them.
+      config: static under jit.
     """
     mesh = rules.several_devices()
     if mesh is None:
@@ -80,11 +83,19 @@ def run(
     return _evenly(lambda *arguments: run_local(*arguments, params), mesh, x_BTD, weights_BTX, experts_BTX)
 
 
-def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_lib.ModelConfig, *, interpret=False):
-    """rows[a] @ kernel[expert of a], for rows sorted by expert; zero for rows past the groups, whose gradient is zero too.
+def grouped_matmul(
+    rows_AD: jax.Array,
+    kernel_EDF: jax.Array,
+    group_sizes_E: jax.Array,
+    inside_A: jax.Array | None,
+    config: config_lib.ModelConfig,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns rows[a] @ kernel[expert of a], for rows sorted by expert; `interpret` runs megablox on a CPU.
 
-    Neither implementation defines what it returns past the groups, forward or backward, so both ways are masked by
-    selection (a product with zero would keep a NaN). `inside_A` is None when every row belongs to a group.
+    Rows past the groups (`inside_A` is False; None means that there are none) give zero and get a zero gradient. No
+    implementation defines its results there, so both passes are masked by selection: a product with zero would keep NaN.
     """
 
     def mask(x):
@@ -105,7 +116,7 @@ def grouped_matmul(rows_AD, kernel_EDF, group_sizes_E, inside_A, config: config_
 
 
 def _tiles(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Of a megablox matmul [m, k] [k, n]: as few tiles as may be, evenly filled. The passes of a gradient ask, too."""
+    """Returns the tile sizes of a megablox matmul [m, k] [k, n]: as few tiles as possible, evenly filled."""
     del m
 
     def even(dim):
@@ -118,7 +129,7 @@ _TILINGS = {rows: functools.partial(_tiles, rows) for rows in TILES}  # static a
 
 
 def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
-    """`run` on tokens that divide over the mesh: those of one long prompt are dealt out, as if they were many rows."""
+    """Calls `run` on tokens that divide evenly over the mesh. One long prompt is cut up as if it were many rows."""
     B, T, D = x_BTD.shape
     rows, columns = rules.num_batch_shards(mesh), math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"])
     if B % rows == 0 and T % columns == 0:
@@ -132,7 +143,7 @@ def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
 
 
 def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
-    """`run` on a part of the tokens at a time, recomputed in the backward pass, so that no more than `ROWS` rows exist."""
+    """Calls `run` on chunks of at most `ROWS` assignments, which the backward pass recomputes."""
     B, T, X = experts_BTX.shape
     num_chunks = next(n for n in range(-(-B * T * X // ROWS), B * T + 1) if B * T % n == 0)
     if num_chunks == 1:
@@ -145,27 +156,29 @@ def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
 
 
 def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert=0) -> jax.Array:
-    """The sums over the experts `first_expert ..` that `params` holds, [B, T, D]."""
+    """Returns the sums over the experts in `params`, of which `first_expert` is the first, [B, T, D]."""
     num_local = params["gate"].shape[0]
-    everything = num_local == config.num_experts
+    has_all = num_local == config.num_experts
     group_A = experts_BTX.reshape(-1) - first_expert
-    if not everything:
-        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)  # strangers sort last
+    if not has_all:
+        group_A = jnp.where(
+            (group_A >= 0) & (group_A < num_local), group_A, num_local
+        )  # experts of other devices sort last
     order = _Order.of(group_A, num_local + 1)
     rows_AD = _spread(experts_BTX.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1]), order)
-    out_AD = _ffn(rows_AD, group_A[order.taken], _sizes(group_A, num_local), params, config, all_inside=everything)
+    out_AD = _ffn(rows_AD, group_A[order.taken], _sizes(group_A, num_local), params, config, all_inside=has_all)
     return _combine(out_AD, weights_BTX, order)
 
 
 class _Order(NamedTuple):
-    """A permutation and its inverse: row a of what is ordered was row taken[a], and row b went to put[b]."""
+    """A permutation and its inverse: row a of the ordered array was row taken[a], and row b moved to put[b]."""
 
     taken: jax.Array
     put: jax.Array
 
     @classmethod
     def of(cls, key_A: jax.Array, num_keys: int) -> "_Order":
-        """By key, in 0 .. num_keys - 1, and where it is equal as before."""
+        """Sorts by a key in 0 .. num_keys - 1; rows of equal keys keep their order."""
         A = key_A.shape[0]
         index_A = jnp.arange(A, dtype=jnp.int32)
         if num_keys * A < 2**31:  # key and index in one number: a sort of one array, where order cannot be ambiguous
@@ -181,13 +194,13 @@ class _Order(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(copies: int, x, order: _Order) -> jax.Array:
-    """`copies` of each row, in order. Its transpose is `_collect`, and both read: a TPU writes to given rows one by one."""
+    """Returns `copies` of each row, ordered. Its transpose is `_collect`. Both gather: a TPU scatters row by row."""
     return x[order.taken // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _collect(copies: int, x, order: _Order) -> jax.Array:
-    """Ordered copies -> the sum of the copies of each row."""
+    """Returns the sum of the ordered copies of each row."""
     return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
 
 
@@ -204,7 +217,7 @@ def _sizes(group_A, num_groups: int) -> jax.Array:
 
 
 def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> jax.Array:
-    """The experts' own arithmetic on rows sorted by group; zero where a row's group is past the last."""
+    """Runs the experts on rows sorted by group; rows past the last group give zero."""
     num_local = params["gate"].shape[0]
     inside_A = None if all_inside else group_A < num_local
 
@@ -225,7 +238,7 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 
 
 def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
-    """Results of ordered assignments -> their sums by weight, [B, T, D]."""
+    """Returns the weighted sums of ordered assignments, [B, T, D]."""
     weights_A = _spread(1, weights_BTX.reshape(-1).astype(out_AD.dtype), order)
     summed_ND = _collect(weights_BTX.shape[-1], out_AD * weights_A[:, None], order)
     return summed_ND.reshape(*weights_BTX.shape[:2], -1)
@@ -235,7 +248,7 @@ def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
 
 
 def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
-    """One device's share, inside `shard_map`: its tokens in, their sums out."""
+    """Runs inside `shard_map`: takes one device's tokens, returns their sums over all experts."""
     full = {name: _gather_model_dim(name, param) for name, param in params.items()}
     num_shards, num_local = jax.lax.axis_size("expert"), full["gate"].shape[0]
     splits_ffn = num_local * num_shards == config.num_experts  # else the tensor axis splits the experts, too
@@ -250,46 +263,46 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     if num_shards * experts_BTX.size > GATHERED:
         run_some = functools.partial(_exchange, params=full, config=config, first_expert=first)
         return jax.lax.psum(_by_chunks(run_some, *arguments), "tensor")
-    everyone = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in arguments)
+    gathered = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in arguments)
     first += jax.lax.axis_index("expert") * per_shard
-    partial_BTD = jax.lax.psum(_run_all(*everyone, params=full, config=config, first_expert=first), "tensor")
+    partial_BTD = jax.lax.psum(_run_all(*gathered, params=full, config=config, first_expert=first), "tensor")
     return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
 
 
 def _partition(mesh, axes: tuple[str, ...], shape: tuple[int, ...], x) -> PartitionSpec:
-    """The layout of a parameter of `shape`, or of its scales, which have no more than a place for what is summed over."""
+    """Returns the layout of a parameter of `shape`, or of its int8 scales, whose summed dims have size 1."""
     spec = rules.partition(mesh, shape, axes)
     return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
 
 
 def _gather_model_dim(name: str, param):
-    """A parameter, or a `Quantized` one, whole in the model dim."""
+    """Gathers the model dim of a parameter, which may be `Quantized`."""
     if "model" not in AXES[name]:
         return param
     dim = AXES[name].index("model")
     gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
-    if int8.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]:  # what is summed over has one scale
+    if int8.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
         return param.replace(values=gather(param.values))
     return jax.tree.map(gather, param)
 
 
-# ---- assignments that travel -----------------------------------------------------------------------------------------
+# ---- expert parallelism by all-to-all --------------------------------------------------------------------------------
 
 
 def _exchange(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert) -> jax.Array:
-    """The sums of a device's tokens over the experts `first_expert ..` of each device's part of the expert axis, [B, T, D]."""
+    """Returns the sums of a device's tokens over `params`' experts of each device on the expert axis, [B, T, D]."""
     P, num_local = jax.lax.axis_size("expert"), params["gate"].shape[0]
     per_shard = config.num_experts // P
     within_BTX = experts_BTX % per_shard - first_expert
     ours_BTX = (within_BTX >= 0) & (within_BTX < num_local)
-    key_BTX = jnp.where(ours_BTX, experts_BTX // per_shard * num_local + within_BTX, P * num_local)  # strangers last
+    key_BTX = jnp.where(ours_BTX, experts_BTX // per_shard * num_local + within_BTX, P * num_local)  # others last
     key_A = key_BTX.reshape(-1)
     counts_PE = _sizes(key_A, P * num_local).reshape(P, num_local)
     counts_SPE = jax.lax.all_gather(counts_PE, "expert")  # of each source for each target
     average = experts_BTX.size * P * num_local / config.num_experts
     rows = -(-math.ceil(SLACK * average) // TILE) * TILE
     num_rounds = -(-counts_SPE.sum(axis=(0, 2)).max() // rows)
-    # Devices that share no expert take part in each other's rounds all the same: one program, one number of turns.
+    # All devices run the same number of rounds, even those that share no expert: it is one program.
     num_rounds = jax.lax.pmax(num_rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
     one_round = functools.partial(_round, config=config, rows=rows)
     return _sum_of_rounds(
@@ -299,7 +312,7 @@ def _exchange(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_rounds(one_round, num_rounds, plan, args):
-    """sum_i one_round(i, plan, *args); the number of rounds is data, and a loop over it has no gradient of JAX's own."""
+    """Returns sum_i one_round(i, plan, *args). The number of rounds is data, and JAX derives no gradient of such a loop."""
 
     def add(i, total):
         return total + one_round(i, plan, *args)
@@ -325,7 +338,7 @@ _sum_of_rounds.defvjp(_sum_forward, _sum_backward)
 
 
 def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Array:
-    """Round i: of all that a device is to receive, in order of source and expert, rows i R .. (i + 1) R; out, and back."""
+    """Runs round i: each device receives rows i R .. (i + 1) R of its share, ordered by source and expert, and returns them."""
     order, counts_SPE = plan
     num_local = counts_SPE.shape[2]
     me, window = jax.lax.axis_index("expert"), (i * rows, (i + 1) * rows)
@@ -358,7 +371,7 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
 
 
 def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P) -> jax.Array:
-    """Over the expert axis: rows from_P[p] .. + sizes_P[p] go to row to_P[p] of device p; zero where nothing arrives."""
+    """Sends rows from_P[p] .. + sizes_P[p] to row to_P[p] of device p on the expert axis; zero where no row arrives."""
     D = rows_AD.shape[1]
     if mesh_lib.platform() != "cpu":
         empty = jnp.zeros((num_rows, D), rows_AD.dtype)

@@ -4,7 +4,7 @@
    `sharding.rules.shardings` derives layouts.
 2. `apply` runs packed sequences (learner, scoring). `extend` continues sequences over a cache of keys (prefill, decode,
    replay). Both run the same layers in `_run_layers` and differ only in the `block` they pass, that is in how a layer
-   attends: the sampler computes what the learner computes.
+   attends: sampler and learner compute the same function.
 3. `logits` is the output head in float32.
 
 All model families run through this one block; the fields of `ModelConfig` select the differences. With

@@ -1,52 +1,70 @@
-"""Causal attention of packed rows on a CPU, with its gradient spelled out.
+"""Causal attention of packed rows on a CPU, in float32, with gradients written out.
 
-1. Queries are cut into a few blocks of columns. A block reads the keys up to its own end, so that about half of the scores
-   above the diagonal are never computed.
-2. The weights of each block are kept for the backward pass; the mask is not needed there (a masked weight is 0).
-3. The backward pass orders its operands so that of the two arrays that are large, weights and their gradient, XLA makes no
-   transposed copy: gradients of keys and values are computed transposed, and they are small.
+1. `attend_blocks` is for short rows. Queries are cut into a few blocks of columns; a block reads the keys up to its own
+   end, so about half of the scores above the diagonal are never computed. The weights are kept for the backward pass,
+   which does not need the mask (a masked weight is 0).
+2. `attend_tiles` is for long rows. A tile of queries goes over the tiles of keys up to its own and accumulates the softmax
+   from one to the next (arXiv 1805.02867, 2205.14135). A tile in which no query may read a key (another sequence, the
+   branch of another sample, outside the window) is skipped: the cost is that of the sequences, whichever row they are
+   packed into. The backward pass computes weights again, so the memory is that of a few tiles, and one tile is compiled.
+3. Both backward passes order their operands so that XLA makes no transposed copy of the large arrays, the weights and
+   their gradient: gradients of keys and values are computed transposed, since those are small.
 
-Forward and backward in float32, 2 cores, beside what XLA derives from `attention.attend`: 8 rows of 160 tokens, 4 heads of 64,
-11.5 and 5.2 ms; 4 x 288: 11.0 and 7.5; 64 x 96: 59 and 40; 2 x 512: 21.4 and 9.6.
+Forward and backward on 2 cores, XLA's derivative of `attention.attend` -> `attend_blocks`: 8 rows of 160 tokens, 4 heads of
+64, 11.5 -> 5.2 ms; 4 x 288, 11.0 -> 7.5; 64 x 96, 59 -> 40; 2 x 512, 21.4 -> 9.6.
 
-Letters: B sequences, T tokens, K key heads, G query heads of each, C head dim (of values: V), M = G times the queries of a
-block, S keys that a block reads.
+Letters: B sequences, T tokens, K key heads, G query heads of each, C head dim (of values: V), S keys that a block or tile
+reads, M = G times the queries of a block or tile.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 MAX_BLOCKS = 4  # more save little, and each is compiled
 MIN_BLOCK = 40  # queries
+TILE = 256  # columns, at most
+# Finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0.
+MASKED = -1e30
+
+
+# ---- short rows: blocks ----------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, mask_BTT: jax.Array, scale: float) -> jax.Array:
-    """softmax(scale q k) v, float32 [B, K, G, T, V]. `mask_BTT` (may query t read key s) must be causal by column."""
-    return _forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale)[0]
+def attend_blocks(
+    q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, mask_BTT: jax.Array, scale: float
+) -> jax.Array:
+    """Returns softmax(scale q k) v, float32 [B, K, G, T, V].
+
+    `mask_BTT` is True where query t may read key s. It must be causal by column.
+    """
+    return _blocks_forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale)[0]
 
 
-def _forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale):
+def _blocks_forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale):
     B, K, G, T, _ = q_BKGTC.shape
-    # Behind barriers, here and below: what XLA would otherwise compute again in every loop that reads it.
-    bias_BTT = jax.lax.optimization_barrier(jnp.where(mask_BTT, 0.0, -1e30).astype(jnp.float32))
+    # The barriers here and below stop XLA from computing these arrays again in every loop that reads them.
+    bias_BTT = jax.lax.optimization_barrier(jnp.where(mask_BTT, 0.0, MASKED).astype(jnp.float32))
     outs, weights = [], []
     for start, end in _blocks(T):
         q_BKMC = jax.lax.optimization_barrier(_rows(q_BKGTC, start, end))
-        scores_BKGTS = dot(q_BKMC, k_BKTC[:, :, :end], 3, 3).reshape(B, K, G, end - start, end) * scale
+        scores_BKGTS = _dot(q_BKMC, k_BKTC[:, :, :end], 3, 3).reshape(B, K, G, end - start, end) * scale
         scores_BKGTS += bias_BTT[:, None, None, start:end, :end]
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
         weights_BKMS = jax.lax.optimization_barrier(weights_BKGTS.reshape(B, K, G * (end - start), end))
-        out_BKMV = dot(weights_BKMS, v_BKTV[:, :, :end], 3, 2)
+        out_BKMV = _dot(weights_BKMS, v_BKTV[:, :, :end], 3, 2)
         outs.append(out_BKMV.reshape(B, K, G, end - start, -1))
         weights.append(weights_BKMS)
     out_BKGTV = jnp.concatenate(outs, axis=3)
     return out_BKGTV, (q_BKGTC, k_BKTC, v_BKTV, out_BKGTV, weights)
 
 
-def _backward(scale, saved, d_out_BKGTV):
+def _blocks_backward(scale, saved, d_out_BKGTV):
     q_BKGTC, k_BKTC, v_BKTV, out_BKGTV, weights = saved
     B, K, G, T, _ = q_BKGTC.shape
     d_sum_BKGT1 = (d_out_BKGTV * out_BKGTV).sum(axis=-1, keepdims=True)  # of a row: weights times their gradient
@@ -54,32 +72,181 @@ def _backward(scale, saved, d_out_BKGTV):
     for (start, end), weights_BKMS in zip(_blocks(T), weights, strict=True):
         q_BKMC = _rows(q_BKGTC, start, end)
         d_out_BKMV = jax.lax.optimization_barrier(_rows(d_out_BKGTV, start, end))
-        d_weights_BKMS = dot(d_out_BKMV, v_BKTV[:, :, :end], 3, 3)
+        d_weights_BKMS = _dot(d_out_BKMV, v_BKTV[:, :, :end], 3, 3)
         d_scores_BKMS = weights_BKMS * (d_weights_BKMS - _rows(d_sum_BKGT1, start, end)) * scale
         d_scores_BKMS = jax.lax.optimization_barrier(d_scores_BKMS)
-        d_qs.append(dot(d_scores_BKMS, k_BKTC[:, :, :end], 3, 2).reshape(B, K, G, end - start, -1))
+        d_qs.append(_dot(d_scores_BKMS, k_BKTC[:, :, :end], 3, 2).reshape(B, K, G, end - start, -1))
         rest = ((0, 0), (0, 0), (0, 0), (0, T - end))
-        d_k_BKCT += jnp.pad(dot(q_BKMC, d_scores_BKMS, 2, 2), rest)
-        d_v_BKVT += jnp.pad(dot(d_out_BKMV, weights_BKMS, 2, 2), rest)
+        d_k_BKCT += jnp.pad(_dot(q_BKMC, d_scores_BKMS, 2, 2), rest)
+        d_v_BKVT += jnp.pad(_dot(d_out_BKMV, weights_BKMS, 2, 2), rest)
     return jnp.concatenate(d_qs, axis=3), d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
-attend.defvjp(_forward, _backward)
+attend_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
-    """(start, end) of each block of queries."""
+    """Returns (start, end) of each block of queries."""
     num = min(max(T // MIN_BLOCK, 1), MAX_BLOCKS)
     size = -(-T // num // 8) * 8
     return [(start, min(start + size, T)) for start in range(0, T, size)]
 
 
 def _rows(x_BKGTC, start: int, end: int) -> jax.Array:
-    """[B, K, M, C]: the queries of a block, all heads of a key head below one another."""
+    """Returns the queries of a block, [B, K, M, C]: the heads that share a key head follow one another."""
     B, K, _, _, C = x_BKGTC.shape
     return x_BKGTC[:, :, :, start:end].reshape(B, K, -1, C)
 
 
-def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
-    """The products over the two dims, one for each sequence and key head, which come first in both."""
+# ---- long rows: tiles ------------------------------------------------------------------------------------------------
+
+
+def attend_tiles(
+    q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, packing: Any, readable: Callable, scale: float
+) -> jax.Array:
+    """Returns softmax(scale q k) v, float32 [B, K, G, T, V].
+
+    Args:
+      packing: a tree of arrays [B, T] that describes columns (`attention.Packing`).
+      readable: `readable(packing, columns, packing, columns) -> mask [B, S, S]` of a tile of queries and one of keys. It
+        must be causal by column, and let every query read itself.
+    """
+    T = q_BKGTC.shape[3]
+    num_tiles = -(-T // TILE)
+    size = -(-T // num_tiles // 8) * 8
+    pad = num_tiles * size - T
+
+    def padded(x, axis):
+        return jnp.pad(x, [(0, pad if dim == axis else 0) for dim in range(x.ndim)])
+
+    packing = jax.tree.map(lambda x_BT: padded(x_BT, 1), packing)
+    tiles = _Tiles(size, num_tiles, readable, scale)
+    out_BKGTV = _tiles(tiles, padded(q_BKGTC, 3), padded(k_BKTC, 2), padded(v_BKTV, 2), packing)
+    return out_BKGTV[:, :, :, :T]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How columns are cut and which may read which; static under jit."""
+
+    size: int
+    num: int
+    readable: Callable
+    scale: float
+
+    def of(self, x, i, axis: int):
+        return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, axis)
+
+    def queries(self, x_BKGTC, i) -> jax.Array:
+        """Returns the queries of tile i, [B, K, M, C], in the order of `_rows`."""
+        return _rows(self.of(x_BKGTC, i, 3), 0, self.size)
+
+    def mask(self, packing, i, j) -> jax.Array:
+        """Returns which keys of tile j the queries of tile i may read, [B, S, S]."""
+        query, key = (jax.tree.map(lambda x_BT, t=t: self.of(x_BT, t, 1), packing) for t in (i, j))
+        columns_S = jnp.arange(self.size)
+        return self.readable(query, i * self.size + columns_S, key, j * self.size + columns_S)
+
+    def scores(self, q_BKMC, k_BKSC, mask_BSS) -> jax.Array:
+        """Returns masked, scaled scores, [B, K, M, S]."""
+        B, K, M, _ = q_BKMC.shape
+        scores_BKGSS = _dot(q_BKMC, k_BKSC, 3, 3).reshape(B, K, -1, self.size, self.size) * self.scale
+        return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
+    return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
+
+
+def _tiles_forward(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
+    B, K, G, T, _ = q_BKGTC.shape
+    M, V = G * tiles.size, v_BKTV.shape[3]
+
+    def over_queries(i, carry):
+        out_BKGTV, log_norm_BKGT = carry
+        q_BKMC = tiles.queries(q_BKGTC, i)
+
+        def over_keys(j, stats):
+            mask_BSS = tiles.mask(packing, i, j)
+
+            def read(stats):
+                max_BKM1, sum_BKM1, out_BKMV = stats
+                scores_BKMS = tiles.scores(q_BKMC, tiles.of(k_BKTC, j, 2), mask_BSS)
+                new_max_BKM1 = jnp.maximum(max_BKM1, scores_BKMS.max(axis=-1, keepdims=True))
+                weights_BKMS = jnp.exp(scores_BKMS - new_max_BKM1)
+                down_BKM1 = jnp.exp(max_BKM1 - new_max_BKM1)
+                read_BKMV = _dot(weights_BKMS, tiles.of(v_BKTV, j, 2), 3, 2)
+                sum_BKM1 = sum_BKM1 * down_BKM1 + weights_BKMS.sum(axis=-1, keepdims=True)
+                return new_max_BKM1, sum_BKM1, out_BKMV * down_BKM1 + read_BKMV
+
+            return jax.lax.cond(jnp.any(mask_BSS), read, lambda stats: stats, stats)
+
+        zero_BKM1 = jnp.zeros((B, K, M, 1))
+        stats = zero_BKM1 + MASKED, zero_BKM1, jnp.zeros((B, K, M, V))
+        max_BKM1, sum_BKM1, out_BKMV = jax.lax.fori_loop(0, i + 1, over_keys, stats)
+
+        def put(whole, part_BKMX):
+            part = part_BKMX.reshape(B, K, G, tiles.size, *whole.shape[4:])
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, i * tiles.size, 3)
+
+        return put(out_BKGTV, out_BKMV / sum_BKM1), put(log_norm_BKGT, max_BKM1 + jnp.log(sum_BKM1))
+
+    blank = jnp.zeros((B, K, G, T, V)), jnp.zeros((B, K, G, T))
+    out_BKGTV, log_norm_BKGT = jax.lax.fori_loop(0, tiles.num, over_queries, blank)
+    return out_BKGTV, (q_BKGTC, k_BKTC, v_BKTV, packing, out_BKGTV, log_norm_BKGT)
+
+
+def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
+    q_BKGTC, k_BKTC, v_BKTV, packing, out_BKGTV, log_norm_BKGT = saved
+    B, K, G, _, C = q_BKGTC.shape
+    d_sum_BKGT1 = (d_out_BKGTV * out_BKGTV).sum(axis=-1, keepdims=True)  # of a query: weights times their gradient
+
+    def over_queries(i, carry):
+        d_q_BKGTC, d_k_BKCT, d_v_BKVT = carry
+        q_BKMC, d_out_BKMV, d_sum_BKM1, log_norm_BKM1 = (
+            tiles.queries(x, i) for x in (q_BKGTC, d_out_BKGTV, d_sum_BKGT1, log_norm_BKGT[..., None])
+        )
+
+        def over_keys(j, carry):
+            d_q_BKMC, d_k_BKCT, d_v_BKVT = carry
+            mask_BSS = tiles.mask(packing, i, j)
+            k_BKSC, v_BKSV = tiles.of(k_BKTC, j, 2), tiles.of(v_BKTV, j, 2)
+
+            def read(_):
+                weights_BKMS = jnp.exp(tiles.scores(q_BKMC, k_BKSC, mask_BSS) - log_norm_BKM1)
+                d_weights_BKMS = _dot(d_out_BKMV, v_BKSV, 3, 3)
+                d_scores_BKMS = weights_BKMS * (d_weights_BKMS - d_sum_BKM1) * tiles.scale
+                return (
+                    _dot(d_scores_BKMS, k_BKSC, 3, 2),
+                    _dot(q_BKMC, d_scores_BKMS, 2, 2),
+                    _dot(d_out_BKMV, weights_BKMS, 2, 2),
+                )
+
+            blank = (jnp.zeros_like(q_BKMC), *(jnp.zeros((B, K, x.shape[3], tiles.size)) for x in (k_BKSC, v_BKSV)))
+            new_q_BKMC, new_k_BKCS, new_v_BKVS = jax.lax.cond(jnp.any(mask_BSS), read, lambda _: blank, None)
+
+            def add(whole, part):
+                sum_ = tiles.of(whole, j, 3) + part
+                return jax.lax.dynamic_update_slice_in_dim(whole, sum_, j * tiles.size, 3)
+
+            return d_q_BKMC + new_q_BKMC, add(d_k_BKCT, new_k_BKCS), add(d_v_BKVT, new_v_BKVS)
+
+        d_q_BKMC, d_k_BKCT, d_v_BKVT = jax.lax.fori_loop(
+            0, i + 1, over_keys, (jnp.zeros_like(q_BKMC), d_k_BKCT, d_v_BKVT)
+        )
+        d_q_BKGSC = d_q_BKMC.reshape(B, K, G, tiles.size, C)
+        d_q_BKGTC = jax.lax.dynamic_update_slice_in_dim(d_q_BKGTC, d_q_BKGSC, i * tiles.size, 3)
+        return d_q_BKGTC, d_k_BKCT, d_v_BKVT
+
+    blank = jnp.zeros_like(q_BKGTC), jnp.zeros_like(k_BKTC.swapaxes(2, 3)), jnp.zeros_like(v_BKTV.swapaxes(2, 3))
+    d_q_BKGTC, d_k_BKCT, d_v_BKVT = jax.lax.fori_loop(0, tiles.num, over_queries, blank)
+    return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
+
+
+_tiles.defvjp(_tiles_forward, _tiles_backward)
+
+
+def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
+    """Contracts `dim_a` of a with `dim_b` of b, for each sequence and key head (dims 0 and 1 of both)."""
     return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((0, 1), (0, 1))))

@@ -18,7 +18,7 @@ import pytest
 from inference.engine import kv_cache
 from models import attention, layers, transformer
 from models import config as config_lib
-from models.kernels import cpu_tiled_attention
+from models.kernels import cpu_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
@@ -414,7 +414,7 @@ def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch)
 @pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["tiles", "blocks"])
 def test_long_rows_hold_no_full_score_matrix(softcap, monkeypatch):
     """Forward and backward of 1024 columns in tiles or blocks of 64: no array of 1024 x 1024 per head in the program."""
-    monkeypatch.setattr(cpu_tiled_attention, "TILE", 64)
+    monkeypatch.setattr(cpu_attention, "TILE", 64)
     monkeypatch.setattr(attention, "BLOCK", 64)
     q, k, v, packing, _ = draw_attention(1024, dim=4, value_dim=4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import attention
-from models.kernels import cpu_attention, cpu_tiled_attention
+from models.kernels import cpu_attention
 
 
 def packed_mask(rng, B, T):
@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_the_softmax_written_out(T):
 
     @jax.jit
     def run(q, k, v, d_out):
-        out, pull = jax.vjp(lambda *args: cpu_attention.attend(*args, jnp.asarray(mask), 0.3), q, k, v)
+        out, pull = jax.vjp(lambda *args: cpu_attention.attend_blocks(*args, jnp.asarray(mask), 0.3), q, k, v)
         return out, *pull(d_out)
 
     for mine, theirs in zip(run(*arrays, jnp.asarray(d_out, jnp.float32)), want, strict=True):
@@ -54,7 +54,12 @@ def test_scores_above_the_diagonal_of_blocks_are_not_computed():
         *[jax.ShapeDtypeStruct((1, 1, 160, 8), jnp.float32)] * 2,
     )
     mask = jnp.ones((1, 160, 160), bool)
-    cost = jax.jit(lambda q, k, v: cpu_attention.attend(q, k, v, mask, 1.0)).lower(*shapes).compile().cost_analysis()
+    cost = (
+        jax.jit(lambda q, k, v: cpu_attention.attend_blocks(q, k, v, mask, 1.0))
+        .lower(*shapes)
+        .compile()
+        .cost_analysis()
+    )
     products = 2 * 2 * 160 * 160 * 8
     softmax = 10 * 160 * 160  # what XLA counts beside the products, at most
     assert cost["flops"] < 0.63 * (products + softmax)
@@ -82,7 +87,7 @@ def drawn_packing(rng, B, T):
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("T", [1, 16, 37, 61])  # a part of a tile, a whole one, and last ones that are filled up
 def test_tiles_give_the_softmax_written_out(T, window, monkeypatch):
-    monkeypatch.setattr(cpu_tiled_attention, "TILE", 16)
+    monkeypatch.setattr(cpu_attention, "TILE", 16)
     rng = np.random.default_rng(T)
     B, K, G, C, V = 2, 2, 3, 8, 5
     q, k, v, d_out = (rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V)))
@@ -95,7 +100,7 @@ def test_tiles_give_the_softmax_written_out(T, window, monkeypatch):
 
     @jax.jit
     def run(q, k, v, d_out):
-        out, pull = jax.vjp(lambda *args: cpu_tiled_attention.attend(*args, packing, readable, 0.3), q, k, v)
+        out, pull = jax.vjp(lambda *args: cpu_attention.attend_tiles(*args, packing, readable, 0.3), q, k, v)
         return out, *pull(d_out)
 
     mine = run(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)))
@@ -106,7 +111,7 @@ def test_tiles_give_the_softmax_written_out(T, window, monkeypatch):
 def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
     """What is not a number would spread to all that is computed from it, be it multiplied by 0."""
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(cpu_tiled_attention, "TILE", 16)
+    monkeypatch.setattr(cpu_attention, "TILE", 16)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 64, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     bad_T = np.arange(64) // 16 == 1  # a sequence of its own, or a branch: the second tile
