@@ -32,9 +32,10 @@ def cost(repeat: int = 3) -> tuple[float, float]:
         begun = time.perf_counter()
         rollouts = doubles.honest(doubles.Double(3))
         generating.append(time.perf_counter() - begun)
-        judge = doubles.make_validator()
+        validator = doubles.make_validator()
         begun = time.perf_counter()
-        judge.judge(rollouts)
+        assert all(verdict.accepted for verdict in validator.check_without_weights(rollouts))
+        validator.check_with_weights(rollouts)
         judging.append(time.perf_counter() - begun)
     return min(generating[1:]), min(judging[1:])
 

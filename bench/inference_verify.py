@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from inference.engine import engine as engine_lib
-from inference.engine import request as request_lib
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl.verification import checks, verifier
+from rl.verification import rules as rules_lib
 from sharding.system import cli
-from tests.support import shapes
+from tests.support import bare_rules, shapes
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
 NODE = rollout_lib.WorkerKey.generate()
@@ -49,10 +49,9 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=0)
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
-    tolerance = checks.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
-    judge = verifier.Validator(
-        model, lambda version: params, request_lib.NO_FILTERS, tolerance, max_model_len=PROMPT + NEW
-    )
+    tolerance = rules_lib.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
+    rules = bare_rules.make(model, PROMPT + NEW, tolerance)
+    validator = verifier.Validator(model, lambda version: params, rules)
     times: dict[str, list[float]] = {}
 
     def timed(what, function, *values):
@@ -63,13 +62,12 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
 
     for _ in range(num_rounds + 1):
         rollouts = timed("generate", generate, scheduler, num_groups)
-        found = timed("verify", judge.judge, rollouts)
-        assert all(verdict.accepted for verdict in found), next(str(v) for v in found if not v.accepted)
-        timed("form", lambda made=rollouts: [checks.form(rollout) for rollout in made])
-        timed("signature", lambda made=rollouts: [checks.signature(rollout) for rollout in made])
-        replay = timed("replay", judge.replay, rollouts)
-        rows = [replay.hidden[i, np.flatnonzero(r.sampled_mask)] for i, r in enumerate(rollouts)]
-        proofs = [toploc.split(r.proofs, *hidden.shape) for r, hidden in zip(rollouts, rows, strict=True)]
+        timed("verify", verify, validator, rollouts)
+        timed("form", each, checks.form, rollouts, rules)
+        timed("signature", each, checks.signature, rollouts, rules)
+        found = timed("replay", validator.replay, rollouts)
+        rows = [one.hidden_ND for one in found]
+        proofs = [toploc.split(one.rollout.proofs, *one.hidden_ND.shape) for one in found]
         timed("proofs", toploc.verify_proofs_batch, rows, proofs)
     scheduler.close()
     best = {what: min(seconds[1:]) for what, seconds in times.items()}  # the first round compiles
@@ -79,6 +77,19 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
         f"verified in {best['verify']:.3f} s, 1/{best['generate'] / best['verify']:.1f} ({rest})",
         flush=True,
     )
+
+
+def verify(validator: verifier.Validator, rollouts: list[rollout_lib.Rollout]) -> None:
+    """Checks form, signature, and replay; a rejection is a bug of this benchmark."""
+    for check in (checks.form, checks.signature):
+        each(check, rollouts, validator.rules)
+    found = validator.check_with_weights(rollouts)
+    assert all(verdict.accepted for verdict in found), next(str(v) for v in found if not v.accepted)
+
+
+def each(check: checks.Check, rollouts: list[rollout_lib.Rollout], rules: rules_lib.Rules) -> None:
+    """Runs one check on every rollout."""
+    assert all(check(rollout, rules).accepted for rollout in rollouts)
 
 
 def generate(scheduler: scheduler_lib.Scheduler, num_groups: int) -> list[rollout_lib.Rollout]:

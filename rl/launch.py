@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import socket
@@ -26,7 +27,7 @@ import jax
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import orchestrator
-from rl.verification import verifier
+from rl.verification import evidence_log, verifier
 from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
@@ -58,31 +59,24 @@ def start_rollout_system(
     With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
     """
     config = experiment.config
-    tolerance = verifier.Tolerance.of(config.trust)
-    bands = None
+    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait), None
     if config.trust.bands:
         tolerance, bands = verifier.load_bands(config.trust.bands)
-    judge = verifier.Validator(
-        experiment.model,
-        verifier.published(weights),
-        {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p},
-        tolerance,
-        max_model_len=config.inference.max_model_len,
-        rules=verifier.rules_of(config, experiment.tokenizer, on_wait),
-        bands=bands,
-    )
+        rules = dataclasses.replace(rules, tolerance=tolerance)
+    evidence = evidence_log.EvidenceLog(bands, count_once=True)
+    checks = verifier.GroupChecks(verifier.Validator(experiment.model, verifier.published(weights), rules, evidence))
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
         credit=experiment.credit,
-        check_with_weights=_replaying_on(config.trust.device, judge.check, num_hosts),
-        check_without_weights=judge.screen,
-        evidence=judge.state,
+        check_with_weights=_replaying_on(config.trust.device, checks.check_with_weights, num_hosts),
+        check_without_weights=checks.check_without_weights,
+        evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
         on_wait=on_wait,
     )
     if known:
-        judge.restore(known["evidence"])
+        evidence.restore(known["evidence"])
     rollouts.resume(version, known)
     if config.topology.mode == "remote":
         rollouts.connect(config.topology.servers)  # first: workers that were started before us ask for them at once

@@ -36,6 +36,7 @@ from rl.envs import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import task_schedule
 from rl.verification import checks, sequential_test, verifier
+from rl.verification import rules as rules_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 
@@ -43,7 +44,7 @@ SAFETY = 2.0
 BAND_SAFETY = 1.25
 # Below these a band is rounding of the measurement itself, and a bet on it would be one on a single flipped tie.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
-MIN_TOLERANCE = checks.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3, routing=1e-3)
+MIN_TOLERANCE = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3, routing=1e-3)
 MIN_PROOFS = toploc.Thresholds(exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
 CEILING = toploc.DEPLOYED
 WAIT_S = 3600.0
@@ -146,27 +147,22 @@ def roll_out(
         scores.close()
 
 
-def measure(
-    judge: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout], tolerance: checks.Tolerance
-) -> Measured:
+def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
     """Replays honest rollouts and reads off how far they are from themselves."""
     evidence, margins, errors, gaps, proofs, mismatches, refused = [], [], [], [0.0], [], [], 0
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
-        replay = judge.replay(batch)
-        for i, rollout in enumerate(batch):
-            scores = checks.scores(rollout, replay, i)
-            (results,) = checks.proof_results([rollout], [scores], tolerance.proofs)
-            evidence.append(checks.evidence(rollout, scores, results))
-            margins.append(scores.margin_N.max())
-            errors.append(np.abs(scores.logp_N - scores.claimed_N).max())
-            gaps += [] if scores.gap_T is None else [scores.gap_T.max()]
-            proofs += results
+        for one in validator.replay(batch):
+            evidence.append(checks.evidence(one))
+            margins.append(one.margin_N.max())
+            errors.append(one.error_N.max())
+            gaps += [] if one.gap_T is None else [one.gap_T.max()]
+            proofs += one.proofs
             # Limits are per 128 values; a short tail of a small model has fewer.
-            num_rows, dim = scores.hidden_ND.shape
+            num_rows, dim = one.hidden_ND.shape
             sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
-            mismatches += [math.ceil(r.exp_mismatches * 128 / k) for r, k in zip(results, sizes, strict=True)]
-            refused += not checks.replayed(rollout, scores, results, tolerance, None).accepted
+            mismatches += [math.ceil(r.exp_mismatches * 128 / k) for r, k in zip(one.proofs, sizes, strict=True)]
+            refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
     means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
     tokens = np.array([e.num_tokens for e in evidence])
     return Measured(
@@ -185,7 +181,7 @@ def measure(
     )
 
 
-def limits(measured: Sequence[Measured]) -> tuple[checks.Tolerance, sequential_test.Bands]:
+def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Limits and bands that hold for all that was measured."""
     worst = {name: SAFETY * max(getattr(m, name) for m in measured) for name in ("margin", "logprob", "routing")}
     proofs = {
@@ -194,7 +190,7 @@ def limits(measured: Sequence[Measured]) -> tuple[checks.Tolerance, sequential_t
         )
         for name in ("exp_mismatches", "mantissa_mean", "mantissa_median")
     }
-    tolerance = checks.Tolerance(
+    tolerance = rules_lib.Tolerance(
         margin=max(MIN_TOLERANCE.margin, worst["margin"]),
         max_wrong_tokens=0,
         logprob=max(MIN_TOLERANCE.logprob, worst["logprob"]),
@@ -227,11 +223,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"variant {unknown[0]!r} is unknown; choose among {', '.join(VARIANTS)}")
     get = verifier.published(weights)
     config = exp.config
-    judge = verifier.Validator(
-        exp.model, get, filters_of(config), MIN_TOLERANCE, max_model_len=config.inference.max_model_len
-    )
+    validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(config))
     key, measured = rollout_lib.WorkerKey.generate(), {}
-    in_force = checks.Tolerance.of(config.trust)
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
         if rollouts is None:
@@ -239,7 +232,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{name}: needs {np.prod(list(VARIANTS[name].mesh.values()))} devices, has {jax.device_count()}; left out"
             )
             continue
-        m = measured[name] = measure(judge, rollouts, in_force)
+        m = measured[name] = measure(validator, rollouts)
         print(
             f"{name}: {m.num_rollouts} rollouts, {m.num_tokens} tokens; worst margin {m.margin:.3g}, logprob "
             f"{m.logprob:.3g}, exponents {m.exp_mismatches}, mantissa {m.mantissa_mean:.3g}; "
@@ -286,10 +279,6 @@ def variant_rollouts(exp, params, version, variant: Variant, count: int, key) ->
         engine=dataclasses.replace(exp.engine, **variant.engine),
     )
     return [rollout for group in made for rollout in group][:count]
-
-
-def filters_of(config) -> dict[str, float]:
-    return {"top_k": config.sampling.top_k, "top_p": config.sampling.top_p, "min_p": config.sampling.min_p}
 
 
 def load_experiment(workdir: str) -> experiment_lib.Experiment:

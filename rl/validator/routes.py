@@ -21,7 +21,8 @@ from rl.validator import calibrate
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
-from rl.verification import verifier
+from rl.verification import evidence_log, verifier
+from rl.verification import rules as rules_lib
 from sharding import broadcast
 from sharding.system import sockets
 
@@ -86,22 +87,18 @@ def serve(args: argparse.Namespace) -> int:
     if args.bands:
         tolerance, bands = verifier.load_bands(args.bands)
     else:
-        tolerance, bands = verifier.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
+        tolerance, bands = rules_lib.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
     book = key = None
     if args.ledger:
         if not args.key:
             raise ValueError("--ledger needs --key, the key that keeps it")
         key = rollout_lib.WorkerKey.load(args.key)
         book = ledger.Ledger(args.ledger, key)
-    rules = verifier.rules_of(config, exp.tokenizer)
-    judge = verifier.Validator(
+    validator = verifier.Validator(
         exp.model,
         verifier.published(weights, keep=config.rl.max_lag + 2),
-        calibrate.filters_of(config),
-        tolerance,
-        max_model_len=config.inference.max_model_len,
-        rules=rules,
-        bands=bands,
+        dataclasses.replace(verifier.rules_of(config, exp.tokenizer), tolerance=tolerance),
+        evidence_log.EvidenceLog(bands),
     )
     workdir = pathlib.Path(args.workdir)
     secret = run_directory.secret(workdir, config.seed)
@@ -111,8 +108,7 @@ def serve(args: argparse.Namespace) -> int:
         keep_steps=config.rl.max_lag + 8,
     )
     service = validator_service.Service(
-        judge,
-        rules,
+        validator,
         exp.model,
         pathlib.Path(args.rollouts),
         lambda: -1 if (latest := broadcast.latest(str(weights))) is None else latest,

@@ -73,15 +73,14 @@ class Service:
     """Judges files under `root`; `submit` and `status` from any thread.
 
     Args:
-      judge: with rules; its weights are those of the broadcast whose newest version `newest` tells.
+      validator: its weights are those of the broadcast whose newest version `newest` tells.
       state: what earlier services on this file decided; closed with the service.
       book: a ledger kept by `key`, or None.
     """
 
     def __init__(
         self,
-        judge: verifier.Validator,
-        rules: checks.Rules,
+        validator: verifier.Validator,
         model: config_lib.ModelConfig,
         root: pathlib.Path,
         newest,
@@ -93,7 +92,7 @@ class Service:
         slash: int = 0,
         eject: bool = False,
     ):
-        self._judge, self._rules, self._model, self._root, self._newest = judge, rules, model, root, newest
+        self._validator, self._model, self._root, self._newest = validator, model, root, newest
         self._secret, self._book, self._key, self._slash, self._eject = secret, book, key, slash, eject
         self._state, self._run = state, validator_state.run_of(secret)
         self._lock = threading.Lock()  # of the next two, and the counts
@@ -104,7 +103,7 @@ class Service:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._is_closed = False
         self.counts: collections.Counter = collections.Counter()
-        judge.restore_records(state.records())
+        validator.evidence.restore_states(state.records())
         left = [sha for sha in state.files if sha in state.unsettled]
         self._settle(left, [state.files[sha] for sha in left])
 
@@ -219,7 +218,7 @@ class Service:
             else:
                 look.parts[number] = part
         rollouts = [rollout for part in look.parts.values() for rollout in part]
-        found = iter(self._judge.judge_cheaply(rollouts, look.newest))
+        found = iter(self._validator.check_without_weights(rollouts, newest=look.newest))
         look.found.update((number, [next(found) for _ in part]) for number, part in look.parts.items())
         return look
 
@@ -238,14 +237,14 @@ class Service:
         try:
             files, accepted, nodes = self._judge_files(look, shas)
             if any(file.status == "crashed" for file in files):  # it comes again, and would count twice
-                self._judge.restore_records(self._state.records())
+                self._validator.evidence.restore_states(self._state.records())
                 nodes = set()
             final = {sha: file for sha, file in zip(shas, files, strict=True) if file.final}
-            least = self._state.commit(shas, asked, final, accepted, self._judge.record_states(nodes))
-            self._judge.forget_records(least)
+            least = self._state.commit(shas, asked, final, accepted, self._validator.evidence.states(nodes))
+            self._validator.evidence.forget(least)
             self._settle(shas, files)
         except BaseException:
-            self._judge.restore_records(self._state.records())
+            self._validator.evidence.restore_states(self._state.records())
             raise
         status = validator_status.combined(files)
         with self._lock:
@@ -298,14 +297,14 @@ class Service:
         done = () if self._book is None else self._book.refresh().done
         for i, rollout in enumerate(rollouts):
             if found[i].accepted:
-                found[i] = checks.fresh(rollout, self._state.seen)
+                found[i] = checks.duplicate(rollout, self._state.seen)
                 if found[i].accepted and (self._run, rollout.step, rollout.task.group) in done:
                     found[i] = checks.Verdict("duplicate", "its task was accepted before, as the ledger has it")
             elif found[i].reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
                 found[i] = checks.Verdict("weights", f"version {version} has not come here yet, the newest is {newest}")
         groups = _groups(rollouts)
         for members in groups:
-            whole = checks.complete([rollouts[i] for i in members], self._rules)
+            whole = checks.first_failure(checks.WHOLE_GROUP, [rollouts[i] for i in members], self._validator.rules)
             if not whole.accepted and all(found[i].accepted for i in members):
                 whole = checks.Verdict(validator_status.PARTIAL, str(whole)) if whole.reason == "samples" else whole
                 for i in members:
@@ -315,12 +314,12 @@ class Service:
         # Whole groups only: the others are lost already. Each by the repute of its own signer: a stranger's rollouts
         # must not pass behind one that borrows a good name and fails by its signature.
         passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
-        for i, verdict in zip(passed, self._judge.add_claims([rollouts[i] for i in passed]), strict=True):
+        for i, verdict in zip(passed, self._validator.evidence.add_claims([rollouts[i] for i in passed]), strict=True):
             found[i] = verdict
         passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
         checked = any(self._is_drawn(node, lot) for node in {rollouts[i].worker for i in passed})
         if checked:
-            judged = self._judge.judge_replayed([rollouts[i] for i in passed])
+            judged = self._validator.check_with_weights([rollouts[i] for i in passed])
             for i, verdict in zip(passed, judged, strict=True):
                 found[i] = verdict
         places = set()

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.validator import status as validator_status
-from rl.verification import checks
+from rl.verification import checks, seen_set
 
 MAX_FILES = 2**16
 MAX_BYTES = 2**26  # of their statuses as JSON
@@ -60,7 +60,7 @@ class State:
         self.files: dict[str, validator_status.Status] = {}
         self.names: collections.OrderedDict[tuple[str, bool], tuple[str, ...]] = collections.OrderedDict()
         self.unsettled: set[str] = set()
-        self.seen = checks.Seen(keep_steps)
+        self.seen = seen_set.SeenSet(keep_steps)
         try:  # check_same_thread: the service opens it in one thread and judges in another, never at once
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
         except sqlite3.Error as error:
@@ -100,14 +100,14 @@ class State:
         Returns:
           Nodes whose records had to make room.
         """
-        entries = checks.entries(accepted)
+        entries = [(rollout.step, checks.seen_entries(rollout)) for rollout in accepted]
         texts = {sha: _spelled(status) for sha, status in files.items() if sha not in self.files}
         with self._transaction() as execute:
             for sha, text in texts.items():
                 execute("INSERT INTO files (sha, status, settled) VALUES (?, ?, 0)", (sha, text))
             execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", (*asked, ",".join(job)))
-            for entry in entries:
-                execute("INSERT INTO seen VALUES (?, ?, ?, ?, ?)", entry)
+            for step, (digest, place) in entries:
+                execute("INSERT INTO seen VALUES (?, ?, ?, ?, ?)", (step, digest, *place))
             if entries:
                 newest = max(self.seen.newest, *(entry[0] for entry in entries))
                 execute("DELETE FROM seen WHERE step <= ?", (newest - self.seen.keep_steps,))
@@ -123,7 +123,8 @@ class State:
             del self.files[sha]
         self.unsettled.difference_update(oldest)
         self._point(asked, job)
-        self.seen.add(entries)
+        for step, pair in entries:
+            self.seen.add(step, *pair)
         return least
 
     def settle(self, shas: Iterable[str]) -> None:
@@ -193,7 +194,8 @@ class State:
                 self.unsettled.add(sha)
         for name, is_group, job in execute("SELECT name, is_group, job FROM names ORDER BY rowid"):
             self._point((name, bool(is_group)), tuple(job.split(",")))
-        self.seen.add(execute("SELECT step, digest, env, task, sample FROM seen").fetchall())
+        for step, digest, *place in execute("SELECT step, digest, env, task, sample FROM seen"):
+            self.seen.add(step, digest, tuple(place))
 
     @contextlib.contextmanager
     def _transaction(self, begin: str = "BEGIN") -> Iterator:

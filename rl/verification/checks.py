@@ -1,57 +1,52 @@
-"""The checks on a rollout, each a function that gives a verdict: what INTELLECT-2's validators look at, and more.
+"""The rules that an honest rollout keeps, each a function that returns a verdict. Nothing else states them.
 
-Cheap before dear. From the record alone:
-1. `form` (every field of the schema), `routable` (experts that the model has), `signature`, `fresh` (not handed in before).
-2. `prescribed`: task, seed, sample and temperature are those that follow from the run's seed (rl/protocol/task_schedule.py).
-3. `policy_version`: within the lag that this batch allows, not newer than what was published.
-4. `bounds`: lengths, vocabulary, rewards. `ending`: the finish reason is what the last token says.
-5. `prompt`: made again by the environment. `claims`: the log-probabilities fit the noise that drew the tokens.
-   `rewards`: made again.
-From one replay (rl/verification/replay.py), in which the experts run that the rollout names, if it does:
-   `routing`: each is its router's choice, or nearly. So a claim steers neither the learner nor what follows here.
-6. `sampling`: each token is what the seed's noise draws. `logprob`: claimed against replayed.
-7. `stopping`: the closing token was not absurdly unlikely. `shape`: tokens were drawn at the claimed temperature.
-8. `proof`: TOPLOC.
+A check takes (subject, rules) and returns a `Verdict`; `first_failure` runs a table of checks in order, cheap ones first.
+1. `AT_LEASE`: fields that follow from the lease. The orchestrator checks them under its lock (`check_at_lease`).
+2. `WITHOUT_WEIGHTS`: all that needs no model, AT_LEASE included. `claimed_logprobs` and `rewards` complete it; they take many
+   rollouts, since a call of numpy or of the scorer costs more than the arithmetic (18 against 390 us per rollout of 500 tokens).
+3. `WITH_WEIGHTS`: a replay (rl/verification/replay.py) of a rollout that passed WITHOUT_WEIGHTS. Routing is first: a false
+   claim about experts must not change the result of the checks after it.
 
-A verdict is a value with a reason code, whatever the input was. Nothing here raises for what a stranger wrote, does I/O,
-or knows an environment: `Rules` carries the two functions that ask one.
+No check raises, whatever an untrusted worker wrote, and none does I/O: `Rules` holds the functions that call an environment.
 
-INTELLECT-2 wants P(EOS) > 0.1 at the end. An honest policy draws an EOS of probability 0.05 once in twenty chances, so
-that rule refuses honest rollouts at temperature 1; it is there as `Rules.min_stop_probability`. The default is a bound
-by chance: over T positions an honest stream ends where P(stop) < q with probability at most T q.
+INTELLECT-2 requires P(EOS) > 0.1 at the end. An honest policy samples an EOS of probability 0.05 once in twenty chances, so that
+rule rejects honest rollouts at temperature 1; `Rules.min_stop_probability` can set it. The default bounds chance: over T
+positions, an honest rollout ends where P(stop) < q with probability at most T q.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from inference.engine import sampler
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
-from rl.batch import router_replay
-from rl.envs import scorer
 from rl.protocol import task_schedule
-from rl.verification import sequential_test
+from rl.verification import rules as rules_lib
+from rl.verification import seen_set, sequential_test
 
-NOISE_SPAN = (
-    20.0  # nats between the largest Gumbel noise of 23 bits (16.6) and the smallest (-2.8), and some for rounding
-)
-CHANCE = 1e-7  # of refusing an honest rollout, per check that rests on chance
+NOISE_SPAN = 20.0  # nats: Gumbel noise of 23 bits is at most 16.6 and at least -2.8, plus room for rounding
+CHANCE = 1e-7  # probability of rejecting an honest rollout, per check that depends on chance
+Subject = TypeVar("Subject")
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`reason` is "ok" or a code: schema, signature, duplicate, samples, task, seed, temperature, step, versions,
-    length, tokens, reward, unscored (our scorer gave up), termination, prompt, weights, routing, sampling, logprob, shape,
-    toploc, statistics."""
+    """The result of a check: "ok", or a reason code with details.
+
+    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
+    (our scorer timed out), termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics.
+    """
 
     reason: str
     detail: str = ""
 
     @property
     def accepted(self) -> bool:
+        """True if the check found nothing wrong."""
         return self.reason == "ok"
 
     def __str__(self) -> str:
@@ -61,408 +56,407 @@ class Verdict:
 OK = Verdict("ok")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the run prescribes; a worker's word is not taken for any of it."""
-
-    env: str
-    env_seed: int
-    vocab_size: int
-    max_model_len: int
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    groups: Callable[[int], list[task_schedule.Group]]  # step -> its prescribed groups
-    num_steps: int
-    max_lag: int
-    reward_bounds: tuple[float, float] = (-1.0, 1.0)
-    min_stop_probability: float = 0.0
-    prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # made by the environment
-    score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[scorer.Scored]] | None = (
-        None  # of completions' tokens
-    )
-    held_out: Callable[[int], list[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
-    first_step: int = 1
-    router_replay: bool = False  # rollouts must say which experts ran
+Check = Callable[[Subject, rules_lib.Rules], Verdict]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """How far an honest replay may lie from the claim: 0 in exact arithmetic, more across backends and dtypes."""
-
-    margin: float  # nats of noised logit by which a claimed token may miss the argmax
-    max_wrong_tokens: int  # tokens of a rollout that may miss it by more
-    logprob: float  # nats between claimed and replayed log-probability
-    proofs: toploc.Thresholds = toploc.DEPLOYED
-    routing: float = 0.02  # nats of a router's logits by which a claimed expert may miss the best
-
-    @classmethod
-    def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":
-        """As `config.trust` has it."""
-        return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
+def first_failure(checks: Iterable[Check[Subject]], subject: Subject, rules: rules_lib.Rules) -> Verdict:
+    """Returns the verdict of the first check that rejects the subject, or OK. Later checks do not run."""
+    return next((verdict for check in checks if not (verdict := check(subject, rules)).accepted), OK)
 
 
-# ---- from the record alone ------------------------------------------------------------------------------------------
+def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
+    """Checks well-formed rollouts submitted for one lease; `rules` are `Rules.at_lease`. Takes microseconds per rollout."""
+    verdict = first_failure(WHOLE_GROUP, rollouts, rules)
+    each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
+    return next((found for found in each if not found.accepted), OK) if verdict.accepted else verdict
 
 
-def form(rollout) -> Verdict:
-    reason = rollout_lib.validate(rollout)
-    return Verdict("schema", reason) if reason else OK
+# ---- the rollouts of one group --------------------------------------------------------------------------------------
 
 
-def routable(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay) -> Verdict:
-    """The experts that it names, if it does, are such as `claims` of this model can name."""
-    reason = None if rollout.routed_experts is None else claims.refusal(rollout)
-    return Verdict("routing", reason) if reason else OK
-
-
-def routed(rollout: rollout_lib.Rollout, claims: router_replay.RouterReplay, rules: Rules) -> Verdict:
-    """It names experts, where the run replays them."""
-    reason = claims.misfit(rollout) if rules.router_replay else None
-    return Verdict("routing", reason) if reason else OK
-
-
-def signature(rollout: rollout_lib.Rollout, workers: Sequence[str] = ()) -> Verdict:
-    """`workers`: keys that may submit; empty: any."""
-    if workers and rollout.worker not in workers:
-        return Verdict("signature", f"the key {rollout.worker[:16]} may not submit here")
-    return OK if rollout_lib.signature_ok(rollout) else Verdict("signature", "the key in `worker` did not sign this")
-
-
-def fresh(rollout: rollout_lib.Rollout, seen: "Seen") -> Verdict:
-    """Same tokens alone are no offence: two samples may well agree."""
-    return Verdict("duplicate", reason) if (reason := seen.refusal(rollout)) else OK
-
-
-class Seen:
-    """Places (step, group, sample) and digests of rollouts accepted, for as many steps as may come again.
-
-    Only what was accepted is remembered: a group that was refused is asked for again.
-    """
-
-    def __init__(self, keep_steps: int = 16):
-        self.keep_steps = keep_steps
-        self._by_step: dict[int, set] = {}
-
-    @property
-    def newest(self) -> int:
-        return max(self._by_step, default=0)
-
-    def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
-        if self._by_step and rollout.step <= self.newest - self.keep_steps:
-            return f"step {rollout.step} is over: rollouts of step {self.newest} were accepted already"
-        known = self._by_step.get(rollout.step, ())
-        if rollout_lib.digest(rollout) in known:
-            return "this rollout was accepted before"
-        if _place(rollout) in known:
-            return f"sample {rollout.sample} of group {rollout.task.group} was accepted before"
-        return None
-
-    def remember(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
-        self.add(entries(rollouts))
-
-    def add(self, found: Sequence[tuple[int, bytes, str, int, int]]) -> None:
-        """What `entries` gave, maybe long ago."""
-        for step, digest, *place in found:
-            self._by_step.setdefault(step, set()).update((digest, tuple(place)))
-        for step in [step for step in self._by_step if step <= self.newest - self.keep_steps]:
-            del self._by_step[step]
-
-
-def entries(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, bytes, str, int, int]]:
-    """What `Seen` keeps of each: (step, digest, environment, group, sample)."""
-    return [(rollout.step, rollout_lib.digest(rollout), *_place(rollout)) for rollout in rollouts]
-
-
-def _place(rollout: rollout_lib.Rollout) -> tuple:
-    return rollout.task.env, rollout.task.group, rollout.sample
-
-
-def complete(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> Verdict:
-    """A group is its G samples once each, of one prompt, from one worker."""
+def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
+    """Checks that each sample of the group is present exactly once."""
     group = _group(rollouts[0], rules)
-    wanted = list(range(group.num_samples)) if group else []
-    found = sorted(r.sample for r in rollouts)
-    if found != wanted:
-        return Verdict("samples", f"expected 0..{len(wanted) - 1} once each, got {found[:16]}")
-    prompt = rollouts[0].tokens[: rollouts[0].prompt_length]
-    if any(not np.array_equal(r.tokens[: r.prompt_length], prompt) for r in rollouts):
+    count = group.num_samples if group else 0
+    found = sorted(rollout.sample for rollout in rollouts)
+    if found == list(range(count)):
+        return OK
+    return Verdict("samples", f"expected 0..{count - 1} once each, got {found[:16]}")
+
+
+def same_prompt(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
+    """Checks that all rollouts have the same prompt."""
+    if len({r.tokens[: r.prompt_length].tobytes() for r in rollouts}) > 1:
         return Verdict("prompt", "the samples of one group have different prompts")
-    if len({r.worker for r in rollouts}) > 1:
+    return OK
+
+
+def same_worker(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
+    """Checks that one worker made all rollouts."""
+    if len({rollout.worker for rollout in rollouts}) > 1:
         return Verdict("signature", "the samples of one group come from different workers")
     return OK
 
 
-def prescribed(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
-    """The task, the seed and the temperature follow from the run's seed: a worker can choose none of them."""
-    if not 1 <= rollout.step <= rules.num_steps:
-        return Verdict("step", f"{rollout.step} is not one of 1..{rules.num_steps}")
+WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
+
+
+# ---- one rollout, without weights -----------------------------------------------------------------------------------
+
+
+def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks every field's type and range, for any object. The other checks rely on it."""
+    reason = rollout_lib.validate(rollout)
+    return Verdict("schema", reason) if reason else OK
+
+
+def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the key named in `worker` signed the rollout."""
+    return OK if rollout_lib.signature_ok(rollout) else Verdict("signature", "the key in `worker` did not sign this")
+
+
+def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks step, group, task, and sample number, which follow from the run's seed (rl/protocol/task_schedule.py)."""
+    if not rules.groups(rollout.step):
+        return Verdict("step", f"{rollout.step} is not a step of this run")
     group = _group(rollout, rules)
     if group is None:
         return Verdict("task", f"group {rollout.task.group} does not belong to step {rollout.step}")
-    task = (rollout.task.env, rollout.task.index, rollout.task.seed)
-    if task != (rules.env, group.index, rules.env_seed):
-        return Verdict("task", f"expected {rules.env} {group.index}, got {task[0]} {task[1]} of seed {task[2]}")
+    found = rollout.task
+    if (found.env, found.index, found.seed) != (rules.env, group.index, rules.env_seed):
+        expected = f"{rules.env} {group.index} of seed {rules.env_seed}"
+        return Verdict("task", f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
     if not 0 <= rollout.sample < group.num_samples:
         return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
-    if rollout.seed != (group.seed + rollout.sample) % 2**32:
-        expected = (group.seed + rollout.sample) % 2**32
-        return Verdict("seed", f"expected {expected} for sample {rollout.sample}, got {rollout.seed}")
-    if abs(rollout.temperature - group.temperature) > 1e-6:
-        return Verdict("temperature", f"expected {group.temperature}, got {rollout.temperature}")
     return OK
 
 
-def policy_version(rollout: rollout_lib.Rollout, rules: Rules, newest: int) -> Verdict:
-    """Step n takes versions n - 1 - max_lag .. n - 1, of those that are out, in the order in which they came out."""
-    versions = rollout.versions
-    oldest = max(0, rollout.step - 1 - rules.max_lag)
-    if (low := int(versions.min())) < oldest:  # of the prompt's keys, too
-        return Verdict("versions", f"{low} is older than {oldest}, the oldest that step {rollout.step} takes")
-    latest = min(newest, rollout.step - 1)
-    if (high := int(versions.max())) > latest:
-        return Verdict("versions", f"{high} is newer than {latest}, the newest that step {rollout.step} can have seen")
-    if np.any(np.diff(versions) < 0):
-        return Verdict("versions", "they fall along the sequence")
-    return OK
+def seed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the seed of the sampling noise: a worker cannot sample again until it likes the result."""
+    expected = (_group(rollout, rules).seed + rollout.sample) % 2**32
+    if rollout.seed == expected:
+        return OK
+    return Verdict("seed", f"expected {expected} for sample {rollout.sample}, got {rollout.seed}")
 
 
-def bounds(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
+def temperature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the sampling temperature."""
+    expected = _group(rollout, rules).temperature
+    if abs(rollout.temperature - expected) <= 1e-6:
+        return OK
+    return Verdict("temperature", f"expected {expected}, got {rollout.temperature}")
+
+
+def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the number of sampled tokens, and of all tokens: packing and replay cannot take more than `max_model_len`."""
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
-    if (top := int(rollout.tokens.max())) >= rules.vocab_size:
-        return Verdict("tokens", f"id {top} is outside the vocabulary of {rules.vocab_size}")
-    if (least := float(rollout.logprobs.min())) < -(math.log(rules.vocab_size) + NOISE_SPAN):
-        return Verdict("logprob", f"{least} of a token is less than the noise can make up for")
-    low, high = rules.reward_bounds
-    if not low <= rollout.reward <= high:
-        return Verdict("reward", f"{rollout.reward} is outside [{low}, {high}]")
     return OK
 
 
-def ending(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
-    """ "stop" ends with a stop token and holds none before; "length" was really at a limit and holds none at all."""
+def vocabulary(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks that every token ID is in the vocabulary."""
+    top = int(rollout.tokens.max())
+    return (
+        OK if top < rules.vocab_size else Verdict("tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
+    )
+
+
+def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the policy versions, also of the prompt's keys: ascending, not too old, and published.
+
+    Step n trains on versions up to n - 1, since it makes version n itself.
+    """
+    group, versions = _group(rollout, rules), rollout.versions
+    if (low := int(versions.min())) < group.min_version:
+        return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
+    if np.any(np.diff(versions) < 0):
+        return Verdict("versions", "they decrease along the sequence")
+    bounds = [] if rules.newest is None else [rules.newest]
+    newest = min(bounds + [group.step - 1] * (group.split == "train"), default=math.inf)
+    if (high := int(versions.max())) > newest:
+        return Verdict("versions", f"{high} is newer than {newest}, the newest that step {group.step} can have seen")
+    return OK
+
+
+def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks that a training rollout names its experts, where the run replays them, in an array that packing can take."""
+    required = rules.router_replay and _group(rollout, rules).split == "train"
+    reason = rules.experts.misfit(rollout) if required else None
+    return Verdict("routing", reason) if reason else OK
+
+
+def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the model has the experts that the rollout names, if it names any."""
+    reason = None if rollout.routed_experts is None else rules.experts.refusal(rollout)
+    return Verdict("routing", reason) if reason else OK
+
+
+def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the noise can have drawn a token of so small a claimed log-probability."""
+    least = float(rollout.logprobs.min())
+    if least >= -(math.log(rules.vocab_size) + NOISE_SPAN):
+        return OK
+    return Verdict("logprob", f"{least} of a token is less than the noise can make up for")
+
+
+def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the finish reason: "stop" ends with the first stop token, "length" has none and reached a limit.
+
+    A rollout of several turns has a stop token at the end of each.
+    """
     sampled = rollout.tokens[rollout.sampled_mask]
     stops = np.isin(sampled, rules.stop_ids)
     if not rollout.sampled_mask[-1]:
-        return Verdict("termination", "it goes on after the last sampled token")
-    if stops[:-1].any() and rollout.sampled_mask[rollout.prompt_length :].all():  # several turns have several
-        return Verdict("termination", "it goes on after a stop token")
+        return Verdict("termination", "tokens follow the last sampled token")
+    if stops[:-1].any() and _has_one_turn(rollout):
+        return Verdict("termination", "tokens follow a stop token")
     if (rollout.finish_reason == "stop") != bool(stops[-1]):
-        return Verdict("termination", f"finish_reason is {rollout.finish_reason}, the last token says otherwise")
+        is_stop = "is" if stops[-1] else "is not"
+        return Verdict(
+            "termination", f"finish_reason is {rollout.finish_reason}, and the last token {is_stop} a stop token"
+        )
     full = len(sampled) == rules.max_tokens or len(rollout.tokens) == rules.max_model_len
     if rollout.finish_reason == "length" and not full:
-        return Verdict("termination", f"{len(sampled)} tokens are not the most allowed, and the last is no stop token")
+        return Verdict("termination", f"finish_reason is length after {len(sampled)} of {rules.max_tokens} tokens")
     return OK
 
 
-def prompt(rollout: rollout_lib.Rollout, rules: Rules) -> Verdict:
-    """It is the task's own; and nothing was put into the answer, for the environments of one turn that there are."""
+def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Checks the prompt against the environment's, and that all tokens after it were sampled (native ones have one turn)."""
     if rules.prompt is None:
         return OK
-    if not rollout.sampled_mask[rollout.prompt_length :].all():
-        return Verdict("prompt", "tokens that were not sampled stand behind it")
-    expected = rules.prompt(_group(rollout, rules))
+    if not _has_one_turn(rollout):
+        return Verdict("prompt", "tokens after it were not sampled")
     found = rollout.tokens[: rollout.prompt_length].tolist()
-    return OK if found == list(expected) else Verdict("prompt", "it is not the one that its task has")
+    same = found == list(rules.prompt(_group(rollout, rules)))
+    return OK if same else Verdict("prompt", "it is not the prompt of its task")
 
 
-def claimed_races(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:
-    """y [N] of rl/verification/sequential_test.py per rollout: exponentially distributed where the noise of its seed drew each token and the
-    log-probabilities are those that it was drawn with. All at once, as numpy's calls cost more than the arithmetic."""
+AT_LEASE = (task, seed, temperature, lengths, vocabulary, version_window, experts_named)
+WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, prompt)
+
+
+def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:
+    """Returns per rollout y [N] = exp(-(claimed log-probability + noise)) of its sampled tokens.
+
+    y is exponentially distributed if the noise of the seed drew each token and the claims are true, for any distribution of
+    the policy (rl/verification/sequential_test.py).
+    """
+    if not rollouts:
+        return []
     positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
     counts = [len(position_N) for position_N in positions]
     tokens = [rollout.tokens[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
     logps = [rollout.logprobs[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
-    if not rollouts:
-        return []
     seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], np.uint32), counts)
     races = sampler.exponential_noise(seeds, np.concatenate(positions), np.concatenate(tokens))
     y = races * np.exp(-np.concatenate(logps).astype(np.float64))
     return np.split(y, np.cumsum(counts)[:-1])
 
 
-def claims(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
-    """Of one of `claimed_races`. Greedy streams have no noise."""
-    if rollout.temperature == 0:
-        return OK
+def claimed_logprobs(rollouts: Sequence[rollout_lib.Rollout]) -> list[Verdict]:
+    """Checks claimed log-probabilities against the noise that drew the tokens. A greedy rollout has no noise and passes."""
+    noise = exponential_noise(rollouts)
+    return [_claimed_logprob(*one) if one[0].temperature else OK for one in zip(rollouts, noise, strict=True)]
+
+
+def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
     limit = math.log(len(y_N) / CHANCE)
     if (top := float(y_N.max())) > limit:
         at = int(np.flatnonzero(rollout.sampled_mask)[y_N.argmax()])
         least = float(rollout.logprobs[at]) + math.log(top / limit)
-        return Verdict("logprob", f"{rollout.logprobs[at]:.3g} of token {at}, its noise draws it from {least:.3g} on")
+        return Verdict(
+            "logprob", f"{rollout.logprobs[at]:.3g} claimed for token {at}, its noise needs {least:.3g} at least"
+        )
     odds = sequential_test.log_mean_exp(sequential_test.claims_ratio(y_N))
     if odds < -math.log(CHANCE):
         return OK
     return Verdict("logprob", f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1")
 
 
-def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: Rules) -> list[Verdict]:
-    """Of rollouts of one group: recomputed by the environment, the number and every named part.
+def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
+    """Checks the rewards of one group's rollouts against our own scores, every component.
 
-    A scorer has a limit (rl/envs/scorer.py), and who rolled out gave up sooner than we do. Where it gave up, the
-    completion is worth 0, and we believe that if it takes us a fifth of its limit. Where we gave up, it must have, too:
-    honest machines are not five times as fast as ours; should one be, the group is not taken and nobody is to blame.
+    Scorers have a time limit, ours five times that of a worker, and a completion that exceeds it is worth 0. A claim of 0 is
+    believed if ours took so long that the worker's may have timed out. If ours timed out and the claim is not 0, the verdict
+    is "unscored", which is not the worker's fault: its machine may be much faster than ours.
     """
     if rules.score is None or not rollouts:
         return [OK] * len(rollouts)
     found = rules.score(_group(rollouts[0], rules), [r.tokens[r.sampled_mask].tolist() for r in rollouts])
-    return [_reward(rollout, scored) for rollout, scored in zip(rollouts, found, strict=True)]
+    return [_reward(rollout, recomputed) for rollout, recomputed in zip(rollouts, found, strict=True)]
 
 
-def _reward(rollout: rollout_lib.Rollout, scored: scorer.Scored) -> Verdict:
+def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> Verdict:
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
-    if set(claimed) != set(scored.scores):
-        return Verdict("reward", f"its parts are {sorted(scored.scores)}, got {sorted(claimed)[:16]}")
-    # A checker may add in another order on another Python; a reward moves by far more when it is invented.
-    wrong = [name for name, score in sorted(scored.scores.items()) if not abs(claimed[name] - score) <= 1e-6]
-    if not wrong or (not any(claimed.values()) and scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD):
+    if set(claimed) != set(recomputed.scores):
+        return Verdict("reward", f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
+    # A checker may add in another order on another Python; an invented reward differs by far more.
+    wrong = [name for name, score in sorted(recomputed.scores.items()) if not abs(claimed[name] - score) <= 1e-6]
+    if not wrong or (recomputed.slow and not any(claimed.values())):
         return OK
-    if not scored.in_time:
+    if recomputed.timed_out:
+        return Verdict("unscored", "our scorer timed out, and a completion that takes that long is worth 0")
+    return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {recomputed.scores[wrong[0]]}")
+
+
+def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
+    """Checks that neither this rollout nor its sample is in `seen`. Equal tokens of two samples are allowed."""
+    if seen.is_over(rollout.step):
         return Verdict(
-            "unscored", f"the scorer took {scorer.CHECK_LIMIT_S} s, and a completion that takes that is worth 0"
+            "duplicate", f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
         )
-    return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {scored.scores[wrong[0]]}")
+    digest, place = seen_entries(rollout)
+    if (rollout.step, digest) in seen:
+        return Verdict("duplicate", "this rollout was accepted before")
+    if (rollout.step, place) in seen:
+        return Verdict("duplicate", f"sample {rollout.sample} of group {rollout.task.group} was accepted before")
+    return OK
 
 
-# ---- from one replay ------------------------------------------------------------------------------------------------
+def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, int]]:
+    """Returns the entries of an accepted rollout in a seen set: its digest and (environment, group, sample)."""
+    return rollout_lib.digest(rollout), (rollout.task.env, rollout.task.group, rollout.sample)
+
+
+# ---- one rollout and its replay -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """One rollout's part of a replay: rows are its N sampled tokens."""
+class Replayed:
+    """One rollout with its replay; arrays have a row per sampled token."""
 
+    rollout: rollout_lib.Rollout
     positions_N: np.ndarray
-    margin_N: np.ndarray  # of the noised argmax over the claimed token, nats
-    claimed_N: np.ndarray  # log-probabilities
+    margin_N: np.ndarray  # largest noised logit minus that of the token, nats
     logp_N: np.ndarray
-    tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential.TILTS` against the claimed temperature
+    tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray
-    gap_T: np.ndarray | None = None  # of the experts claimed for each token but the last, nats; None without a claim
-
-
-def scores(rollout: rollout_lib.Rollout, replay, row: int) -> Scores:
-    """`replay` is a rl.replay.Replay of host arrays."""
-    sampled = np.flatnonzero(rollout.sampled_mask)
-    tilt_NK = replay.tilt[row, sampled].astype(np.float64)
-    return Scores(
-        positions_N=sampled,
-        margin_N=replay.margin[row, sampled],
-        claimed_N=rollout.logprobs[sampled],
-        logp_N=replay.logp[row, sampled],
-        # A token outside the filters has probability 0 and no finite ratio; `sampling` sees to it.
-        tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
-        hidden_ND=replay.hidden[row, sampled],
-        gap_T=None if rollout.routed_experts is None else replay.gap[row, : len(rollout.tokens) - 1],
+    gap_T: np.ndarray | None = (
+        None  # router margins of the claimed experts of all tokens but the last; None without a claim
     )
+    proofs: Sequence[toploc.ProofResult] = ()
+
+    @property
+    def error_N(self) -> np.ndarray:
+        """Claimed minus replayed log-probabilities, absolute."""
+        return np.abs(self.rollout.logprobs[self.positions_N] - self.logp_N)
 
 
-def replayed(
-    rollout: rollout_lib.Rollout,
-    scored: Scores,
-    results: Sequence[toploc.ProofResult],
-    tolerance: Tolerance,
-    rules: Rules | None,
-) -> Verdict:
-    """All checks below in their order; `results` are those of `proof_results`."""
-    verdict = routing(scored, tolerance)
-    verdict = sampling(scored, tolerance) if verdict.accepted else verdict
-    verdict = logprob(scored, tolerance) if verdict.accepted else verdict
-    verdict = stopping(rollout, scored, rules) if verdict.accepted and rules is not None else verdict
-    verdict = shape(rollout, scored) if verdict.accepted else verdict
-    return proof(results) if verdict.accepted else verdict
+def replayed(rollouts: Sequence[rollout_lib.Rollout], replay, thresholds: toploc.Thresholds) -> list[Replayed]:
+    """Splits a `replay.Replay` into its rollouts, and verifies their proofs together."""
+    found = []
+    for row, rollout in enumerate(rollouts):
+        sampled = np.flatnonzero(rollout.sampled_mask)
+        tilt_NK = replay.tilt[row, sampled].astype(np.float64)
+        found.append(
+            Replayed(
+                rollout,
+                sampled,
+                margin_N=replay.margin[row, sampled],
+                logp_N=replay.logp[row, sampled],
+                # A token outside the filters has probability 0 and no finite ratio; `sampling` rejects it.
+                tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
+                hidden_ND=replay.hidden[row, sampled],
+                gap_T=None if rollout.routed_experts is None else replay.gap[row, : len(rollout.tokens) - 1],
+            )
+        )
+    proofs = [toploc.split(one.rollout.proofs, *one.hidden_ND.shape) for one in found]
+    results = toploc.verify_proofs_batch([one.hidden_ND for one in found], proofs, thresholds=thresholds)
+    return [dataclasses.replace(one, proofs=result) for one, result in zip(found, results, strict=True)]
 
 
-def proof_results(
-    rollouts: Sequence[rollout_lib.Rollout], scored: Sequence[Scores], thresholds: toploc.Thresholds
-) -> list[list[toploc.ProofResult]]:
-    """Per rollout and window. All at once: for a few windows at a time, numpy's calls cost more than the arithmetic."""
-    proofs = [toploc.split(r.proofs, *s.hidden_ND.shape) for r, s in zip(rollouts, scored, strict=True)]
-    return toploc.verify_proofs_batch([s.hidden_ND for s in scored], proofs, thresholds=thresholds)
-
-
-def routing(scored: Scores, tolerance: Tolerance) -> Verdict:
-    if scored.gap_T is None:
+def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the routers choose the claimed experts, or nearly."""
+    if one.gap_T is None:
         return OK
-    gap_T = np.where(np.isnan(scored.gap_T), np.inf, scored.gap_T)
-    if (worst := float(gap_T.max())) <= tolerance.routing:
+    gap_T = np.where(np.isnan(one.gap_T), np.inf, one.gap_T)
+    if (worst := float(gap_T.max())) <= rules.tolerance.routing:
         return OK
-    wrong = int((gap_T > tolerance.routing).sum())
+    wrong = int((gap_T > rules.tolerance.routing).sum())
     return Verdict(
         "routing",
-        f"{wrong} of {len(gap_T)} tokens name experts that its policy does not choose; those of token "
+        f"{wrong} of {len(gap_T)} tokens name experts that their policy does not choose; those of token "
         f"{int(gap_T.argmax())} miss by {worst:.3g}",
     )
 
 
-def sampling(scored: Scores, tolerance: Tolerance) -> Verdict:
-    margin_N = np.where(np.isnan(scored.margin_N), np.inf, scored.margin_N)
-    wrong = int((margin_N > tolerance.margin).sum())
-    if wrong <= tolerance.max_wrong_tokens:
+def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the noise of the seed draws the claimed tokens."""
+    margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
+    wrong = int((margin_N > rules.tolerance.margin).sum())
+    if wrong <= rules.tolerance.max_wrong_tokens:
         return OK
     worst = int(margin_N.argmax())
     return Verdict(
         "sampling",
-        f"{wrong} of {len(margin_N)} tokens are not what the seed draws; token {int(scored.positions_N[worst])} misses "
+        f"{wrong} of {len(margin_N)} tokens are not those that the seed draws; token {int(one.positions_N[worst])} misses "
         f"by {margin_N[worst]:.3g}",
     )
 
 
-def logprob(scored: Scores, tolerance: Tolerance) -> Verdict:
-    error = float(np.abs(scored.logp_N - scored.claimed_N).max())
-    if error <= tolerance.logprob:
+def logprob(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks claimed against replayed log-probabilities."""
+    error, limit = float(one.error_N.max()), rules.tolerance.logprob
+    if error <= limit:
         return OK
-    return Verdict("logprob", f"claimed and replayed differ by {error:.3g}, more than {tolerance.logprob}")
+    return Verdict("logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
-def stopping(rollout: rollout_lib.Rollout, scored: Scores, rules: Rules) -> Verdict:
-    """Of the closing token. Greedy streams stop where the argmax does: `sampling` sees to those."""
-    if rollout.finish_reason != "stop" or rollout.temperature == 0:
+def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the closing stop token was not too unlikely. A greedy rollout stops at the argmax: see `sampling`."""
+    if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
         return OK
-    floor = max(CHANCE / len(scored.logp_N), rules.min_stop_probability)
-    probability = float(np.exp(scored.logp_N[-1]))
+    floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
+    probability = float(np.exp(one.logp_N[-1]))
     if probability >= floor:
         return OK
-    return Verdict(
-        "termination", f"it stopped where that had a probability of {probability:.2g}, less than {floor:.2g}"
-    )
+    return Verdict("termination", f"the stop token had a probability of {probability:.2g}, less than {floor:.2g}")
 
 
-def shape(rollout: rollout_lib.Rollout, scored: Scores) -> Verdict:
-    odds = sequential_test.log_mean_exp(scored.tilt_K)
-    if rollout.temperature == 0 or odds < -np.log(CHANCE):
+def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks that the tokens were drawn at the claimed temperature."""
+    odds = sequential_test.log_mean_exp(one.tilt_K)
+    if one.rollout.temperature == 0 or odds < -np.log(CHANCE):
         return OK
-    best = sequential_test.TILTS[int(scored.tilt_K.argmax())]
+    best = sequential_test.TILTS[int(one.tilt_K.argmax())]
     return Verdict("shape", f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1")
 
 
-def proof(results: Sequence[toploc.ProofResult]) -> Verdict:
-    failed = [result for result in results if not result.accepted]
+def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Checks the TOPLOC proofs of the hidden states."""
+    failed = [result for result in one.proofs if not result.accepted]
     if not failed:
         return OK
     return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
 
 
-def evidence(
-    rollout: rollout_lib.Rollout, scored: Scores, results: Sequence[toploc.ProofResult]
-) -> sequential_test.Evidence:
-    """What an accepted rollout adds to its node's record."""
-    k = min(128, scored.hidden_ND.size)
-    proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in results]
+WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
+
+
+def evidence(one: Replayed) -> sequential_test.Evidence:
+    """Returns what an accepted rollout adds to the sequential test of its worker."""
+    k = min(128, one.hidden_ND.size)
+    proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]
     return sequential_test.Evidence(
-        margin=float(np.minimum(scored.margin_N, 1).mean()),
-        logprob=float(np.minimum(np.abs(scored.claimed_N - scored.logp_N), 1).mean()),
+        margin=float(np.minimum(one.margin_N, 1).mean()),
+        logprob=float(np.minimum(one.error_N, 1).mean()),
         proof=float(np.mean(proofs)),
-        shape=scored.tilt_K if rollout.temperature > 0 else np.zeros(len(scored.tilt_K)),
-        num_tokens=len(scored.margin_N),
+        shape=one.tilt_K if one.rollout.temperature > 0 else np.zeros(len(one.tilt_K)),
+        num_tokens=len(one.margin_N),
     )
 
 
-def _group(rollout: rollout_lib.Rollout, rules: Rules) -> task_schedule.Group | None:
-    if not rules.first_step <= rollout.step <= rules.num_steps:
-        return None
+def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:
+    """The prescribed group; None only where `task` rejects the rollout."""
     groups = rules.groups(rollout.step)
-    at = rollout.task.group - groups[0].group
+    at = rollout.task.group - groups[0].group if groups else -1
     return groups[at] if 0 <= at < len(groups) else None
+
+
+def _has_one_turn(rollout: rollout_lib.Rollout) -> bool:
+    return bool(rollout.sampled_mask[rollout.prompt_length :].all())

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from configs import quickstart, quickstart_moe
-from inference.engine import request as request_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import launch
@@ -22,18 +21,18 @@ from rl.orchestrator import admission
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import task_schedule
 from rl.validator import calibrate
-from rl.verification import checks, verifier
+from rl.verification import rules as rules_lib
+from rl.verification import verifier
 from tests.rl import test_train
 from tests.rl.orchestrator import test_orchestrator
-from tests.rl.verification import test_router_replay_claims as claims
-from tests.support import tiny
+from tests.support import claims, tiny
 
 
 def test_a_run_that_replays_records_asks_and_packs(monkeypatch, tmp_path):
     exp = experiment.resolve(claims.moe_config())
     assert exp.engine.routed_experts and exp.credit.router_replay == router_replay.RouterReplay.of(exp.model)
     assert verifier.rules_of(exp.config, exp.tokenizer).router_replay
-    assert checks.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
+    assert rules_lib.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
     commands = []
 
     def answering(name, command, *rest):
@@ -97,19 +96,12 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
     """Other batches, chunkings and a mesh give other near ties, and none is an offence; bfloat16 stays within the limit for it."""
     exp = experiment.resolve(claims.moe_config(model__num_experts=16, rl__max_lag=0))
     params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
-    limits = checks.Tolerance.of(exp.config.trust)
-    judge = verifier.Validator(
-        exp.model,
-        lambda version: params,
-        request_lib.NO_FILTERS,
-        limits,
-        max_model_len=exp.config.inference.max_model_len,
-    )
+    validator = verifier.Validator(exp.model, lambda version: params, rules_lib.Rules.of(exp.config))
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):
         rollouts = calibrate.variant_rollouts(exp, params, 0, calibrate.VARIANTS[name], 128, key)
         assert all(rollout.routed_experts is not None for rollout in rollouts)
-        measured[name] = calibrate.measure(judge, rollouts, limits)
+        measured[name] = calibrate.measure(validator, rollouts)
         if name != "bfloat16":
             assert measured[name].num_refused == 0 and measured[name].routing < 1e-3, measured
     assert 1e-3 < measured["bfloat16"].routing < 0.2, measured

@@ -8,6 +8,7 @@ import numpy as np
 
 from rl.validator import calibrate
 from rl.verification import checks, sequential_test, verifier
+from rl.verification import rules as rules_lib
 from tests.support import doubles
 
 REGIMES = {  # dtype of generation, of replay
@@ -29,7 +30,7 @@ class Caught:
 def play(
     cheat: Callable,
     num_rollouts: int,
-    tolerance: checks.Tolerance = doubles.FLOAT32,
+    tolerance: rules_lib.Tolerance = doubles.FLOAT32,
     bands: sequential_test.Bands = doubles.EXACT,
     regime: str = "float32",
     prompts: int = 16,
@@ -41,26 +42,21 @@ def play(
         rollouts += cheat(doubles.Double(step, dtype, prompts, mixture))
         step += 2  # a reused batch must not be one that is handed in, too
     rollouts = rollouts[:num_rollouts]
-    judge = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
+    validator = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
     alone, evidence = [], []
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
-        cheap = judge.judge_cheaply(batch)
-        good = [i for i, verdict in enumerate(cheap) if verdict.accepted]
+        verdicts = validator.check_without_weights(batch)
+        good = [i for i, verdict in enumerate(verdicts) if verdict.accepted]
         found = dict.fromkeys(range(len(batch)))
-        if good:
-            replay = judge.replay([batch[i] for i in good])
-            for row, i in enumerate(good):
-                scored = checks.scores(batch[i], replay, row)
-                (results,) = checks.proof_results([batch[i]], [scored], tolerance.proofs)
-                cheap[i] = checks.replayed(batch[i], scored, results, tolerance, judge._rules)
-                if cheap[i].accepted:
-                    found[i] = checks.evidence(batch[i], scored, results)
-        alone += cheap
-        evidence += [found[i] for i in range(len(batch))]
+        for i, one in zip(good, validator.replay([batch[i] for i in good]) if good else [], strict=True):
+            verdicts[i] = checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules)
+            found[i] = checks.evidence(one) if verdicts[i].accepted else None
+        alone += verdicts
+        evidence += found.values()
     until = []
     for begin in range(0, max(len(rollouts) - 64, 1), 8):
-        record, count = sequential_test.Record(bands), float("inf")
+        record, count = sequential_test.SequentialTest(bands), float("inf")
         for n in range(begin, len(rollouts)):
             if not alone[n].accepted or record.add(evidence[n]):
                 count = n - begin + 1
@@ -76,12 +72,14 @@ def play(
     )
 
 
-def calibrated(num_rollouts: int, regime: str, mixture: bool = False) -> tuple[checks.Tolerance, sequential_test.Bands]:
+def calibrated(
+    num_rollouts: int, regime: str, mixture: bool = False
+) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Limits for a regime, from honest rollouts that are not among those judged."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step = [], 10**5
-    judge = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
+    validator = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
     while len(rollouts) < num_rollouts:
         rollouts += doubles.honest(doubles.Double(step, dtype, mixture=mixture))
         step += 1
-    return calibrate.limits([calibrate.measure(judge, rollouts[:num_rollouts], doubles.FLOAT32)])
+    return calibrate.limits([calibrate.measure(validator, rollouts[:num_rollouts])])

@@ -22,14 +22,15 @@ from models import transformer
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import task_schedule
 from rl.validator import calibrate
-from rl.verification import checks, verifier
+from rl.verification import evidence_log, verifier
+from rl.verification import rules as rules_lib
 from sharding import rules
 from tests.support import tiny
 
 NODE = rollout_lib.WorkerKey.generate()
 DRIFT = 3e-3  # relative change of every weight from one version to the next; RL moves bfloat16 weights by about a step
 MAX_TOKENS = 48
-FLOAT32 = checks.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
+FLOAT32 = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
 EXACT = calibrate.FLOORS
 
 
@@ -72,21 +73,20 @@ def _weights(version: int, mixture: bool) -> transformer.Params:
     return jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
 
 
-def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False) -> verifier.Validator:
+def make_validator(
+    tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False, count_once=True
+) -> verifier.Validator:
     exp = experiment(dtype, mixture=mixture)
     return verifier.Validator(
         exp.model,
         functools.partial(weights, mixture=mixture),
-        calibrate.filters_of(exp.config),
-        tolerance,
-        max_model_len=128,
-        rules=prescribed(prompts, mixture),
-        bands=bands,
+        dataclasses.replace(prescribed(prompts, mixture), tolerance=tolerance),
+        evidence_log.EvidenceLog(bands, count_once=count_once),
     )
 
 
 @functools.cache
-def prescribed(prompts: int, mixture: bool = False) -> checks.Rules:
+def prescribed(prompts: int, mixture: bool = False) -> rules_lib.Rules:
     exp = experiment(prompts=prompts, mixture=mixture)
     return verifier.rules_of(exp.config, exp.tokenizer)
 
@@ -123,12 +123,11 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
     out = []
     for start in range(0, len(rollouts), 64):
         batch = rollouts[start : start + 64]
-        replay = _prefiller(double.dtype).replay(batch)
-        hiddens = [replay.hidden[i, np.flatnonzero(r.sampled_mask)] for i, r in enumerate(batch)]
-        for i, (rollout, proofs) in enumerate(zip(batch, toploc.build_proofs_batch(hiddens), strict=True)):
-            logp = np.minimum(replay.logp[i, : len(rollout.tokens)], 0)
-            logprobs = np.where(rollout.sampled_mask, logp, 0).astype(np.float32)
-            changed = dataclasses.replace(rollout, logprobs=logprobs, proofs=toploc.join(proofs))
+        found = _prefiller(double.dtype).replay(batch)
+        for one, proofs in zip(found, toploc.build_proofs_batch([one.hidden_ND for one in found]), strict=True):
+            logprobs = np.zeros(len(one.rollout.tokens), np.float32)
+            logprobs[one.positions_N] = np.minimum(one.logp_N, 0)
+            changed = dataclasses.replace(one.rollout, logprobs=logprobs, proofs=toploc.join(proofs))
             out.append(rollout_lib.sign(changed, NODE))
     return out
 
@@ -153,7 +152,7 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
 @functools.cache
 def _prefiller(dtype: str) -> verifier.Validator:
     exp = experiment(dtype)
-    return verifier.Validator(exp.model, weights, calibrate.filters_of(exp.config), FLOAT32, max_model_len=128)
+    return verifier.Validator(exp.model, weights, rules_lib.Rules.of(exp.config))
 
 
 def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:

@@ -7,7 +7,7 @@ import pytest
 from rl.batch import credit as credit_lib
 from rl.batch import host_feed, packing
 from sharding import mesh as mesh_lib
-from tests.rl.verification import test_router_replay_claims as claims
+from tests.support import claims
 from tests.support import rollouts as rollouts_lib
 
 P, G = 4, 3

@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 
+from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events as ledger_events
@@ -21,51 +22,56 @@ from rl.ledger import ledger as ledger_lib
 from rl.protocol import task_schedule
 from rl.validator import service as service_lib
 from rl.validator import state, work_units
-from rl.verification import checks, sequential_test, verifier
-from tests.support import tiny
+from rl.verification import checks, evidence_log, sequential_test, verifier
+from rl.verification import rules as rules_lib
+from tests.support import bare_rules, tiny
 
 KEEPER, KEY, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
 G, STAKE, SLASH, WAIT_S = 4, 100, 30, 60
+
+
+def prescribed(step, number):
+    return task_schedule.Group(step, number, "train", number, 0, G, 1.0, max(0, step - 2))
+
+
 BANDS = sequential_test.Bands(margin=0.1, logprob=0.1, proof=0.1, shape=0.1)
-RULES = checks.Rules(
+RULES = dataclasses.replace(
+    bare_rules.make(tiny.model(), 64, rules_lib.Tolerance(0, 0, 0)),
     env="e",
     env_seed=0,
-    vocab_size=272,
-    max_model_len=64,
-    max_tokens=64,
-    stop_ids=(258,),
-    groups=lambda step: [task_schedule.Group(step, g, "train", g, 0, G, 1.0, 0) for g in range(2 * step - 2, 2 * step)],
-    num_steps=9,
-    max_lag=1,
+    groups=lambda step: [prescribed(step, g) for g in range(2 * step - 2, 2 * step)],
 )
 
 
-class Judge(verifier.Validator):
-    """Signatures and versions are looked at; `replay` says the rest, and may raise. Every rollout is evidence of `margin`."""
-
-    def __init__(self):
-        super().__init__(tiny.model(), None, {}, None, max_model_len=64, bands=BANDS)
-        self.replay, self.margin = lambda rollout: checks.OK, 0.0
-
-    def judge_cheaply(self, rollouts, newest):
-        found = [(checks.signature(rollout), rollout) for rollout in rollouts]
-        return [checks.policy_version(r, RULES, newest) if verdict.accepted else verdict for verdict, r in found]
-
+class Evidence(evidence_log.EvidenceLog):
     def add_claims(self, rollouts):  # nothing here was drawn
         return [checks.OK] * len(rollouts)
 
-    def judge_replayed(self, rollouts):
-        return [self._judge_one(rollout) for rollout in rollouts]
 
-    def _judge_one(self, rollout):
-        verdict = self.replay(rollout)
-        if verdict.accepted:
-            record = self.records.setdefault(rollout.worker, sequential_test.Record(BANDS))
-            accusation = record.add(
-                sequential_test.Evidence(self.margin, 0.0, 0.0, np.zeros(len(sequential_test.TILTS)), 5)
-            )
-            verdict = checks.Verdict("statistics", accusation) if accusation else verdict
-        return verdict
+class Validator(verifier.Validator):
+    """Checks signatures and versions; `verdict` is the replay, and may raise. Every rollout is evidence of `margin`."""
+
+    def __init__(self, rules):
+        super().__init__(tiny.model(), None, rules, Evidence(BANDS))
+        self.verdict, self.margin = lambda rollout: checks.OK, 0.0
+
+    def check_without_weights(self, rollouts, *, newest):
+        rules = dataclasses.replace(self.rules, newest=newest)
+        return [checks.first_failure((checks.signature, checks.version_window), r, rules) for r in rollouts]
+
+    def check_with_weights(self, rollouts):
+        return [self._verdict(rollout) for rollout in rollouts]
+
+    def _verdict(self, rollout):
+        verdict = self.verdict(rollout)
+        if not verdict.accepted:
+            return verdict
+        results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
+        margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
+        one = checks.Replayed(
+            rollout, np.arange(3, 8), margin_N, np.full(5, -0.5), zeros, np.zeros((5, 32)), proofs=results
+        )
+        return self.evidence.add_replay(one)
 
 
 def group(number=0, key=KEY, *, length=8, step=1, version=0):
@@ -101,8 +107,7 @@ def make_ledger(folder):
 def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
     """A service on what is in `folder`."""
     return service_lib.Service(
-        Judge(),
-        rules,
+        Validator(rules),
         tiny.model(),
         folder / "files",
         lambda: 8,
@@ -203,7 +208,9 @@ def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
     """OTHER sends the second half of a group whose first half is KEY's."""
     half, rest = put(service, "a-0.parquet", group(0)[:2]), put(service, "a-1.parquet", group(0, OTHER)[2:], OTHER)
     assert ask(service, "a-0.parquet", half, rest).status == "incomplete_group"
-    service._judge.replay = lambda rollout: checks.Verdict("sampling") if rollout.worker == OTHER.worker else checks.OK
+    service._validator.verdict = lambda rollout: (
+        checks.Verdict("sampling") if rollout.worker == OTHER.worker else checks.OK
+    )
     twin = put(service, "b-1.parquet", group(1, OTHER), OTHER)
     mine = put(service, "b-0.parquet", group(1))
     status = ask(service, "b-0.parquet", mine, twin)
@@ -211,7 +218,7 @@ def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
 
 
 def test_a_cheat_in_one_half_costs_its_node_both(service):
-    service._judge.replay = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
+    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
     shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
     status = ask(service, "a-0.parquet", *shas)
     assert (status.status, status.failing_indices, status.reasons) == ("reject", (0, 1), {1: "sampling: no"})
@@ -302,15 +309,15 @@ def test_simultaneous_askers_get_one_verdict(service):
 
 def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
     """Many slow files of one node: another's are judged meanwhile, also in company, and so are they in the end."""
-    go_on, begun, judge = threading.Event(), threading.Semaphore(0), service._judge.judge_cheaply
+    go_on, begun, judge = threading.Event(), threading.Semaphore(0), service._validator.check_without_weights
 
-    def slow(rollouts, newest):
+    def slow(rollouts, *, newest):
         if rollouts and rollouts[0].worker == KEY.worker:
             begun.release()
             assert go_on.wait(WAIT_S)
-        return judge(rollouts, newest)
+        return judge(rollouts, newest=newest)
 
-    service._judge.judge_cheaply = slow
+    service._validator.check_without_weights = slow
     shas = [put(service, f"slow{n}.parquet", group(0)[: n + 1]) for n in range(3)]
     for n, sha in enumerate(shas):
         assert service.submit(f"slow{n}.parquet", [sha]).status == "pending"
@@ -329,13 +336,13 @@ def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
 
 def test_what_became_final_while_it_was_looked_over_stays_so(service):
     """Asked alone and in company at once: one verdict, one payment."""
-    judge, gate = service._judge.judge_cheaply, threading.Barrier(2)
+    judge, gate = service._validator.check_without_weights, threading.Barrier(2)
 
-    def together(rollouts, newest):
+    def together(rollouts, *, newest):
         gate.wait(WAIT_S)
-        return judge(rollouts, newest)
+        return judge(rollouts, newest=newest)
 
-    service._judge.judge_cheaply = together
+    service._validator.check_without_weights = together
     shas = [put(service, f"a-{n}.parquet", group(n)) for n in range(2)]
     service.submit("a-0.parquet", shas[:1])
     service.submit("a-0.parquet", shas, group=True)
@@ -350,10 +357,10 @@ def test_weights_that_cannot_be_had_cost_nobody_anything(service):
         lambda rollout: checks.Verdict("weights", "v3 was cleaned away"),
         lambda rollout: (_ for _ in ()).throw(ConnectionError("no relay answers")),
     ):
-        service._judge.replay = fault
+        service._validator.verdict = fault
         assert ask(service, "a.parquet", sha).status == "crashed"
         assert unharmed(service, KEY) and service._book.state.works[sha].status == "pending"
-    service._judge.replay = lambda rollout: checks.OK
+    service._validator.verdict = lambda rollout: checks.OK
     assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha)  # handed in again
 
 

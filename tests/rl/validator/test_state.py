@@ -18,16 +18,13 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events, task_ranges
 from rl.ledger import ledger as ledger_lib
-from rl.protocol import task_schedule
 from rl.validator import service as service_lib
 from rl.validator import state as validator_state
 from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
 
 FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 5)  # of margin, against a band of 0.1
-MANY = dataclasses.replace(
-    stand.RULES, groups=lambda step: [task_schedule.Group(step, g, "train", g, 0, stand.G, 1.0, 0) for g in range(400)]
-)
+MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(step, g) for g in range(400)])
 
 
 @pytest.fixture
@@ -49,19 +46,19 @@ def restart(tmp_path, monkeypatch):
 
 def number_asked(service):
     """Counts what reaches the replay from now on."""
-    asked, replay = [], service._judge.judge_replayed
-    service._judge.judge_replayed = lambda rollouts: asked.extend(rollouts) or replay(rollouts)
+    asked, replay = [], service._validator.check_with_weights
+    service._validator.check_with_weights = lambda rollouts: asked.extend(rollouts) or replay(rollouts)
     return asked
 
 
 def test_verdicts_are_kept_and_nothing_is_judged_again(restart):
     service = restart()
     good = stand.put(service, "a.parquet", stand.group(0))
-    service._judge.replay = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
+    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
     bad = [stand.put(service, f"b-{i}.parquet", stand.group(1, stand.OTHER), stand.OTHER) for i in range(1)]
-    service._judge.replay, replay = lambda rollout: checks.OK, service._judge.replay
+    service._validator.verdict, replay = lambda rollout: checks.OK, service._validator.verdict
     before = [stand.ask(service, "a.parquet", good)]
-    service._judge.replay = replay
+    service._validator.verdict = replay
     before += [stand.ask(service, "b-0.parquet", *bad, group=True)]
     assert [status.status for status in before] == ["accept", "reject"] and before[1].reasons == {0: "sampling: no"}
     service = restart()
@@ -90,7 +87,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     """What was accepted follows from the ledger: under other hashes, other nodes, and in files that were refused for another part."""
     service = restart(eject=False)
     one = stand.put(service, "a.parquet", stand.group(0))
-    service._judge.replay = lambda r: checks.Verdict("sampling", "no") if r.task.group == 2 else checks.OK
+    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.task.group == 2 else checks.OK
     half = stand.put(service, "b.parquet", stand.group(2, step=2) + stand.group(3, step=2))
     status = stand.ask(service, "a.parquet", one)
     assert (status.status, status.tasks) == ("accept", "1:0")
@@ -110,7 +107,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
         assert not stand.paid(service, sha)
     assert [service._book.state.nodes[key.worker].num_slashes for key in (stand.KEY, stand.OTHER)] == [1, 0]
     again = stand.put(service, "f.parquet", stand.group(2, stand.OTHER, step=2), stand.OTHER)  # was never done
-    service._judge.replay = lambda rollout: checks.OK
+    service._validator.verdict = lambda rollout: checks.OK
     assert stand.ask(service, "f.parquet", again).status == "accept" and stand.paid(service, again)
     # The old files again: what the ledger says of them, and nothing happens.
     num_entries, before = len(service._book.entries()), dataclasses.replace(service._book.state.nodes[stand.KEY.worker])
@@ -138,18 +135,18 @@ def test_what_is_no_number_is_evidence_of_the_worst():
     nothing = dataclasses.replace(
         FLAGRANT, margin=float("nan"), shape=sequential_test.np.zeros(len(sequential_test.TILTS))
     )
-    records = sequential_test.Record(stand.BANDS), sequential_test.Record(stand.BANDS)
+    records = sequential_test.SequentialTest(stand.BANDS), sequential_test.SequentialTest(stand.BANDS)
     for _ in range(20):
         records[0].add(nothing)
         records[1].add(dataclasses.replace(nothing, margin=7.0))
-    assert records[0].state() == records[1].state() and records[0].accused.startswith("margin: ")
+    assert records[0].state() == records[1].state() and records[0].flag.startswith("margin: ")
 
 
 def test_wealth_goes_on_where_it_was(restart):
-    whole = sequential_test.Record(stand.BANDS)
+    whole = sequential_test.SequentialTest(stand.BANDS)
     service = restart()
     for number in range(8):
-        service._judge.margin = 0.3
+        service._validator.margin = 0.3
         sha = stand.put(service, f"{number}.parquet", stand.group(number, step=1 + number // 2, version=number // 2))
         status = stand.ask(service, f"{number}.parquet", sha)
         for _ in range(stand.G):
@@ -157,7 +154,7 @@ def test_wealth_goes_on_where_it_was(restart):
                 dataclasses.replace(FLAGRANT, shape=sequential_test.np.zeros(len(sequential_test.TILTS)))
             )
         service = restart()
-        assert service._judge.records[stand.KEY.worker].state() == whole.state()
+        assert service._validator.evidence.tests[stand.KEY.worker].state() == whole.state()
         assert (status.status == "reject") == (accused is not None)
         if accused:
             break
@@ -169,15 +166,15 @@ def test_what_comes_again_after_our_own_fault_counts_once(restart, monkeypatch):
     sha = stand.put(service, "a.parquet", stand.group(0))
     rest = stand.put(service, "b.parquet", stand.group(1))
     missing = lambda rollout: checks.Verdict("weights", "gone") if rollout.sample == 3 else checks.OK  # noqa: E731
-    service._judge.replay = missing
-    assert stand.ask(service, "a.parquet", sha).status == "crashed" and not service._judge.records
-    service._judge.replay = lambda rollout: checks.OK
+    service._validator.verdict = missing
+    assert stand.ask(service, "a.parquet", sha).status == "crashed" and not service._validator.evidence.tests
+    service._validator.verdict = lambda rollout: checks.OK
     with monkeypatch.context() as patch:
         patch.setattr(service._state, "commit", lambda *args: 1 / 0)
-        assert stand.ask(service, "a.parquet", sha).status == "crashed" and not service._judge.records
+        assert stand.ask(service, "a.parquet", sha).status == "crashed" and not service._validator.evidence.tests
     assert stand.ask(service, "a.parquet", sha).status == "accept"
     assert stand.ask(service, "b.parquet", rest).status == "accept"
-    assert service._judge.records[stand.KEY.worker].num_rollouts == 2 * stand.G
+    assert service._validator.evidence.tests[stand.KEY.worker].num_rollouts == 2 * stand.G
 
 
 def test_nobody_is_accepted_beside_missing_weights(restart):
@@ -186,7 +183,7 @@ def test_nobody_is_accepted_beside_missing_weights(restart):
     fine = stand.put(service, "a-1.parquet", stand.group(0, stand.OTHER), stand.OTHER)
     service._newest = lambda: 7
     status = stand.ask(service, "a-0.parquet", early, fine)
-    assert status.status == "crashed" and stand.unharmed(service, stand.OTHER) and not service._judge.records
+    assert status.status == "crashed" and stand.unharmed(service, stand.OTHER) and not service._validator.evidence.tests
     assert stand.ask(service, "a-1.parquet", fine).status == "accept"
 
 
@@ -197,7 +194,7 @@ def test_what_the_ledger_missed_is_written_at_the_next_start_and_once(restart, i
     shas = [
         stand.put(service, f"{i}.parquet", stand.group(i, key), key) for i, key in enumerate((stand.KEY, stand.OTHER))
     ]
-    service._judge.replay = lambda r: checks.OK if r.worker == stand.KEY.worker else checks.Verdict("sampling")
+    service._validator.verdict = lambda r: checks.OK if r.worker == stand.KEY.worker else checks.Verdict("sampling")
     service._book.append(
         events.sign("slash", stand.OTHER.worker, stand.KEEPER, amount=1, reason="its pending work is worth nothing")
     )
@@ -217,15 +214,17 @@ def test_the_file_is_bounded(restart, monkeypatch):
     keys = [rollout_lib.WorkerKey.generate() for _ in range(7)]
     for number, key in enumerate(keys):
         service._book.append(events.sign("join", key.worker, key))
-        service._judge.margin = 0.2 if number in (1, 2) else 0.05
+        service._validator.margin = 0.2 if number in (1, 2) else 0.05
         sha = stand.put(service, f"{number}.parquet", stand.group(number, key), key)
         assert stand.ask(service, f"{number}.parquet", sha).status == "accept"
     again = restart(rules=MANY, eject=False)
     for state in (service._state, again._state):
         assert len(state.files) == len(state.names) == 5 and sha in state.files and ("6.parquet", False) in state.names
-        assert state.seen.refusal(stand.group(0, keys[0])[0])  # a few steps of prescribed work: bounded by itself
-    assert set(service._judge.records) == set(again._judge.records)
-    left = set(again._judge.records)
+        assert not checks.duplicate(
+            stand.group(0, keys[0])[0], state.seen
+        ).accepted  # a few steps of prescribed work: bounded by itself
+    assert set(service._validator.evidence.tests) == set(again._validator.evidence.tests)
+    left = set(again._validator.evidence.tests)
     assert {keys[1].worker, keys[2].worker} < left and len(left) <= 4  # most is known against these two
     monkeypatch.setattr(validator_state, "MAX_BYTES", again._state._num_bytes)
     sha = stand.put(again, "7.parquet", stand.group(7))
@@ -241,7 +240,7 @@ def test_old_steps_are_forgotten_on_disk_too(restart):
         assert stand.ask(service, f"{step}.parquet", sha).status == "accept"
     service = restart()
     assert service._state._connection.execute("SELECT DISTINCT step FROM seen").fetchall() == [(9,)]
-    assert "is over" in service._state.seen.refusal(stand.group(0)[0])
+    assert "is over" in str(checks.duplicate(stand.group(0)[0], service._state.seen))
 
 
 def test_another_file_than_ours(tmp_path):
@@ -281,7 +280,7 @@ def judge_until_killed(folder):
     """A process of its own: prints each verdict when it is told. Groups whose number divides by 3 are refused."""
     keys = [rollout_lib.WorkerKey.load(folder / f"{name}.key") for name in ("keeper", "node")]
     service = stand.start(folder, keeper=keys[0], rules=MANY, eject=False)
-    service._judge.replay = lambda r: checks.OK if r.task.group % 3 else checks.Verdict("sampling", "no")
+    service._validator.verdict = lambda r: checks.OK if r.task.group % 3 else checks.Verdict("sampling", "no")
     for path in sorted((folder / "files").iterdir()):
         sha = stand.hashlib.sha256(path.read_bytes()).hexdigest()
         if sha not in service._book.state.works:
@@ -319,12 +318,12 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     assert 5 * num_kills <= len(told) < 12 * num_kills
     assert {status for _, status in told.values()} == {"accept", "reject"}
     service = stand.start(tmp_path, rules=MANY, eject=False)
-    service._judge.judge_replayed = None  # nothing is judged again
+    service._validator.check_with_weights = None  # nothing is judged again
     state, node = service._state, service._book.state.nodes[stand.KEY.worker]
     for sha, (name, status) in told.items():
         assert state.files[sha].status == service.status(name).status == status
         assert service._book.state.works[sha].status == {"accept": "accepted", "reject": "invalidated"}[status]
-        assert (state.seen.refusal(stand.group(int(name[:3]))[0]) is not None) == (status == "accept")
+        assert (not checks.duplicate(stand.group(int(name[:3]))[0], state.seen).accepted) == (status == "accept")
     accepted = sum(file.status == "accept" for file in state.files.values())
     assert node.num_slashes == len(state.files) - accepted and node.num_accepted == accepted
     replayed = sum(file.status == "accept" and file.checked for file in state.files.values())  # repute spares some

@@ -6,7 +6,8 @@ Fast: two groups each, on the backend that generated. Slow: 512 rollouts each, a
 import pytest
 
 from rl.validator import calibrate
-from rl.verification import checks, sequential_test
+from rl.verification import rules as rules_lib
+from rl.verification import sequential_test
 from tests.support import cheats, doubles
 
 # What refuses each first. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
@@ -84,13 +85,12 @@ def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regi
 @pytest.mark.slow
 def test_two_thousand_honest_rollouts_of_all_variants_pass_at_the_default_limits():
     """Other batch sizes, prefill batches, decode chunkings and a mesh: one refusal would be one too many."""
-    trust = doubles.experiment().config.trust
-    limits = checks.Tolerance(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance)
-    judge, count = doubles.make_validator(limits, doubles.EXACT), 0
+    limits = rules_lib.Tolerance.of(doubles.experiment().config.trust)
+    validator, count = doubles.make_validator(limits, doubles.EXACT), 0
     for name in ("same", "small_batch", "single_steps", "long_calls", "float32", "tensor_parallel"):
         variant = calibrate.VARIANTS[name]
         rollouts = calibrate.variant_rollouts(doubles.experiment(), doubles.weights(0), 0, variant, 352, doubles.NODE)
-        refused = [verdict for verdict in judge.judge_replayed(rollouts) if not verdict.accepted]
+        refused = [verdict for verdict in validator.check_with_weights(rollouts) if not verdict.accepted]
         assert not refused, (name, refused)
         count += len(rollouts)
     assert count >= 2000

@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from inference.engine import engine as engine_lib
-from inference.engine import request as request_lib
 from inference.engine import routed_experts
 from inference.scheduler import scheduler as scheduler_lib
 from models import moe, transformer
 from rl.verification import checks, verifier
-from tests.rl.verification import test_router_replay_claims as claims
+from rl.verification import rules as rules_lib
+from tests.support import bare_rules, claims, tiny
 from tests.support import rollouts as rollouts_lib
-from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 CAPACITY = 64
 ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
-STRICT = checks.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
+STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
 REQUEST = scheduler_lib.GenerateRequest(
     tuple(b"hello"), num_samples=4, max_tokens=30, seed=5, proofs=True, routed_experts=True
 )
@@ -72,10 +71,12 @@ def honest(updated=False):
     )
 
 
-def judge(rollouts, tolerance=STRICT):
-    return verifier.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, tolerance, max_model_len=CAPACITY).judge(
-        rollouts
-    )
+def validator(tolerance=STRICT, model=claims.MODEL, weights=weights):
+    return verifier.Validator(model, weights, bare_rules.make(model, CAPACITY, tolerance))
+
+
+def check(rollouts):
+    return validator().check_with_weights(rollouts)
 
 
 @pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -84,9 +85,9 @@ def test_honest_claims_are_accepted_with_and_beside_others(updated):
     rollouts = list(honest(updated))
     versions = np.unique(np.concatenate([r.versions for r in rollouts])).tolist()
     assert versions == ([0, 1] if updated else [0])
-    assert all(verdict.accepted for verdict in judge(rollouts)), judge(rollouts)
+    assert all(verdict.accepted for verdict in check(rollouts)), check(rollouts)
     beside = [rollouts[0], dataclasses.replace(rollouts[1], routed_experts=None), *rollouts[2:]]
-    assert all(verdict.accepted for verdict in judge(beside)), judge(beside)
+    assert all(verdict.accepted for verdict in check(beside)), check(beside)
 
 
 @pytest.mark.parametrize("updated", [False, True])
@@ -98,7 +99,7 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
     for layer in (0, 2):
         claim = rollouts[2].routed_experts.copy()
         claim[t, layer, 1] = next(e for e in range(5) if e not in claim[t, layer])
-        found = judge([*rollouts[:2], dataclasses.replace(rollouts[2], routed_experts=claim), rollouts[3]])
+        found = check([*rollouts[:2], dataclasses.replace(rollouts[2], routed_experts=claim), rollouts[3]])
         assert [verdict.reason for verdict in found] == ["ok", "ok", "routing", "ok"], found
         assert f"token {t} miss" in found[2].detail or updated
 
@@ -107,19 +108,13 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
 def test_stacked_layers_are_replayed_as_single_ones():
     """Of one version in packed rows, of two over a cache of keys."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
-    check = verifier.Validator(
-        stacked,
-        lambda version: transformer.stack(weights(version), stacked),
-        request_lib.NO_FILTERS,
-        STRICT,
-        max_model_len=CAPACITY,
-    )
+    stacking = validator(model=stacked, weights=lambda version: transformer.stack(weights(version), stacked))
     for updated in (False, True):
         rollouts = list(honest(updated))
         claim = rollouts[1].routed_experts.copy()
         claim[-1, 2, 0] = next(e for e in range(5) if e not in claim[-1, 2])
         rollouts[1] = dataclasses.replace(rollouts[1], routed_experts=claim)
-        found = check.judge(rollouts)
+        found = stacking.check_with_weights(rollouts)
         assert [verdict.reason for verdict in found] == ["ok", "routing", "ok", "ok"], found
 
 
@@ -127,10 +122,10 @@ def test_a_claim_of_experts_at_random_is_refused_for_that():
     """What poisons most: the learner would run these. It is not mistaken for text that was not sampled."""
     (rollout, *_) = honest()
     rows = claims.good_claim(len(rollout.tokens) - 1)
-    (verdict,) = judge([dataclasses.replace(rollout, routed_experts=rows)])
-    assert verdict.reason == "routing" and "name experts that its policy does not choose" in verdict.detail
+    (verdict,) = check([dataclasses.replace(rollout, routed_experts=rows)])
+    assert verdict.reason == "routing" and "name experts that their policy does not choose" in verdict.detail
     for malformed in (rows[:, :2], np.full_like(rows, 200), np.zeros_like(rows)):
-        (verdict,) = judge([dataclasses.replace(rollout, routed_experts=malformed)])
+        verdict = checks.experts_exist(dataclasses.replace(rollout, routed_experts=malformed), validator().rules)
         assert verdict.reason == "routing"
 
 
@@ -157,12 +152,11 @@ def test_near_ties_are_forgiven_up_to_the_tolerance_and_measured():
     flipped = dataclasses.replace(rollout, routed_experts=claim)
     gap = float(logits_E[order[1]] - logits_E[order[2]])
     loose = dataclasses.replace(STRICT, margin=1e9, logprob=1e9)
-    check = verifier.Validator(claims.MODEL, weights, request_lib.NO_FILTERS, loose, max_model_len=CAPACITY)
-    replay = check.replay([flipped])
-    assert replay.gap[0, t] == pytest.approx(gap, abs=1e-4) and np.delete(replay.gap[0], t).max() < 1e-4
-    for routing_tolerance, reason in ((gap * 0.99, "routing"), (gap * 1.01, "ok")):
-        tolerance = dataclasses.replace(loose, routing=routing_tolerance)
-        assert checks.routing(checks.scores(flipped, replay, 0), tolerance).reason == reason
+    (one,) = validator(loose).replay([flipped])
+    assert one.gap_T[t] == pytest.approx(gap, abs=1e-4) and np.delete(one.gap_T, t).max() < 1e-4
+    for routing, reason in ((gap * 0.99, "routing"), (gap * 1.01, "ok")):
+        rules = validator(dataclasses.replace(loose, routing=routing)).rules
+        assert checks.routing(one, rules).reason == reason
 
 
 _route = moe.route
@@ -174,6 +168,6 @@ def spy(seen, x_BTD, params, config, **options):
 
 
 def test_a_gap_that_is_no_number_is_refused():
-    scored = checks.Scores(*[np.zeros(2)] * 6, gap_T=np.array([0.0, np.nan]))
-    assert checks.routing(scored, STRICT).reason == "routing"
-    assert checks.routing(dataclasses.replace(scored, gap_T=None), STRICT).accepted
+    one = checks.Replayed(honest()[0], *[np.zeros(2)] * 5, gap_T=np.array([0.0, np.nan]))
+    assert checks.routing(one, validator().rules).reason == "routing"
+    assert checks.routing(dataclasses.replace(one, gap_T=None), validator().rules).accepted

@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -10,16 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import quickstart_moe
 from inference import client as client_lib
 from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
-from models.text import tokenizer as tokenizer_lib
 from rl.batch import router_replay
 from rl.experiment import experiment
-from rl.verification import checks, verifier
+from rl.protocol import task_schedule
+from rl.verification import checks
+from rl.verification import rules as rules_lib
+from tests.support import claims, tiny
 from tests.support import rollouts as rollouts_lib
-from tests.support import tiny
 
 # ---- the record ------------------------------------------------------------------------------------------------------
 
@@ -120,30 +119,9 @@ def test_any_bytes_in_the_columns_are_a_record_or_a_refusal():
 
 # ---- what a claim can be, of a model ---------------------------------------------------------------------------------
 
-TOKENIZER = tokenizer_lib.byte_chatml()
-MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))
-CLAIMS = router_replay.RouterReplay.of(MODEL)
-
-
-def moe_config(**changes):
-    config = quickstart_moe.get_config()
-    config.train.router_replay = True
-    for name, value in changes.items():
-        section, field = name.split("__")
-        config[section][field] = value
-    return config
-
-
-def good_claim(num_rows=9, seed=0):
-    rng = np.random.default_rng(seed)
-    rows = np.zeros((num_rows, 3, 2), np.uint8)
-    for t, layer in itertools.product(range(num_rows), (0, 2)):
-        rows[t, layer] = rng.choice(5, 2, replace=False)
-    return rows
-
 
 def changed(at, value):
-    rows = good_claim()
+    rows = claims.good_claim()
     rows[at] = value
     return rows
 
@@ -153,7 +131,7 @@ def changed(at, value):
     [
         (None, "does not say which experts ran"),
         (claim(layers=2), "expected [9, 3, 2] of rows, layers and experts per token, got [9, 2, 2]"),
-        (np.concatenate([good_claim()] * 2, axis=2), "got [9, 3, 4]"),
+        (np.concatenate([claims.good_claim()] * 2, axis=2), "got [9, 3, 4]"),
         (changed((4, 2), (1, 5)), "expert 5 is not one of the model's 5"),
         (changed((4, 0), (3, 3)), "one expert twice"),
         (changed((0, 1), (0, 1)), "a layer that has none"),
@@ -161,30 +139,35 @@ def changed(at, value):
 )
 def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
     rollout = rollouts_lib.make(routed_experts=value)
-    assert words in CLAIMS.refusal(rollout)
+    assert words in claims.CLAIMS.refusal(rollout)
     # Off where nothing is claimed, but in a run that replays.
-    verdict = checks.routable(rollout, CLAIMS)
+    rules = dataclasses.replace(
+        rules_lib.Rules.of(experiment.resolve(claims.moe_config()).config), experts=claims.CLAIMS
+    )
+    rules = rules.at_lease(task_schedule.Group(1, rollout.task.group, "train", 0, 0, 1, 1.0, 0), 0)
+    verdict = checks.experts_exist(rollout, rules)
     if value is None:
         assert verdict.accepted
-        rules = verifier.rules_of(experiment.resolve(moe_config()).config, TOKENIZER)
-        verdict = checks.routed(rollout, CLAIMS, rules)
-        assert checks.routed(rollout, CLAIMS, dataclasses.replace(rules, router_replay=False)).accepted
+        verdict = checks.experts_named(rollout, rules)
+        assert checks.experts_named(rollout, dataclasses.replace(rules, router_replay=False)).accepted
+        held_out = dataclasses.replace(rules.groups(1)[0], split="held_out")
+        assert checks.experts_named(rollout, rules.at_lease(held_out, 0)).accepted
     assert verdict.reason == "routing" and words in str(verdict)
-    assert CLAIMS.refusal(rollouts_lib.make(routed_experts=good_claim())) is None
+    assert claims.CLAIMS.refusal(rollouts_lib.make(routed_experts=claims.good_claim())) is None
     dense = router_replay.RouterReplay.of(tiny.model())
-    assert "this model has none" in dense.refusal(rollouts_lib.make(routed_experts=good_claim()))
+    assert "this model has none" in dense.refusal(rollouts_lib.make(routed_experts=claims.good_claim()))
 
 
 def test_rows_hold_mixtures_and_leave_the_last_token_to_the_router():
     """In one byte below 256 experts; at 256 all values of a byte are experts."""
-    rollout = rollouts_lib.make(routed_experts=good_claim())
-    rows = CLAIMS.rows(rollout)
+    rollout = rollouts_lib.make(routed_experts=claims.good_claim())
+    rows = claims.CLAIMS.rows(rollout)
     assert rows.shape == (10, 2, 2) and rows.dtype == np.uint8 and (rows[-1] == 255).all()
-    np.testing.assert_array_equal(rows[:-1], good_claim()[:, [0, 2]])
+    np.testing.assert_array_equal(rows[:-1], claims.good_claim()[:, [0, 2]])
     given = np.asarray(jax.jit(router_replay.given)(rows[None]))
     assert given.shape == (2, 1, 10, 2) and given.dtype == np.int32 and (given[:, :, -1] == -1).all()
-    np.testing.assert_array_equal(given[:, 0, :-1], np.moveaxis(good_claim()[:, [0, 2]].astype(int), 1, 0))
-    many = dataclasses.replace(CLAIMS, num_experts=256)
+    np.testing.assert_array_equal(given[:, 0, :-1], np.moveaxis(claims.good_claim()[:, [0, 2]].astype(int), 1, 0))
+    many = dataclasses.replace(claims.CLAIMS, num_experts=256)
     full = np.full((9, 3, 2), 255, np.uint8)
     assert many.rows(dataclasses.replace(rollout, routed_experts=full)).tolist()[:9] == [[[255] * 2] * 2] * 9
     assert many.dtype == np.uint16 and router_replay.unrouted(many.dtype) == 65535
@@ -194,7 +177,7 @@ def test_rows_hold_mixtures_and_leave_the_last_token_to_the_router():
 
 
 def reply(**changes):
-    rows = good_claim(4)
+    rows = claims.good_claim(4)
     field = {"data": base64.b64encode(rows.tobytes()).decode(), "shape": [4, 3, 2], "start": 0, "dtype": "uint8"}
     return {
         "token_ids": [5, 6, 7],
@@ -210,9 +193,9 @@ def reply(**changes):
 def test_a_client_takes_experts_that_it_asked_for():
     sampling = {"max_tokens": 3, "return_routed_experts": True}
     sample = client_lib._read_choice(reply(), sampling, 2)
-    np.testing.assert_array_equal(sample.experts, good_claim(4))
+    np.testing.assert_array_equal(sample.experts, claims.good_claim(4))
     assert client_lib._read_choice(reply(), {"max_tokens": 3}, 2).experts is None
-    wide = base64.b64encode(good_claim(4).astype("<u2").tobytes()).decode()
+    wide = base64.b64encode(claims.good_claim(4).astype("<u2").tobytes()).decode()
     assert client_lib._read_choice(reply(data=wide, dtype="uint16"), sampling, 2).experts.dtype == np.uint16
 
 

@@ -3,17 +3,10 @@
 The weights are 32 wide and the same machine replays, so honest margins are rounding: nothing is forgiven.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import json
-import signal
-import threading
-import time
-import types
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,30 +15,21 @@ import pytest
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.proofs import toploc
-from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import web
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from rl.envs import scorer
-from rl.ledger import balances, events
-from rl.ledger import ledger as ledger_lib
-from rl.validator import calibrate, routes, work_units
-from rl.validator import service as service_lib
-from rl.validator import state as validator_state
 from rl.verification import replay as replay_lib
-from rl.verification import sequential_test
-from rl.verification import verifier as validator_lib
+from rl.verification import rules as rules_lib
+from rl.verification import sequential_test, verifier
 from sharding import broadcast, rules
-from sharding.system import sockets as listening
-from tests.support import commands, doubles, tiny
+from tests.support import bare_rules, doubles, tiny
 
 MODEL = tiny.model()
 K, CAPACITY = 4, 64
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)
 # Engine and replay are float32 programs of different shapes: log-probabilities near 10 agree to a few ulp (measured 4e-6).
-STRICT = validator_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4)
+STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4)
 WAIT_S = 60
 PROMPT = tuple(b"hello")
 HONEST = scheduler_lib.GenerateRequest(PROMPT, num_samples=4, max_tokens=50, seed=2**32 - 2, proofs=True)
@@ -114,8 +98,14 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
     ]
 
 
-def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT):
-    return validator_lib.Validator(MODEL, weights, filters, tolerance, max_model_len=CAPACITY).check(rollouts)
+def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
+    """Why the replay rejects a group, or None."""
+    rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
+    return verifier.GroupChecks(verifier.Validator(MODEL, weights, rules)).check_with_weights(rollouts)
+
+
+def replay(rollouts):
+    return replay_lib.replay(MODEL, weights, request_lib.NO_FILTERS, rollouts, CAPACITY)
 
 
 @functools.cache
@@ -141,23 +131,19 @@ def edited(name, position, value):
 def test_an_honest_group_passes():
     assert len({tuple(rollout.tokens) for rollout in honest()}) == 4
     assert check(honest()) is None
-    replay = validator_lib.Validator(MODEL, weights, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY).replay(
-        honest()
-    )
+    found = replay(honest())
     for i, rollout in enumerate(honest()):
         sampled = np.flatnonzero(rollout.sampled_mask)
         # The replay's own float32: the token is the argmax but where two noised logits are closer than that.
-        assert replay.margin[i, sampled].max() <= 1e-5
-        np.testing.assert_allclose(replay.logp[i, sampled], rollout.logprobs[sampled], rtol=0, atol=2e-5)
-        assert replay.hidden.dtype == jnp.bfloat16 and replay.hidden.shape == (4, CAPACITY, MODEL.model_dim)
+        assert found.margin[i, sampled].max() <= 1e-5
+        np.testing.assert_allclose(found.logp[i, sampled], rollout.logprobs[sampled], rtol=0, atol=2e-5)
+        assert found.hidden.dtype == jnp.bfloat16 and found.hidden.shape == (4, CAPACITY, MODEL.model_dim)
 
 
 def test_the_replay_scores_tempered_distributions():
     """Against the learner's forward pass and float64: log q(token) / p(token), q ~ p^b."""
     rollout = honest()[0]
-    replay = validator_lib.Validator(MODEL, weights, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY).replay(
-        honest()
-    )
+    found = replay(honest())
     tokens_BT = jnp.asarray(rollout.tokens)[None]
     logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT)[0])[0]
     logp_TV = np.asarray(logits_TV, np.float64)
@@ -167,7 +153,7 @@ def test_the_replay_scores_tempered_distributions():
         for k, b in enumerate(sequential_test.TILTS):
             q_V = np.exp(b * logp_V) / np.exp(b * logp_V).sum()
             # float32 log-probabilities near 10, times b = 4 at most: some 1e-5; a wrong exponent is off by tenths
-            assert replay.tilt[0, position, k] == pytest.approx(np.log(q_V[token]) - logp_V[token], abs=1e-3)
+            assert found.tilt[0, position, k] == pytest.approx(np.log(q_V[token]) - logp_V[token], abs=1e-3)
 
 
 @pytest.mark.parametrize("model_dim", [8, 256, 4096])
@@ -300,7 +286,9 @@ def test_an_edited_token():
     position = len(PROMPT) + 20
     token = int(honest()[2].tokens[position])
     reason = check(edited("tokens", position, (token + 1) % 256))
-    assert reason.startswith("sampling: ") and f"of {HONEST.max_tokens} tokens are not what the seed draws" in reason
+    assert (
+        reason.startswith("sampling: ") and f"of {HONEST.max_tokens} tokens are not those that the seed draws" in reason
+    )
 
 
 def test_an_edited_prompt():
@@ -373,18 +361,7 @@ def test_a_proof_of_a_perturbed_model():
 
 def test_a_version_that_cannot_be_had():
     reason = check(edited("versions", slice(30, None), 10))
-    assert reason == "weights: a version that it names cannot be had (no version 10)"
-
-
-def test_a_stream_that_is_too_long():
-    long = dataclasses.replace(
-        honest()[2],
-        **{
-            name: np.concatenate([getattr(honest()[2], name)] * 2)
-            for name in ("tokens", "sampled_mask", "logprobs", "versions")
-        },
-    )
-    assert check(with_sample(long)) == f"length: {len(long.tokens)} tokens exceed the model's {CAPACITY}"
+    assert reason == "weights: a version that it names is not available (no version 10)"
 
 
 @pytest.mark.parametrize("token", [272, 2**31 - 1])
@@ -410,51 +387,23 @@ def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch
         broadcast.publish(params(version), version, str(tmp_path))
     pulled, pull = [], broadcast.pull
     monkeypatch.setattr(broadcast, "pull", lambda root, version: (pulled.append(version), pull(root, version))[1])
-    get = validator_lib.published(tmp_path, keep=2)
+    get = verifier.published(tmp_path, keep=2)
     for version in (0, 1, 0, 2, 1, 0):
         np.testing.assert_array_equal(get(version)["embed"], params(version)["embed"])
     assert pulled == [0, 1, 2, 0]  # 2 put out 0, the oldest
-    judge = validator_lib.Validator(MODEL, get, request_lib.NO_FILTERS, STRICT, max_model_len=CAPACITY)
-    assert judge.check(honest()) is None
-    assert judge.check(edited("versions", slice(30, None), 10)).startswith("weights: a version that it names cannot")
+    assert check(honest(), weights=get) is None
+    assert check(edited("versions", slice(30, None), 10), weights=get).startswith(
+        "weights: a version that it names is not"
+    )
     for file in (tmp_path / "v00000003").rglob("*"):
         if file.is_file() and file.name != "manifest.json":
             file.write_bytes(file.read_bytes()[:-1])
-    assert judge.check(edited("versions", slice(30, None), 3)).startswith("weights: a version that it names cannot")
-
-
-# ---- the service -----------------------------------------------------------------------------------------------------
-
-
-def digest_of(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-@pytest.fixture
-def service(tmp_path):
-    """A service over two groups of the cheats' run, and a ledger in which their node has joined."""
-    keeper = rollout_lib.WorkerKey.generate()
-    book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
-    book.append(
-        events.sign("join", doubles.NODE.worker, doubles.NODE),
-        events.sign("stake", doubles.NODE.worker, doubles.NODE, amount=100),
+    assert check(edited("versions", slice(30, None), 3), weights=get).startswith(
+        "weights: a version that it names is not"
     )
-    (tmp_path / "files").mkdir()
-    made = service_lib.Service(
-        doubles.make_validator(prompts=2),
-        doubles.prescribed(2),
-        doubles.experiment().model,
-        tmp_path / "files",
-        lambda: 9,
-        secret=b"s",
-        state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
-        book=book,
-        key=keeper,
-        slash=30,
-        eject=True,
-    )
-    yield made
-    made.close()
+
+
+# ---- groups of an orchestrator ---------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -462,151 +411,16 @@ def batch(step=3):
     return tuple(doubles.honest(doubles.Double(step, prompts=2)))
 
 
-def put(service, name, rollouts, *, units=None, node=doubles.NODE):
-    """Writes a file and submits its work for the node; returns its hash."""
-    data = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(list(rollouts))
-    (service._root / name).write_bytes(data)
-    if digest_of(data) not in service._book.state.works:
-        units = units or (1 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._book.append(events.sign("submit", node.worker, node, work=digest_of(data), units=units))
-    return digest_of(data)
-
-
-def flops(rollouts):
-    return sum(work_units.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
-
-
-def ask(service, name, shas, *, group=False, address=None):
-    service.submit(name, shas, address, group=group)
-    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
-    return service.status(name, group=group)
-
-
-def test_an_honest_file_is_accepted_once(service):
-    sha = put(service, "a.parquet", batch(), units=flops(batch()))
-    status = ask(service, "a.parquet", [sha], address=doubles.NODE.worker)
-    assert (status.status, status.failing_indices, status.checked) == ("accept", (), True)
-    assert status.output_flops == flops(batch()) > 0 < status.input_flops
-    work = service._book.state.works[sha]
-    assert work.status == "accepted" and service._book.state.nodes[doubles.NODE.worker].num_checked == 1
-    assert ask(service, "a.parquet", [sha], address=doubles.NODE.worker) == status  # asked again: nothing happens
-    again = put(service, "b.parquet", batch()[::-1])
-    status = ask(service, "b.parquet", [again])
-    assert status.status == "reject" and status.reason.startswith("duplicate: this rollout was accepted before")
-    assert service.counts == {"accept": 1, "reject duplicate": 1}
-
-
-def test_a_group_falls_with_its_member_and_the_node_with_it(service):
-    bad = list(batch())
-    tokens = bad[3].tokens.copy()
-    tokens[-2] = (tokens[-2] + 1) % 256
-    bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), doubles.NODE)
-    sha = put(service, "a.parquet", bad, units=flops(bad))
-    status = ask(service, "a.parquet", [sha])
-    assert status.status == "reject" and list(status.reasons) == [3]
-    assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
-    state = service._book.state
-    assert state.nodes[doubles.NODE.worker].stake == 70 and state.nodes[doubles.NODE.worker].ejected
-    assert state.works[sha].units == 0 and ledger_lib.verify(service._book._path).error is None
-    assert not service._state.seen.refusal(batch()[0])  # may come again from an honest node
-    assert service._state.seen.refusal(batch()[8])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda b: parquet.to_bytes(list(b))[:-9], "rollout file: not readable"),
-        (lambda b: parquet.to_bytes([]), "file: a.parquet holds no rollout"),
-        (lambda b: b[:15], "samples: expected 0..7 once each"),
-        (lambda b: [dataclasses.replace(r, reward=0.5) for r in b], "signature: the key"),
-        (lambda b: doubles.inflated_reward(doubles.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),
-        (lambda b: doubles.honest(doubles.Double(1, prompts=2)) + list(b), "ok"),
-    ],
-)
-def test_files_and_what_is_said_of_them(service, change, reason):
-    sha = put(service, "a.parquet", change(batch()))
-    status = ask(service, "a.parquet", [sha])
-    assert (status.reason or "ok").startswith(reason) and (status.status == "accept") == (reason == "ok")
-
-
-def test_units_must_be_what_was_measured(service):
-    sha = put(service, "a.parquet", batch(), units=flops(batch()) + 2)
-    status = ask(service, "a.parquet", [sha])
-    assert status.status == "reject" and status.reason.startswith("units: ")
-    assert service._book.state.balance(doubles.NODE.worker, 0).invalidated == flops(batch()) + 2
-
-
-def test_what_an_asker_says_costs_nobody_anything(service):
-    sha = put(service, "a.parquet", batch(), units=flops(batch()))
-    for name, other, said in [
-        ("a.parquet", "0" * 64, "is no work of this ledger"),
-        ("a.parquet", put(service, "c.parquet", batch(5)), "the SHA-256 of a.parquet is another"),
-        ("b.parquet", sha, "is not"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            service.submit(name, [other])
-    assert ask(service, "a.parquet", [sha], address="0" * 64).status == "accept"
-    assert service.submit("a.parquet", [sha], "0" * 64).reason.startswith("signature: it is signed by another node")
-    assert service.submit("a.parquet", [sha], doubles.NODE.worker).status == "accept"
-    assert service.counts == {"accept": 1} and service._book.state.nodes[doubles.NODE.worker].stake == 100
-
-
-def test_the_work_of_another_is_not_paid(service):
-    thief = rollout_lib.WorkerKey.generate()
-    service._book.append(events.sign("join", thief.worker, thief))
-    sha = put(service, "a.parquet", batch(), node=thief)
-    status = ask(service, "a.parquet", [sha])
-    assert status.status == "reject" and status.reason.startswith(
-        "signature: it is signed by another node than the one"
-    )
-    assert (
-        service._book.state.nodes[thief.worker].ejected and not service._book.state.nodes[doubles.NODE.worker].ejected
-    )
-
-
-def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
-    """The first file is of a node of good repute and fails by its signature; the second is a cheat's own."""
-    good = rollout_lib.WorkerKey.generate()
-    service._book.append(events.sign("join", good.worker, good))
-    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999 if node == good.worker else 0.0)
-    monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
-    shas = [
-        put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
-        put(service, "a-1.parquet", doubles.CHEATS["constant_proof"](doubles.Double(3, prompts=2))[8:]),
-    ]
-    status = ask(service, "a-0.parquet", shas, group=True)
-    assert status.checked and status.reasons[0].startswith("signature") and status.reasons[1].startswith("toploc")
-
-
-def test_names_stay_inside(service):
-    sha = put(service, "a.parquet", batch())
-    assert service.status("never.parquet").status == "unknown"
-    (service._root / "link.parquet").symlink_to("/etc/passwd")
-    for name in (
-        "../a.parquet",
-        "/etc/passwd.parquet",
-        "a.txt",
-        "",
-        ".a.parquet",
-        "x" * 300 + ".parquet",
-        "link.parquet",
-    ):
-        with pytest.raises(ValueError, match="is no name of a rollout file|lies outside"):
-            service.submit(name, [sha], None, group=False)
-    with pytest.raises(ValueError, match="file_sha must be a SHA-256"):
-        service.submit("a.parquet", ["xyz"], None, group=False)
-
-
 def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
     """Where all else of the group is sound; and the replay does not ask the scorer again."""
-    asked, made = [], doubles.make_validator(prompts=2)
-    score = made._rules.score
+    asked, validator = [], doubles.make_validator(prompts=2)
+    score = validator.rules.score
 
     def gives_up(group, completions):
         asked.append(group)
         out = score(group, completions)
         for i in (1, 4):
-            out[i] = scorer.Scored(dict.fromkeys(out[i].scores, 0.0), 5.0, in_time=False)
+            out[i] = rules_lib.Recomputed(dict.fromkeys(out[i].scores, 0.0), slow=True, timed_out=True)
         return out
 
     def claims(*samples):
@@ -618,196 +432,34 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
         ]
 
     assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
-    made._rules = dataclasses.replace(made._rules, score=gives_up)
-    assert made.screen(claims(1)) == (None, {1})
-    assert made.check(claims(1)) is None and len(asked) == 1
-    reason, given_up = made.screen(claims(1, 3))  # the other claim is a lie, and found
-    assert reason.startswith("reward: ") and "is 0.5, recomputed" in reason and not given_up
-    assert made.screen(claims(1), "held_out")[0] is not None  # it is no held-out group
+    validator.rules = dataclasses.replace(validator.rules, score=gives_up)
+    group = verifier.GroupChecks(validator)
+    assert group.check_without_weights(claims(1)) == (None, {1})
+    assert group.check_with_weights(claims(1)) is None and len(asked) == 1
+    reason, timed_out = group.check_without_weights(claims(1, 3))  # the other claim is false, and found
+    assert reason.startswith("reward: ") and "is 0.5, recomputed" in reason and not timed_out
+    assert group.check_without_weights(claims(1), "held_out")[0] is not None  # it is not a held-out group
 
 
 def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     """Killed behind the first group of a step: that comes again, and the record ends as it does without the kill."""
     first, second = list(batch()[:8]), list(batch()[8:])
 
-    def bring(made, group):
-        assert made.screen(group) == (None, frozenset()) and made.check(group) is None
+    def bring(validator, group):
+        checks = verifier.GroupChecks(validator)
+        assert checks.check_without_weights(group) == (None, frozenset()) and checks.check_with_weights(group) is None
 
     whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
     for group in (first, second, first):  # the last as after a stale batch
         bring(whole, group)
     bring(killed, first)
-    resumed.restore(json.loads(json.dumps(killed.state(after=2))))
+    resumed.evidence.restore(json.loads(json.dumps(killed.evidence.state(after=2))))
     for group in (first, second):
         bring(resumed, group)
-    expected, found = (made.records[doubles.NODE.worker].state() for made in (whole, resumed))
+    expected, found = (v.evidence.tests[doubles.NODE.worker].state() for v in (whole, resumed))
     assert found["num_claims"] == expected["num_claims"] == found["num_rollouts"] == expected["num_rollouts"] == 16
     for name, values in expected["log_wealth"].items():
         np.testing.assert_allclose(
             found["log_wealth"][name], values, rtol=1e-4, err_msg=name
         )  # replayed in other company
-    assert killed.state(after=3)["counted"] == [] != killed.state(after=2)["counted"]
-
-
-def test_files_of_a_group_are_judged_together(service):
-    halves = batch()[0::2], batch()[1::2]
-    shas = [put(service, f"g-{i}.parquet", half) for i, half in enumerate(halves)]
-    (service._root / "g-1.parquet").unlink()
-    assert ask(service, "g-0.parquet", shas, group=True).status == "incomplete_group"
-    put(service, "g-1.parquet", halves[1])
-    status = ask(service, "g-0.parquet", shas, group=True)
-    assert status.status == "accept" and status.output_flops == flops(batch())
-    alone = put(service, "h-0.parquet", batch(5)[0::2])
-    status = ask(service, "h-0.parquet", [alone], group=True)
-    assert status.status == "incomplete_group" and status.reason.startswith("samples: ")
-    with pytest.raises(ValueError, match="is no name of a group's file"):
-        service.submit("a.parquet", [alone], None, group=True)
-
-
-def test_flops_are_those_of_the_weights_one_token_at_a_time():
-    model, rollout = doubles.experiment().model, batch()[0]
-    layer = transformer.specs(model)["layers"]["000"]
-    weights_ = [*(layer["attn"][name] for name in "qkvo"), *layer["mlp"].values()]
-    counts = [0, 0]
-    for position in range(len(rollout.tokens)):
-        flops = sum(2 * int(np.prod(spec.shape)) for spec in weights_)
-        flops += sum(4 * model.head_dim for _ in range(model.num_heads) for _ in range(position + 1))
-        sampled = bool(rollout.sampled_mask[position])
-        counts[sampled] += model.num_layers * flops + sampled * 2 * model.vocab_size * model.model_dim
-    assert work_units.flops_of(model, rollout) == tuple(counts)
-
-
-def test_good_repute_is_replayed_less(service, monkeypatch):
-    assert all(service._is_drawn(doubles.NODE.worker, bytes([i])) for i in range(64))
-    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9)
-    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
-    assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
-    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999)
-    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
-    assert 60 < drawn < 140  # never below MIN_RATE
-
-
-def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
-    sha = put(service, "a.parquet", batch())
-    with monkeypatch.context() as patch:
-        patch.setattr(service._judge, "judge_cheaply", lambda *args: 1 / 0)
-        status = ask(service, "a.parquet", [sha])
-    assert status.status == "crashed" and "ZeroDivisionError" in status.reason
-    assert ask(service, "b.parquet", [put(service, "b.parquet", batch())]).status == "accept"
-
-
-def test_the_routes(service):
-    sock = listening.listen("127.0.0.1", 0)
-    server = web.server(routes.make_app(service))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=listening.address(sock), timeout=WAIT_S) as http:
-        sha = put(service, "a-0.parquet", batch())
-        body = {"file_sha": sha, "address": doubles.NODE.worker}
-        assert http.post("/validate/a-0.parquet", json=body).json()["status"] in ("pending", "accept")
-        while (status := http.get("/status/a-0.parquet").json())["status"] == "pending":
-            time.sleep(0.01)
-        assert status["status"] == "accept" and set(status) >= {
-            "input_flops",
-            "output_flops",
-            "failing_indices",
-            "reason",
-        }
-        body = {"file_shas": [sha], "group_id": "a", "file_number": 0, "group_size": 1}
-        http.post("/validategroup/a-0.parquet", json=body)
-        while (status := http.get("/statusgroup/a-0.parquet").json())["status"] == "pending":
-            time.sleep(0.01)
-        assert status["status"] == "accept" and status["output_flops"] == flops(batch())
-        assert http.get("/status/other").json()["status"] == "unknown"
-        for route, bad in [
-            ("/validate/a-0.parquet", {}),
-            ("/validate/a-0.parquet", {"file_sha": "0" * 64}),
-            ("/validate/..%2Fa.parquet", {"file_sha": sha}),
-            ("/validate/a-0.parquet", {"file_sha": sha, "address": 3}),
-            ("/validategroup/a-0.parquet", {"file_shas": "x"}),
-            ("/validategroup/a-0.parquet", {"file_shas": [sha], "group_size": 2}),
-            ("/validategroup/a-0.parquet", {"file_shas": []}),
-        ]:
-            reply = http.post(route, json=bad)
-            assert reply.status_code == 400 and reply.json()["error"]["message"]
-        assert http.post("/validate/a-0.parquet", content=b"{").status_code == 400
-        assert http.get("/health").json()["verdicts"] == {"accept": 1}
-    server.should_exit = True
-    thread.join()
-
-
-def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
-    exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
-    closed = []
-
-    def run(sockets):
-        sockets[0].close()
-        signal.raise_signal(signal.SIGINT)
-
-    server = types.SimpleNamespace(run=run)
-    monkeypatch.setattr(routes.web, "server", lambda app: server)
-    monkeypatch.setattr(routes.validator_service.Service, "close", lambda self: closed.append(self))
-    assert (
-        commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--port", "0")
-        == 0
-    )
-    assert len(closed) == 1
-    closed[0]._state.close()
-
-
-# ---- calibration -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_calibrated_limits_hold_what_was_measured(tmp_path):
-    exp = doubles.experiment(prompts=2)
-    judge = doubles.make_validator(prompts=2)
-    variant = calibrate.VARIANTS["bfloat16"]
-    rollouts = calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 20, doubles.NODE)
-    assert len(rollouts) == 20
-    measured = calibrate.measure(judge, rollouts, doubles.FLOAT32)
-    assert measured.num_rollouts == 20 and measured.num_refused > 10  # float32 limits are none for bfloat16
-    tolerance, bands = calibrate.limits([measured])
-    assert tolerance.margin >= measured.margin > doubles.FLOAT32.margin and bands.logprob > measured.mean["logprob"] > 0
-    loose = doubles.make_validator(tolerance, bands, prompts=2)
-    assert all(verdict.accepted for verdict in loose.judge_replayed(rollouts))
-    validator_lib.save_bands(tmp_path / "bands.json", tolerance, bands, {})
-    assert validator_lib.load_bands(tmp_path / "bands.json") == (tolerance, bands)
-    for text in ("", "{}", "[]", (tmp_path / "bands.json").read_text().replace('"margin": ', '"margin": -')):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ValueError, match="is not what python -m rl.validator calibrate writes"):
-            validator_lib.load_bands(tmp_path / "bad.json")
-
-
-@pytest.mark.slow
-def test_a_mesh_is_a_variant(monkeypatch):
-    exp = doubles.experiment(prompts=2)
-    variant = calibrate.VARIANTS["tensor_parallel"]
-    rollouts = calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE)
-    assert all(v.accepted for v in doubles.make_validator(prompts=2).judge_replayed(rollouts))
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE) is None
-
-
-def test_the_calibrate_command(tmp_path, capsys):
-    exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
-    broadcast.publish(doubles.weights(0), 4, str(tmp_path / "weights"))
-    command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
-    assert commands.run("rl.validator", *command, "--variants", "same") == 0
-    assert "same: 8 rollouts" in capsys.readouterr().out
-    body = json.loads((tmp_path / "bands.json").read_text())
-    assert body["measured"]["version"] == 4 and validator_lib.load_bands(tmp_path / "bands.json")
-    assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
-    assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
-    for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # told before anything is generated
-        assert commands.run("rl.validator", *command, *mistake) == 1
-    assert (
-        commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--slash", "-1")
-        == 1
-    )
-    assert (
-        commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path / "absent")) == 1
-    )
-    assert "is no directory" in capsys.readouterr().err
+    assert killed.evidence.state(after=3)["counted"] == [] != killed.evidence.state(after=2)["counted"]

@@ -1,0 +1,84 @@
+"""The rules of a run: everything that it prescribes for a rollout, and how far a replay may differ."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from inference.proofs import toploc
+from models import config as config_lib
+from rl.batch import router_replay
+from rl.protocol import task_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Allowed differences between a claim and its replay: 0 in exact arithmetic, more across backends and dtypes."""
+
+    margin: float  # nats by which the noised logit of a claimed token may be below the largest
+    max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`
+    logprob: float  # nats between claimed and replayed log-probability
+    proofs: toploc.Thresholds = toploc.DEPLOYED
+    routing: float = (
+        0.02  # nats by which the router logit of a claimed expert may be below that of the best one left out
+    )
+
+    @classmethod
+    def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":
+        """Returns the limits of the config section `trust`."""
+        return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """Reward components of one completion, scored by us."""
+
+    scores: dict[str, float]
+    slow: bool = False  # an honest worker's scorer, with its shorter limit, may have timed out
+    timed_out: bool = False  # our scorer did
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Everything that the run prescribes for a rollout; nothing of it is taken from a worker."""
+
+    env: str
+    env_seed: int
+    vocab_size: int
+    max_model_len: int
+    max_tokens: int
+    groups: Callable[[int], Sequence[task_schedule.Group]]  # step -> its groups; empty for a step that the run lacks
+    filters: dict[str, float]  # top_k, top_p, min_p
+    tolerance: Tolerance
+    experts: router_replay.RouterReplay  # the experts of the model
+    router_replay: bool = False  # training rollouts must name the experts that ran
+    newest: int | None = None  # newest published version; None: no bound
+    stop_ids: tuple[int, ...] = ()
+    min_stop_probability: float = 0.0
+    held_out: Callable[[int], Sequence[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
+    prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # the environment's prompt; None: not checked
+    score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
+
+    @classmethod
+    def of(cls, config) -> "Rules":
+        """Returns the rules that follow from a resolved config alone: those of AT_LEASE, and what a replay needs."""
+
+        @functools.lru_cache(16)
+        def groups(step: int) -> list[task_schedule.Group]:
+            return task_schedule.train_groups(config, step) if 1 <= step <= config.rl.num_steps else []
+
+        return cls(
+            env=config.env.name,
+            env_seed=config.seed,
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.inference.max_model_len,
+            max_tokens=config.sampling.max_tokens,
+            groups=groups,
+            filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
+            tolerance=Tolerance.of(config.trust),
+            experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
+            router_replay=config.train.router_replay,
+        )
+
+    def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
+        """Returns the rules for rollouts of one leased group, while `newest` is the newest published version."""
+        return dataclasses.replace(self, groups=lambda step: [group], newest=newest)

@@ -1,0 +1,34 @@
+"""A set of what was accepted or counted, by step, that forgets old steps."""
+
+from collections.abc import Hashable, Iterator
+
+
+class SeenSet:
+    """Entries of the newest `keep_steps` steps; those of older steps are dropped when a newer one is added."""
+
+    def __init__(self, keep_steps: int = 16):
+        self.keep_steps = keep_steps
+        self._by_step: dict[int, set[Hashable]] = {}
+
+    @property
+    def newest(self) -> int:
+        """The newest step with an entry, or 0."""
+        return max(self._by_step, default=0)
+
+    def is_over(self, step: int) -> bool:
+        """Returns True if entries of the step are not kept any more."""
+        return bool(self._by_step) and step <= self.newest - self.keep_steps
+
+    def __contains__(self, item: tuple[int, Hashable]) -> bool:
+        step, entry = item
+        return entry in self._by_step.get(step, ())
+
+    def add(self, step: int, *entries: Hashable) -> None:
+        """Adds entries of one step."""
+        self._by_step.setdefault(step, set()).update(entries)
+        for old in [old for old in self._by_step if self.is_over(old)]:
+            del self._by_step[old]
+
+    def __iter__(self) -> Iterator[tuple[int, Hashable]]:
+        """Yields (step, entry)."""
+        return ((step, entry) for step, entries in self._by_step.items() for entry in entries)

@@ -1,0 +1,307 @@
+"""The service with a real validator and a ledger: verdicts on files, and the HTTP routes."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import signal
+import threading
+import time
+import types
+
+import httpx
+import numpy as np
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from inference.server import web
+from models import transformer
+from rl.ledger import balances, events
+from rl.ledger import ledger as ledger_lib
+from rl.validator import routes, work_units
+from rl.validator import service as service_lib
+from rl.validator import state as validator_state
+from rl.verification import checks
+from sharding.system import sockets as listening
+from tests.support import commands, doubles
+
+WAIT_S = 60
+
+
+def digest_of(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service over two groups of the cheats' run, and a ledger in which their node has joined."""
+    keeper = rollout_lib.WorkerKey.generate()
+    book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
+    book.append(
+        events.sign("join", doubles.NODE.worker, doubles.NODE),
+        events.sign("stake", doubles.NODE.worker, doubles.NODE, amount=100),
+    )
+    (tmp_path / "files").mkdir()
+    made = service_lib.Service(
+        doubles.make_validator(prompts=2, count_once=False),
+        doubles.experiment().model,
+        tmp_path / "files",
+        lambda: 9,
+        secret=b"s",
+        state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
+        book=book,
+        key=keeper,
+        slash=30,
+        eject=True,
+    )
+    yield made
+    made.close()
+
+
+@functools.cache
+def batch(step=3):
+    return tuple(doubles.honest(doubles.Double(step, prompts=2)))
+
+
+def put(service, name, rollouts, *, units=None, node=doubles.NODE):
+    """Writes a file and submits its work for the node; returns its hash."""
+    data = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(list(rollouts))
+    (service._root / name).write_bytes(data)
+    if digest_of(data) not in service._book.state.works:
+        units = units or (1 if isinstance(rollouts, bytes) else flops(rollouts))
+        service._book.append(events.sign("submit", node.worker, node, work=digest_of(data), units=units))
+    return digest_of(data)
+
+
+def flops(rollouts):
+    return sum(work_units.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
+
+
+def ask(service, name, shas, *, group=False, address=None):
+    service.submit(name, shas, address, group=group)
+    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    return service.status(name, group=group)
+
+
+def test_an_honest_file_is_accepted_once(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()))
+    status = ask(service, "a.parquet", [sha], address=doubles.NODE.worker)
+    assert (status.status, status.failing_indices, status.checked) == ("accept", (), True)
+    assert status.output_flops == flops(batch()) > 0 < status.input_flops
+    work = service._book.state.works[sha]
+    assert work.status == "accepted" and service._book.state.nodes[doubles.NODE.worker].num_checked == 1
+    assert ask(service, "a.parquet", [sha], address=doubles.NODE.worker) == status  # asked again: nothing happens
+    again = put(service, "b.parquet", batch()[::-1])
+    status = ask(service, "b.parquet", [again])
+    assert status.status == "reject" and status.reason.startswith("duplicate: this rollout was accepted before")
+    assert service.counts == {"accept": 1, "reject duplicate": 1}
+
+
+def test_a_group_falls_with_its_member_and_the_node_with_it(service):
+    bad = list(batch())
+    tokens = bad[3].tokens.copy()
+    tokens[-2] = (tokens[-2] + 1) % 256
+    bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), doubles.NODE)
+    sha = put(service, "a.parquet", bad, units=flops(bad))
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and list(status.reasons) == [3]
+    assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
+    state = service._book.state
+    assert state.nodes[doubles.NODE.worker].stake == 70 and state.nodes[doubles.NODE.worker].ejected
+    assert state.works[sha].units == 0 and ledger_lib.verify(service._book._path).error is None
+    assert checks.duplicate(batch()[0], service._state.seen).accepted  # may come again from an honest node
+    assert not checks.duplicate(batch()[8], service._state.seen).accepted
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: parquet.to_bytes(list(b))[:-9], "rollout file: not readable"),
+        (lambda b: parquet.to_bytes([]), "file: a.parquet holds no rollout"),
+        (lambda b: b[:15], "samples: expected 0..7 once each"),
+        (lambda b: [dataclasses.replace(r, reward=0.5) for r in b], "signature: the key"),
+        (lambda b: doubles.inflated_reward(doubles.Double(3, prompts=2)), "reward: reward is 1.0, recomputed"),
+        (lambda b: doubles.honest(doubles.Double(1, prompts=2)) + list(b), "ok"),
+    ],
+)
+def test_files_and_what_is_said_of_them(service, change, reason):
+    sha = put(service, "a.parquet", change(batch()))
+    status = ask(service, "a.parquet", [sha])
+    assert (status.reason or "ok").startswith(reason) and (status.status == "accept") == (reason == "ok")
+
+
+def test_units_must_be_what_was_measured(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()) + 2)
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and status.reason.startswith("units: ")
+    assert service._book.state.balance(doubles.NODE.worker, 0).invalidated == flops(batch()) + 2
+
+
+def test_what_an_asker_says_costs_nobody_anything(service):
+    sha = put(service, "a.parquet", batch(), units=flops(batch()))
+    for name, other, said in [
+        ("a.parquet", "0" * 64, "is no work of this ledger"),
+        ("a.parquet", put(service, "c.parquet", batch(5)), "the SHA-256 of a.parquet is another"),
+        ("b.parquet", sha, "is not"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            service.submit(name, [other])
+    assert ask(service, "a.parquet", [sha], address="0" * 64).status == "accept"
+    assert service.submit("a.parquet", [sha], "0" * 64).reason.startswith("signature: it is signed by another node")
+    assert service.submit("a.parquet", [sha], doubles.NODE.worker).status == "accept"
+    assert service.counts == {"accept": 1} and service._book.state.nodes[doubles.NODE.worker].stake == 100
+
+
+def test_the_work_of_another_is_not_paid(service):
+    thief = rollout_lib.WorkerKey.generate()
+    service._book.append(events.sign("join", thief.worker, thief))
+    sha = put(service, "a.parquet", batch(), node=thief)
+    status = ask(service, "a.parquet", [sha])
+    assert status.status == "reject" and status.reason.startswith(
+        "signature: it is signed by another node than the one"
+    )
+    assert (
+        service._book.state.nodes[thief.worker].ejected and not service._book.state.nodes[doubles.NODE.worker].ejected
+    )
+
+
+def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
+    """The first file is of a node of good repute and fails by its signature; the second is a cheat's own."""
+    good = rollout_lib.WorkerKey.generate()
+    service._book.append(events.sign("join", good.worker, good))
+    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999 if node == good.worker else 0.0)
+    monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
+    shas = [
+        put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
+        put(service, "a-1.parquet", doubles.CHEATS["constant_proof"](doubles.Double(3, prompts=2))[8:]),
+    ]
+    status = ask(service, "a-0.parquet", shas, group=True)
+    assert status.checked and status.reasons[0].startswith("signature") and status.reasons[1].startswith("toploc")
+
+
+def test_names_stay_inside(service):
+    sha = put(service, "a.parquet", batch())
+    assert service.status("never.parquet").status == "unknown"
+    (service._root / "link.parquet").symlink_to("/etc/passwd")
+    for name in (
+        "../a.parquet",
+        "/etc/passwd.parquet",
+        "a.txt",
+        "",
+        ".a.parquet",
+        "x" * 300 + ".parquet",
+        "link.parquet",
+    ):
+        with pytest.raises(ValueError, match="is no name of a rollout file|lies outside"):
+            service.submit(name, [sha], None, group=False)
+    with pytest.raises(ValueError, match="file_sha must be a SHA-256"):
+        service.submit("a.parquet", ["xyz"], None, group=False)
+
+
+def test_files_of_a_group_are_judged_together(service):
+    halves = batch()[0::2], batch()[1::2]
+    shas = [put(service, f"g-{i}.parquet", half) for i, half in enumerate(halves)]
+    (service._root / "g-1.parquet").unlink()
+    assert ask(service, "g-0.parquet", shas, group=True).status == "incomplete_group"
+    put(service, "g-1.parquet", halves[1])
+    status = ask(service, "g-0.parquet", shas, group=True)
+    assert status.status == "accept" and status.output_flops == flops(batch())
+    alone = put(service, "h-0.parquet", batch(5)[0::2])
+    status = ask(service, "h-0.parquet", [alone], group=True)
+    assert status.status == "incomplete_group" and status.reason.startswith("samples: ")
+    with pytest.raises(ValueError, match="is no name of a group's file"):
+        service.submit("a.parquet", [alone], None, group=True)
+
+
+def test_flops_are_those_of_the_weights_one_token_at_a_time():
+    model, rollout = doubles.experiment().model, batch()[0]
+    layer = transformer.specs(model)["layers"]["000"]
+    weights_ = [*(layer["attn"][name] for name in "qkvo"), *layer["mlp"].values()]
+    counts = [0, 0]
+    for position in range(len(rollout.tokens)):
+        flops = sum(2 * int(np.prod(spec.shape)) for spec in weights_)
+        flops += sum(4 * model.head_dim for _ in range(model.num_heads) for _ in range(position + 1))
+        sampled = bool(rollout.sampled_mask[position])
+        counts[sampled] += model.num_layers * flops + sampled * 2 * model.vocab_size * model.model_dim
+    assert work_units.flops_of(model, rollout) == tuple(counts)
+
+
+def test_good_repute_is_replayed_less(service, monkeypatch):
+    assert all(service._is_drawn(doubles.NODE.worker, bytes([i])) for i in range(64))
+    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9)
+    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
+    monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999)
+    drawn = sum(service._is_drawn(doubles.NODE.worker, i.to_bytes(2, "big")) for i in range(2000))
+    assert 60 < drawn < 140  # never below MIN_RATE
+
+
+def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
+    sha = put(service, "a.parquet", batch())
+    with monkeypatch.context() as patch:
+        patch.setattr(service._validator, "check_without_weights", lambda *args, **options: 1 / 0)
+        status = ask(service, "a.parquet", [sha])
+    assert status.status == "crashed" and "ZeroDivisionError" in status.reason
+    assert ask(service, "b.parquet", [put(service, "b.parquet", batch())]).status == "accept"
+
+
+def test_the_routes(service):
+    sock = listening.listen("127.0.0.1", 0)
+    server = web.server(routes.make_app(service))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=listening.address(sock), timeout=WAIT_S) as http:
+        sha = put(service, "a-0.parquet", batch())
+        body = {"file_sha": sha, "address": doubles.NODE.worker}
+        assert http.post("/validate/a-0.parquet", json=body).json()["status"] in ("pending", "accept")
+        while (status := http.get("/status/a-0.parquet").json())["status"] == "pending":
+            time.sleep(0.01)
+        assert status["status"] == "accept" and set(status) >= {
+            "input_flops",
+            "output_flops",
+            "failing_indices",
+            "reason",
+        }
+        body = {"file_shas": [sha], "group_id": "a", "file_number": 0, "group_size": 1}
+        http.post("/validategroup/a-0.parquet", json=body)
+        while (status := http.get("/statusgroup/a-0.parquet").json())["status"] == "pending":
+            time.sleep(0.01)
+        assert status["status"] == "accept" and status["output_flops"] == flops(batch())
+        assert http.get("/status/other").json()["status"] == "unknown"
+        for route, bad in [
+            ("/validate/a-0.parquet", {}),
+            ("/validate/a-0.parquet", {"file_sha": "0" * 64}),
+            ("/validate/..%2Fa.parquet", {"file_sha": sha}),
+            ("/validate/a-0.parquet", {"file_sha": sha, "address": 3}),
+            ("/validategroup/a-0.parquet", {"file_shas": "x"}),
+            ("/validategroup/a-0.parquet", {"file_shas": [sha], "group_size": 2}),
+            ("/validategroup/a-0.parquet", {"file_shas": []}),
+        ]:
+            reply = http.post(route, json=bad)
+            assert reply.status_code == 400 and reply.json()["error"]["message"]
+        assert http.post("/validate/a-0.parquet", content=b"{").status_code == 400
+        assert http.get("/health").json()["verdicts"] == {"accept": 1}
+    server.should_exit = True
+    thread.join()
+
+
+def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
+    exp = doubles.experiment(prompts=2)
+    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
+    closed = []
+
+    def run(sockets):
+        sockets[0].close()
+        signal.raise_signal(signal.SIGINT)
+
+    server = types.SimpleNamespace(run=run)
+    monkeypatch.setattr(routes.web, "server", lambda app: server)
+    monkeypatch.setattr(routes.validator_service.Service, "close", lambda self: closed.append(self))
+    assert (
+        commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--port", "0")
+        == 0
+    )
+    assert len(closed) == 1
+    closed[0]._state.close()

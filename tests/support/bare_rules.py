@@ -1,0 +1,24 @@
+"""Rules for rollouts that belong to no run: a replay can be checked, prescribed tasks cannot."""
+
+from inference.engine import request
+from models import config as config_lib
+from rl.batch import router_replay
+from rl.verification import rules as rules_lib
+
+
+def make(
+    model: config_lib.ModelConfig, max_model_len: int, tolerance: rules_lib.Tolerance, **changes
+) -> rules_lib.Rules:
+    """Returns rules without groups; `changes` replace fields."""
+    fields = dict(
+        env="",
+        env_seed=0,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        max_tokens=max_model_len,
+        groups=lambda step: [],
+        filters=request.NO_FILTERS,
+        tolerance=tolerance,
+        experts=router_replay.RouterReplay.of(model),
+    )
+    return rules_lib.Rules(**fields | changes)
