@@ -1,10 +1,10 @@
-"""The programs of an engine: what is compiled, each for fixed shapes.
+"""The engine's compiled steps: jitted functions, each for fixed shapes.
 
-`prefill` and `prefill_chunk` keep the keys of prompts, `insert` copies them into slots, `generate` decodes, `deactivate` ends
-slots early, `score` and `top_values` are for requests that ask for more. What changes from call to call is donated.
+`prefill` and `prefill_chunk` compute keys and values of prompts, `insert` copies them into slots, `generate` decodes,
+`deactivate` stops slots early, and `score` and `top_values` serve requests with extra outputs. The state is donated.
 
-Letters: B slots, P prompts of a prefill, T bucket or chunk length, K steps per call, V vocabulary, L mixture layers, X experts of
-a token, N slots of a call, k values of a proof.
+Letters: B slots, P prompts of a prefill, T bucket or chunk length, K steps per call, V vocabulary, L MoE layers, X experts per
+token, N slots of a call, k values of a proof.
 """
 
 import functools
@@ -12,8 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from inference.engine import decode_state as state_lib
-from inference.engine import kv_cache, routed_experts, sampler
+from inference.engine import decode_state, kv_cache, routed_experts, sampler
 from inference.engine import request as request_lib
 from inference.proofs import window
 from models import logprobs, transformer
@@ -22,53 +21,53 @@ from models.kernels import int8
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prefill(model, routed, params, tokens_PT, length_P):
-    """P prompts padded to one bucket, [P, T] and [P]: their `Prefix`, with the experts of each token if `routed`."""
+    """Prefills prompts [P, T] of lengths [P]; returns a `Prefix`, with the experts of each token if `routed`."""
     P, T = tokens_PT.shape
     positions_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     start_P = jnp.zeros((P,), jnp.int32)
     cache = kv_cache.create(model, P, T)
     attend = kv_cache.attend_at(start_P)
-    _, cache, ran = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
+    _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    pieces = (routed_experts.narrow(ran.experts, model),) if routed else ()
-    return state_lib.placed(state_lib.Prefix(cache, last_P, length_P, pieces))
+    pieces = (routed_experts.compact(routing, model),) if routed else ()
+    return decode_state.placed(decode_state.Prefix(cache, last_P, length_P, pieces))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
 def prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
-    """A chunk of one prompt behind the keys in `cache`: the new cache, and the piece of `Prefix.experts`."""
+    """Prefills a chunk of one prompt from position `start`; returns the new cache and the piece of `Prefix.experts`."""
     positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
     attend = kv_cache.attend_at(start_1)
-    _, cache, ran = transformer.extend(params, model, tokens_1T, positions_1T, cache, attend)
-    return state_lib.placed(cache), (routed_experts.narrow(ran.experts, model),) if routed else ()
+    _, cache, routing = transformer.extend(params, model, tokens_1T, positions_1T, cache, attend)
+    return decode_state.placed(cache), (routed_experts.compact(routing, model),) if routed else ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_prefix(model, num_sequences, capacity):
-    """Keys of no prompt, with room for `capacity` tokens."""
-    return state_lib.placed(kv_cache.create(model, num_sequences, capacity))
+    """An empty cache with room for `capacity` tokens per sequence."""
+    return decode_state.placed(kv_cache.create(model, num_sequences, capacity))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def empty_slots(model, num_slots, capacity, num_steps):
     """A `DecodeState` with no slot in use."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
-    state = state_lib.DecodeState(
+    state = decode_state.DecodeState(
         cache=kv_cache.create_slots(model, num_slots, capacity),
         token=zeros_B,
         position=zeros_B,
         generated=zeros_B,
         active=jnp.zeros((num_slots,), bool),
-        request=state_lib.request_arrays((), num_slots),
+        request=decode_state.request_arrays((), num_slots),
         ring=window.create(num_slots, model.model_dim),
         limit=jnp.int32(num_steps),
     )
-    return state_lib.placed(state)
+    return decode_state.placed(state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def score(model, params, tokens_BT):
-    """float32 [T]: untempered log-probabilities of the first row's tokens; 0 for the first."""
+    """Returns float32 [T]: untempered log-probabilities of the first row's tokens; 0 for the first."""
     hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
     name = "embed" if model.tie_embeddings else "lm_head"
     params = params | {name: int8.dense(params[name], model.dtype)}
@@ -78,12 +77,12 @@ def score(model, params, tokens_BT):
 
 @functools.partial(jax.jit, donate_argnums=2)
 def insert(prefix, rows_N, state, slots_N, request):
-    """Copies prompt `rows[n]` into `slots[n]`, asked for row n of `request`; slots out of range are skipped."""
+    """Starts prompt `rows[n]` in `slots[n]` with row n of `request`; slots out of range are skipped."""
 
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
 
-    state = state_lib.DecodeState(
+    state = decode_state.DecodeState(
         cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
         token=put(state.token, prefix.last_token[rows_N]),
         position=put(state.position, prefix.length[rows_N] - 1),
@@ -93,27 +92,28 @@ def insert(prefix, rows_N, state, slots_N, request):
         ring=state.ring,
         limit=state.limit,
     )
-    return state_lib.placed(state)
+    return decode_state.placed(state)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def deactivate(state, slots_B):
-    """Ends the given slots; those out of range are skipped."""
-    return state_lib.placed(state.replace(active=state.active.at[slots_B].set(False, mode="drop")))
+    """Stops the given slots; those out of range are skipped."""
+    return decode_state.placed(state.replace(active=state.active.at[slots_B].set(False, mode="drop")))
 
 
 @jax.jit
 def top_values(state, slot_N, window_N, rows_N):
-    """(indices, bits) [N, k] of the first `rows` hidden states of each window."""
+    """Returns proof values (indices, bits) [N, k] of the first `rows` hidden states of each window."""
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def generate(model, num_steps, max_len, routed, params, state):
-    """Up to `num_steps` decode steps; stops early when no slot is active. Data columns: K tokens, K valid, length, K logp.
+    """Runs up to `num_steps` decode steps; stops early when no slot is active.
 
-    Beside the data: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros in rows that no slot asked for;
-    (indices, bits) [2, B, k] of finished windows; and, if `routed`, the experts [B, K, L, X] of the tokens that were run.
+    Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, length, K logp. Extras: (raw logp
+    [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot wants them. Proofs: (indices, bits) [2, B, k] of
+    finished windows. Experts: [B, K, L, X] of the tokens that were run, or None.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
@@ -125,13 +125,13 @@ def generate(model, num_steps, max_len, routed, params, state):
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts = carry
-        hidden_B1D, cache, ran = transformer.extend(
+        hidden_B1D, cache, routing = transformer.extend(
             params,
             model,
             state.token[:, None],
             state.position[:, None],
             state.cache,
-            # A slot that is not in use may keep nobody at a late position (decode_attention.py).
+            # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
             kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
         )
         logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
@@ -150,32 +150,32 @@ def generate(model, num_steps, max_len, routed, params, state):
         )
         return (
             step + 1,
-            state_lib.placed(new_state),
+            decode_state.placed(new_state),
             tokens.at[:, step].set(jnp.where(active, token_B, 0)),
             valid.at[:, step].set(active.astype(jnp.int32)),
             logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
-            experts.at[:, step].set(routed_experts.narrow(ran.experts, model)[:, 0]) if routed else None,
+            experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]) if routed else None,
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)
     zeros = jnp.zeros((B, num_steps), jnp.float32)
     wide = (B, num_steps, num_top)
     extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-    shape = (B, num_steps, routed_experts.num_mixtures(model), model.experts_per_token)
+    shape = (B, num_steps, routed_experts.num_moe_layers(model), model.experts_per_token)
     experts = jnp.zeros(shape, routed_experts.dtype(model)) if routed else None
-    carry = (jnp.int32(0), state_lib.placed(state), blank, blank, zeros, extras, experts)
+    carry = (jnp.int32(0), decode_state.placed(state), blank, blank, zeros, extras, experts)
     _, state, tokens, valid, logps, extras, experts = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    there_2B, window_2B, rows_2B = window.finished(start.generated, state.generated, start.active & ~state.active)
-    proofs = window.reduce(state.ring, there_2B & state.request.want_proof[None], window_2B, rows_2B)
+    is_finished_2B, window_2B, rows_2B = window.finished(start.generated, state.generated, start.active & ~state.active)
+    proofs = window.reduce(state.ring, is_finished_2B & state.request.want_proof[None], window_2B, rows_2B)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
     return state, data, extras, proofs, experts
 
 
 @jax.jit
 def join(results):
-    """The results of several lanes as those of one; windows of proofs come first, then slots."""
+    """Concatenates the results of several sub-batches along the slots."""
 
     def join(parts, axis):
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
@@ -185,7 +185,7 @@ def join(results):
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
-    """What few requests ask for; a batch in which none does must not pay for it."""
+    """The outputs that few requests want; a batch in which none does must not pay for them."""
 
     def raw(values, logits_BV, logp_BV):
         raw_BV = jax.nn.log_softmax(logits_BV, axis=-1)
@@ -199,7 +199,7 @@ def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
         return values
 
     raw_logps, *tops = extras
-    want_raw, want_top = (jnp.any(state.active & asked) for asked in (state.request.want_raw, state.request.want_top))
+    want_raw, want_top = (jnp.any(state.active & want) for want in (state.request.want_raw, state.request.want_top))
     raw_logps = jax.lax.cond(want_raw, raw, skip, raw_logps, logits_BV, logp_BV)
     top_ids, top_logps = jax.lax.cond(want_top, top, skip, tuple(tops), logits_BV, logp_BV)
     return raw_logps, top_ids, top_logps

@@ -1,18 +1,17 @@
-"""Keys of running sequences on a CPU, and the attention of one new token per sequence over them: what a decode step runs.
+"""Decode attention on a CPU: the attention of one new token per sequence over its cached keys.
 
-1. `create` lays the positions of all sequences in blocks, block after block in memory, and turns the keys, so that products
-   with them run over whole vectors of positions. `copy_rows` lays prefilled prompts into it.
-2. `step` writes the new key and value of each sequence, then goes over the blocks up to the last that any sequence is in,
+1. `create` divides the positions of all sequences into blocks, contiguous in memory, with the keys transposed, so that products
+   with them run over whole vectors of positions. `copy_rows` copies prefilled prompts into the blocks.
+2. `step` writes the new key and value of each sequence, then reads the blocks up to the last one in use by any sequence,
    and accumulates the softmax from block to block (arXiv 1805.02867).
 
-So a step reads as many keys as the longest sequence has, not as there is room for. A sequence's bits do not depend on how
-many blocks were read for its neighbours: it is one program, and a block in which a sequence has no key leaves its maximum as
-it is, scales by exp(0) = 1 and adds exp(-1e30) = 0. (A program for each number of blocks would sum in another order.)
+So a step reads as many keys as the longest sequence has, not the capacity. A sequence's bits do not depend on the number of
+blocks read for others: there is one program, and a block without a key of the sequence leaves its maximum unchanged, scales
+by exp(0) = 1 and adds exp(-1e30) = 0. (A program for each number of blocks would sum in another order.)
 
-A decode step of 4 layers with 2 key heads of 64 dims, 64 sequences of 60 keys, room for 96: 2.0 ms, where keys as they lie in
-kv_cache.py take 2.8 ms; with 100 keys and room for 288: 3.9 and 6.1 ms (2 cores, loaded, in turns).
-
-`fits` says where this is used; everything else runs `attention.attend`.
+A decode step of 4 layers with 2 key heads of 64 dims, 64 sequences of 60 keys, capacity 96: 2.0 ms, against 2.8 ms with the
+layout of kv_cache.py; with 100 keys and capacity 288: 3.9 and 6.1 ms (2 cores, loaded, alternating). Used where `fits` is True;
+elsewhere `attention.attend`.
 
 Letters: N blocks, B sequences, K key heads, S positions of a block, H query heads, G = H / K, C head dim (of values: V).
 """
@@ -26,7 +25,7 @@ from models import config as config_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-MAX_BLOCK = 128  # positions; smaller ones cost more in turns of the loop than they save in keys
+MAX_BLOCK = 128  # positions; smaller blocks cost more in loop iterations than they save in keys
 MULTIPLE = 16  # float32 numbers of the widest CPU vector
 
 
@@ -39,13 +38,13 @@ class Blocks:
 
 
 def fits(config: config_lib.ModelConfig) -> bool:
-    """On one CPU device, for layers of their own (not stacked) with keys of their own (not latent)."""
+    """Returns True on one CPU device, for a model whose layers are not stacked and whose attention is not latent."""
     is_alone = rules.several_devices() is None
     return mesh_lib.platform() == "cpu" and is_alone and not config.is_latent and not config.scan_layers
 
 
 def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> tuple[Blocks, ...]:
-    """Room for `capacity` positions, in whole blocks."""
+    """Creates blocks of zeros for at least `capacity` positions per sequence."""
     num_blocks = -(-capacity // MAX_BLOCK)
     block = -(-capacity // (num_blocks * MULTIPLE)) * MULTIPLE
     shape = num_blocks, num_sequences, config.num_kv_heads
@@ -59,16 +58,16 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
 
 
 def copy_rows(k_PKTC: jax.Array, v_PKTV: jax.Array, rows_B: jax.Array, blocks: Blocks, slots_B: jax.Array) -> Blocks:
-    """Copies prompts `rows` of a prefill into sequences `slots`; those out of range are skipped."""
+    """Copies prompts `rows` of a prefill into sequences `slots`; slots out of range are skipped."""
     S = blocks.values_NBKSV.shape[3]
 
-    def copy(target, x_PKTC, is_turned):
+    def copy(target, x_PKTC, is_transposed):
         x_BKTC = x_PKTC[rows_B]
         B, K, T, C = x_BKTC.shape
         whole, rest = divmod(T, S)
         pieces = [jnp.moveaxis(x_BKTC[:, :, : whole * S].reshape(B, K, whole, S, C), 2, 0), x_BKTC[:, :, whole * S :]]
         where = [(slice(whole), slots_B), (whole, slots_B, slice(None), slice(rest))]
-        if is_turned:
+        if is_transposed:
             pieces, where[1] = [x.swapaxes(-1, -2) for x in pieces], (*where[1][:3], slice(None), slice(rest))
         for at, piece in zip(where, pieces, strict=True):
             target = target.at[at].set(piece, mode="drop") if piece.size else target
@@ -89,9 +88,9 @@ def step(
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, Blocks]:
-    """Writes one token at `position` of each sequence and attends from it; (out [B, 1, H, V], the new blocks).
+    """Writes one token at `position` of each sequence and attends from it; returns (out [B, 1, H, V], the new blocks).
 
-    Options as of `attention.attend`; with a window a query reads that many tokens, its own included.
+    The options are those of `attention.attend`; with a window a query reads that many tokens, including its own.
     """
     B, _, H, C = q_B1HC.shape
     keys, values, rows_B = blocks.keys_NBKCS, blocks.values_NBKSV, jnp.arange(B)
@@ -121,10 +120,8 @@ def step(
     shape = B, K, H // K
     total_BKG, top_BKG = jnp.zeros(shape), jnp.full(shape, attention.MASKED)
     if sinks_H is not None:  # one more score, without a value
-        total_BKG, top_BKG = (
-            jnp.ones(shape),
-            jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, *shape[1:]), shape),
-        )
+        total_BKG = jnp.ones(shape)
+        top_BKG = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, *shape[1:]), shape)
     carry = jnp.zeros((*shape, V)), total_BKG, top_BKG
     if len(keys) == 1:
         out_BKGV, total_BKG, _ = block(0, carry)

@@ -1,7 +1,7 @@
-"""The turned copy of a model's weights that a CPU decodes with (models/kernels/cpu_transposed.py).
+"""The transposed copy of a model's weights that decoding on a CPU uses (models/kernels/cpu_transposed.py).
 
-It is made when weights are decoded with for the first time, and kept until others are. Prefill, which multiplies many rows,
-uses the weights as they are: so a CPU holds those that are multiplied with twice.
+It is made at the first decode call with new weights and kept until the next ones. Prefill, which multiplies many rows, uses the
+original weights: so a CPU keeps most weights twice.
 """
 
 import weakref
@@ -21,17 +21,17 @@ class TransposedWeights:
 
     def __init__(self, model: config_lib.ModelConfig):
         self._fits = cpu_decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_BYTES
-        self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # what it was made of, and the copy
+        self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # the original leaves, and the copy
 
     def of(self, params: transformer.Params) -> transformer.Params:
-        """The same weights as a decode step is to have them."""
+        """Returns the copy; the weights themselves where a copy does not pay (large, quantized, or not on one CPU device)."""
         if not self._fits or int8.is_quantized(params["embed"]):
             return params
         leaves = jax.tree.leaves(params)
         sources, made = self._kept
-        # By each leaf: two versions may share some.
+        # Compared leaf by leaf: two versions may share some.
         if len(sources) != len(leaves) or any(s() is not leaf for s, leaf in zip(sources, leaves, strict=True)):
-            self._kept, made = ([], {}), {}  # the old copy goes before the new one comes
+            self._kept, made = ([], {}), {}  # frees the old copy before the new one is made
             made = cpu_transposed.transpose(params)
             self._kept = [weakref.ref(leaf) for leaf in leaves], made
         return made

@@ -1,7 +1,7 @@
-"""What an engine holds between two calls: prefilled prompts and running slots, as trees of arrays, and where these lie.
+"""The engine's state between two calls: prefilled prompts and running slots, as trees of arrays, and their layout.
 
-On a mesh the slots are split over the batch axes (data, fsdp, expert) and the key heads of the cache over `tensor`. Every
-program states this layout of what it returns (`placed`), so that its result goes into the next one as it is.
+On a mesh the slots are split over the batch axes (data, fsdp, expert), and the key heads of the cache over `tensor`. Every
+program states this layout of its results (`placed`), so that they enter the next one without a copy.
 
 Letters: B slots, P prompts of a prefill.
 """
@@ -16,28 +16,29 @@ from inference.engine import kv_cache, sampler
 from inference.engine import request as request_lib
 from sharding import rules
 
-MAX_STOP_IDS = 8  # that end a sequence on the device; the scheduler looks for the others after each call
+MAX_STOP_IDS = 8  # checked on the device, per sequence; the scheduler checks further ones after each call
+Array = sampler.Array
 
 
 @struct.dataclass
 class Request:
-    """What a sequence was asked for; arrays [B] (or [P])."""
+    """Sampling and limits of each sequence; arrays [B] (or [P])."""
 
     sampling: sampler.Sampling
-    max_tokens: jax.Array  # int32, new tokens at most
-    stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
-    want_proof: jax.Array  # bool
-    want_raw: jax.Array  # bool, also the log-probability under softmax(logits)
-    want_top: jax.Array  # bool, also the MAX_TOP likeliest tokens
+    max_tokens: Array  # int32, new tokens at most
+    stop_ids: Array  # int32 [B, MAX_STOP_IDS], -1 where unused
+    want_proof: Array  # bool
+    want_raw: Array  # bool, also the log-probability under softmax(logits)
+    want_top: Array  # bool, also the MAX_TOP likeliest tokens
 
 
 @struct.dataclass
 class Prefix:
-    """Prefilled prompts: keys up to the bucket length, lengths, last tokens; how to sample from there if JetStream asks."""
+    """Prefilled prompts: their keys and values, last tokens, and lengths. `request` is set for JetStream only."""
 
     cache: kv_cache.Cache
-    last_token: jax.Array  # int32 [P]
-    length: jax.Array  # int32 [P]
+    last_token: Array  # int32 [P]
+    length: Array  # int32 [P]
     experts: tuple[jax.Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
     request: Request | None = None
 
@@ -52,12 +53,12 @@ class DecodeState:
     generated: jax.Array  # int32 [B], new tokens so far
     active: jax.Array  # bool [B]
     request: Request
-    ring: jax.Array  # last hidden states by new token (proof_window.py)
-    limit: jax.Array  # int32, steps of the next call at most (K, or fewer when a slot is due for another sample)
+    ring: jax.Array  # last hidden states by new token (inference/proofs/window.py)
+    limit: jax.Array  # int32, the most steps of the next call
 
 
-def layout(tree, mesh: jax.sharding.Mesh):
-    """The `PartitionSpec` of each array of a `DecodeState`, a `Prefix` or a cache."""
+def layout(tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
+    """Returns the `PartitionSpec` of each array of a `DecodeState`, a `Prefix` or a cache."""
     if isinstance(tree, tuple):
         return kv_cache.layout(tree, mesh)
 
@@ -68,7 +69,7 @@ def layout(tree, mesh: jax.sharding.Mesh):
 
 
 def placed(tree):
-    """States the layout of what a program returns. No mesh, no effect."""
+    """Constrains a program's result to its layout; without a mesh, returns it unchanged."""
     mesh = rules.several_devices()
     if mesh is None:
         return tree
@@ -76,16 +77,14 @@ def placed(tree):
 
 
 def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
-    """Stacks requests into numpy arrays of `size` rows, which a program takes as they are; the rest are temperature 1, one token."""
+    """Stacks requests into numpy arrays of `size` rows, padded with requests of temperature 1 and one token."""
 
     def column(values, fill, dtype):
         return np.array([*values, *[fill] * (size - len(values))], dtype)
 
     stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
-    bias_ids, bias = (
-        np.full((size, request_lib.MAX_BIAS), -1, np.int32),
-        np.zeros((size, request_lib.MAX_BIAS), np.float32),
-    )
+    bias_ids = np.full((size, request_lib.MAX_BIAS), -1, np.int32)
+    bias = np.zeros((size, request_lib.MAX_BIAS), np.float32)
     for row, request in enumerate(requests):
         stops = request.stop_ids[:MAX_STOP_IDS]
         stop_ids[row, : len(stops)] = stops

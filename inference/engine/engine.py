@@ -1,20 +1,18 @@
 """The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, with what RL needs added.
 
-1. `prefill_batch` runs prompts of one length bucket and keeps their keys; a prompt longer than `prefill_chunk` goes
-   through `prefill_chunk`, one chunk of it per call, so that nobody waits for all of it. Neither samples anything: the
-   first `generate` runs the last prompt token again, so that every token comes out of one program.
+1. `prefill_batch` computes the keys and values of prompts of one length bucket. A prompt longer than `prefill_chunk` goes
+   through `prefill_chunk`, one chunk per call, so that decoding never waits for all of it. Neither samples: the first
+   `generate` runs the last prompt token again, so that one program makes every token.
 2. `insert_batch` copies prompts into slots; several samples of one prompt share its prefill.
-3. `generate` runs up to K decode steps for all slots in one call, and returns tokens, log-probabilities and validity in
+3. `generate` runs up to K decode steps for all slots in one call. It returns tokens, log-probabilities and validity in
    one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast).
-4. The last hidden states of each slot stay in a ring on the device; a call reduces the windows of 32 that it finished
-   to the values that a proof is made of (proof_window.py), and the host fetches those alone.
+4. A ring on the device keeps the last hidden states of each slot. A call reduces each window of 32 that it completed to
+   the values of a proof (inference/proofs/window.py), and only those are fetched.
 
-Programs (compiled_steps.py) have fixed shapes (prompt batch, buckets, chunk, slots, steps), and a row's result does not depend on its
-neighbours: a rollout is the same whatever ran beside it. A chunk starts at a multiple of `prefill_chunk` in every prompt,
-so that its keys are the same bits whether they were computed for this prompt or kept from another (prefix_cache.py).
-Parameters are an argument of every call, so weights change between calls while sequences go on.
-
-On a mesh every call runs over all of its devices, and states go from one to the next as they lie (decode_state.py).
+All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows: a rollout is the same
+in any company. Chunks start at multiples of `prefill_chunk`, so their keys have the same bits if they were computed for this
+prompt or for an earlier one (inference/scheduler/prefix_cache.py). Weights are an argument of each call, so they can change
+while sequences run. On a mesh each call runs over all devices, and the state stays laid out between calls (decode_state.py).
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
 N windows, k values of a proof.
@@ -29,9 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from inference.engine import compiled_steps, cpu_sub_batches, cpu_weights, kv_cache
-from inference.engine import decode_state as state_lib
-from inference.engine import routed_experts as routing
+from inference.engine import compiled_steps, cpu_sub_batches, cpu_weights, decode_state, kv_cache, routed_experts
 from inference.engine.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
 from inference.proofs import window
 from models import config as config_lib
@@ -39,6 +35,8 @@ from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
+
+State = cpu_sub_batches.State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,39 +46,37 @@ class EngineConfig:
     num_slots: int  # sequences decoded together
     max_model_len: int  # prompt + completion, in tokens
     prefill_batch: int  # prompts per prefill call
-    steps_per_call: int  # decode steps between two looks by the host
+    steps_per_call: int  # decode steps per call; the scheduler acts between calls
     prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time, one prompt per call
-    routed_experts: bool = False  # record which experts each token went to
+    routed_experts: bool = False  # record the experts that each token was routed to
 
     def __post_init__(self):
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
             if getattr(self, field) < 1:
-                raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1")
+                raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1; set it higher")
         if self.steps_per_call > window.WINDOW:
             raise ValueError(
-                f"inference.steps_per_call = {self.steps_per_call} must be at most {window.WINDOW}, "
-                "the window of a proof"
+                f"inference.steps_per_call = {self.steps_per_call} must be at most {window.WINDOW}, the window of a "
+                "proof; set it lower"
             )
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Prompt lengths that `prefill_batch` compiles: powers of two from 16, and the longest."""
+        """Prompt lengths that `prefill_batch` is compiled for: powers of two from 16, and the longest."""
         longest = min(self.max_model_len, self.prefill_chunk)
-        sizes, size = [], 16
-        while size < longest:
-            sizes.append(size)
-            size *= 2
-        return (*sizes, longest)
+        return (*(1 << bits for bits in range(4, 31) if 1 << bits < longest), longest)
 
     @property
     def insert_sizes(self) -> tuple[int, ...]:
-        """How many slots one `insert_batch` is for: few sizes instead of one per count, and not always all of the slots, because
-        an insert costs as much as its size."""
+        """Numbers of slots that `insert_batch` is compiled for.
+
+        Few, to compile few programs, but not only all slots, because an insert costs as much as its size.
+        """
         return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.prefill_batch, self.num_slots)}))
 
     @property
     def capacity(self) -> int:
-        """Positions of a slot's cache: whole chunks, because a chunk is written whole."""
+        """Positions of a slot's cache: a multiple of the chunk, because a chunk is written whole."""
         if self.max_model_len <= self.prefill_chunk:
             return self.max_model_len
         return -(-self.max_model_len // self.prefill_chunk) * self.prefill_chunk
@@ -88,20 +84,20 @@ class EngineConfig:
 
 @struct.dataclass
 class Result(engine_api.ResultTokens):
-    """What JetStream reads, and beside it what only some requests ask for, left on the device until fetched."""
+    """JetStream's result of a call, plus columns that few requests ask for. They stay on the device until fetched."""
 
     raw_logps: jax.Array  # float32 [B, K], under softmax(logits)
     top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
-    top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the distribution sampled from; -inf where filtered out
-    # Of the window that the call completed, and of the one that a sequence it ended leaves partly filled; only in slots
-    # that want proofs.
+    top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the sampling distribution; -inf where filtered out
+    # First of the window that the call completed, then of the partly filled one of a sequence that ended; zeros in slots
+    # without proofs.
     proof_indices: jax.Array  # int32 [2, B, k]
     proof_bits: jax.Array  # uint16 [2, B, k]
     experts: jax.Array | None  # [B, K, L, X], if they are recorded
 
 
 class Engine(engine_api.Engine):
-    """JetStream engine of one model on one host-local mesh. Holds no sequence state and no current weights."""
+    """JetStream engine of one model on one host-local mesh. Sequences and current weights are arguments of its methods."""
 
     def __init__(
         self,
@@ -111,36 +107,36 @@ class Engine(engine_api.Engine):
         params: transformer.Params | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """`mesh` is one of the devices of this process; the first of them alone when None. `params` lie on it.
+        """Creates an engine on `mesh`, over devices of this process; None: its first device.
+
+        `params`, laid out on the mesh, are only what `load_params` returns.
 
         Raises:
-          ValueError: the slots do not divide over the mesh, it has a `context` axis, or experts that are not there are to be
-            recorded.
+          ValueError: the sizes do not fit the mesh, or experts of a model without any are to be recorded.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
-        if config.routed_experts and not routing.num_mixtures(model):
-            raise ValueError("inference.routed_experts is set and the model has no experts; leave it out")
+        if config.routed_experts and not routed_experts.num_moe_layers(model):
+            raise ValueError("inference.routed_experts = true, but the model has no experts; leave the field out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params = params
-        self._side_by_side = cpu_sub_batches.ConcurrentDecoder()
+        self._concurrently = cpu_sub_batches.ConcurrentDecoder()
         with self._on_mesh():
-            self._turned = cpu_weights.TransposedWeights(model)
+            self._decode_weights = cpu_weights.TransposedWeights(model)
 
-    # What our scheduler calls.
+    # The methods that our scheduler calls.
 
-    def prefill_batch(self, params, tokens_PT, length_P) -> state_lib.Prefix:
-        """Runs P prompts padded to one bucket; [P, T] and [P], P = config.prefill_batch."""
+    def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
+        """Prefills P = config.prefill_batch prompts padded to one bucket; int32 [P, T] and [P]."""
         with self._on_mesh():
             return compiled_steps.prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
 
     def prefill_chunk(
-        self, params, tokens_1T, start: int, cache: kv_cache.Cache | None
+        self, params: transformer.Params, tokens_1T, start: int, cache: kv_cache.Cache | None
     ) -> tuple[kv_cache.Cache, tuple[jax.Array, ...]]:
-        """Runs one chunk of one prompt behind its first `start` tokens, whose keys `cache` holds (None: start is 0).
+        """Prefills one chunk, int32 [1, config.prefill_chunk], of a prompt whose first `start` tokens are in `cache`.
 
-        [1, T], T = config.prefill_chunk. The cache is donated. Returns the new one, and the chunk's piece of
-        `Prefix.experts`.
+        The cache is donated; None: start is 0. Returns the new one, and the chunk's part of `Prefix.experts`.
         """
         cache = self.empty_prefix() if cache is None else cache
         with self._on_mesh():
@@ -150,110 +146,122 @@ class Engine(engine_api.Engine):
             )
 
     def empty_prefix(self) -> kv_cache.Cache:
-        """The keys of no prompt at all, with room for the longest one."""
+        """An empty cache with room for the longest prompt."""
         with self._on_mesh():
             return compiled_steps.empty_prefix(self.model, 1, self.config.capacity)
 
-    def prompt_logprobs(self, params, tokens_1T) -> np.ndarray:
-        """float32 [T]: log-probability of each token of one prompt given those before it; 0 for the first. Untempered.
+    def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
+        """Returns float32 [T]: the untempered log-probability of each prompt token given those before it; 0 for the first.
 
-        The length must be a bucket or a multiple of `prefill_chunk`; pad behind the prompt.
+        T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt.
         """
-        with self._on_mesh():  # a row for each part of a mesh that is to hold rows
+        with self._on_mesh():  # a row for each batch shard of the mesh
             tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)
             return np.asarray(compiled_steps.score(self.model, params, tokens_BT))
 
     def insert_batch(
-        self, prefix: state_lib.Prefix, rows, state: cpu_sub_batches.State, slots, request: state_lib.Request
-    ) -> cpu_sub_batches.State:
-        """Starts prompt `rows[i]` in `slots[i]`, asked for row i of `request`; unused entries have slot = num_slots."""
-        prefix = prefix.replace(experts=())
+        self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
+    ) -> State:
+        """Starts prompt `rows[i]` of `prefix` in `slots[i]` with row i of `request`; unused entries have slot = num_slots."""
+        prefix = dataclasses.replace(prefix, experts=())
         with self._on_mesh():
             return cpu_sub_batches.at(
-                lambda lane, slots: compiled_steps.insert(prefix, rows, lane, slots, request), state, slots
+                lambda part, slots: compiled_steps.insert(prefix, rows, part, slots, request), state, slots
             )
 
-    def deactivate(self, state: cpu_sub_batches.State, slots) -> cpu_sub_batches.State:
-        """Stops the given slots (abort); [B], unused entries have slot = num_slots."""
+    def deactivate(self, state: State, slots) -> State:
+        """Stops the given slots; int32 [B], unused entries have slot = num_slots."""
         with self._on_mesh():
             return cpu_sub_batches.at(compiled_steps.deactivate, state, slots)
 
-    def with_limit(self, state: cpu_sub_batches.State, limit: int) -> cpu_sub_batches.State:
-        """The state with the most steps that the next call may run."""
-        limit = np.int32(limit)
-        if self.mesh.size > 1:  # laid out as the programs return it: one more layout would be one more compilation
-            limit = jax.device_put(limit, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
-        return cpu_sub_batches.each(lambda lane: lane.replace(limit=limit), state)
+    def with_limit(self, state: State, limit: int) -> State:
+        """Sets the most steps that the next call runs."""
+        limit_array = np.int32(limit)
+        if self.mesh.size > 1:  # laid out as programs return it: another layout would be compiled again
+            replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+            limit_array = jax.device_put(limit_array, replicated)
+        return cpu_sub_batches.each(lambda part: dataclasses.replace(part, limit=limit_array), state)
 
-    def top_values(self, state: cpu_sub_batches.State, slots, windows, rows) -> tuple[jax.Array, jax.Array]:
-        """(indices, bits) [N, k] of the first `rows` rows of windows that the device did not finish; all arrays [N]."""
+    def top_values(self, state: State, slots, windows, rows) -> tuple[jax.Array, ...]:
+        """Returns proof values (indices, bits) [N, k] of the first `rows` rows of windows; all arguments are int32 [N].
+
+        For windows that the device has not reduced, because the host ended the sequence.
+        """
         with self._on_mesh():
             return cpu_sub_batches.gather(
-                lambda lane, slots: compiled_steps.top_values(lane, slots, windows, rows), state, slots
+                lambda part, slots: compiled_steps.top_values(part, slots, windows, rows), state, slots
             )
 
     def bucket(self, length: int) -> int:
-        """The shape in which a prompt of `length` tokens is run: a bucket, or whole chunks."""
+        """Returns the padded length of a prompt of `length` tokens: a bucket, or whole chunks."""
         chunk = self.config.prefill_chunk
         if length > chunk:
             return -(-length // chunk) * chunk
         return next(size for size in self.config.buckets if size >= length)
 
-    def read(self, result: "engine_api.ResultTokens") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Host view of a call: (tokens [B, K], logprobs [B, K] float32, number of valid tokens [B])."""
+    def read(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Fetches (tokens [B, K], logprobs float32 [B, K], number of valid tokens [B]); blocks until the call ends."""
         data = np.asarray(result.data)
         K = self.config.steps_per_call
         logprobs = np.ascontiguousarray(data[:, 2 * K + 1 :]).view(np.float32)
         return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
 
     def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
-        """Host view of `proof_indices` and `proof_bits`."""
+        """Fetches `proof_indices` and `proof_bits`."""
         return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
 
-    # JetStream's contract.
-
-    def load_params(self, *args, **kwargs):
-        return self._initial_params
-
-    def init_decode_state(self, *args, **kwargs) -> cpu_sub_batches.State:
-        with self._on_mesh():
-            num_lanes = cpu_sub_batches.count(self.model, self.config.num_slots)
-        made = [self.init_slots(self.config.num_slots // num_lanes) for _ in range(num_lanes)]
-        return cpu_sub_batches.SubBatches(tuple(made)) if num_lanes > 1 else made[0]
-
-    def init_slots(self, num_slots: int) -> state_lib.DecodeState:
-        """So many empty slots that are decoded by one call."""
+    def init_slots(self, num_slots: int) -> decode_state.DecodeState:
+        """An empty state of `num_slots` slots, which one call decodes."""
         with self._on_mesh():
             return compiled_steps.empty_slots(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
 
-    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> state_lib.Prefix:
+    # JetStream's contract.
+
+    def load_params(self, *args, **kwargs) -> transformer.Params | None:
+        """The weights given to the constructor."""
+        return self._initial_params
+
+    def init_decode_state(self, *args, **kwargs) -> State:
+        """A state with no slot in use."""
+        with self._on_mesh():
+            num_parts = cpu_sub_batches.count(self.model, self.config.num_slots)
+        parts = [self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts)]
+        return cpu_sub_batches.SubBatches(tuple(parts)) if num_parts > 1 else parts[0]
+
+    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
+        """Prefills one prompt, to be sampled at temperature 1 and seed 0 until a stop id of the tokenizer."""
         if existing_prefix is not None:
-            raise NotImplementedError("prefill on an existing prefix is not supported")
-        stop_ids = np.full((1, state_lib.MAX_STOP_IDS), -1, np.int32)
-        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[: state_lib.MAX_STOP_IDS]
-        request = state_lib.request_arrays((), 1).replace(
-            max_tokens=jnp.full((1,), self.config.max_model_len), stop_ids=jnp.asarray(stop_ids)
+            raise NotImplementedError("prefill on an existing prefix is not supported; pass None")
+        stop_ids = np.full((1, decode_state.MAX_STOP_IDS), -1, np.int32)
+        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[: decode_state.MAX_STOP_IDS]
+        request = dataclasses.replace(
+            decode_state.request_arrays((), 1),
+            max_tokens=jnp.full((1,), self.config.max_model_len),
+            stop_ids=jnp.asarray(stop_ids),
         )
         tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, : self.config.max_model_len]
         prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
-        return prefix.replace(request=request)
+        return dataclasses.replace(prefix, request=request)
 
-    def insert(self, prefix: state_lib.Prefix, decode_state: cpu_sub_batches.State, slot: int) -> cpu_sub_batches.State:
+    def insert(self, prefix: decode_state.Prefix, decode_state: State, slot: int) -> State:
+        """Starts the prompt that `prefill` returned in a slot."""
+        assert prefix.request is not None
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
-    def generate(self, params, decode_state: cpu_sub_batches.State):
+    def generate(self, params: transformer.Params, decode_state: State) -> tuple[State, Result]:
+        """Runs one decode call for all slots. Returns before the devices have finished."""
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
-        params = self._turned.of(params)
+        params = self._decode_weights.of(params)
         if isinstance(decode_state, cpu_sub_batches.SubBatches):
-            done = self._side_by_side(functools.partial(compiled_steps.generate, *options, params), decode_state)
-            state = cpu_sub_batches.SubBatches(tuple(lane for lane, *_ in done))
+            done = self._concurrently(functools.partial(compiled_steps.generate, *options, params), decode_state)
+            state = cpu_sub_batches.SubBatches(tuple(part for part, *_ in done))
             data, extras, proofs, experts = compiled_steps.join([results for _, *results in done])
         else:
             with self._on_mesh():
                 state, data, extras, proofs, experts = compiled_steps.generate(*options, params, decode_state)
-        result = Result(
+        return state, Result(
             data=data,
             tokens_idx=(0, K),
             valid_idx=(K, 2 * K),
@@ -266,50 +274,56 @@ class Engine(engine_api.Engine):
             proof_bits=proofs[1],
             experts=experts,
         )
-        return state, result
 
-    def get_prefix_destination_sharding(self):
+    def get_prefix_destination_sharding(self) -> None:
+        """None: a prefix stays where `prefill` put it."""
         return None
 
     def get_tokenizer(self):
-        return tokenizer_pb2.TokenizerParameters(path="")
+        """Placeholder parameters; `build_tokenizer` needs none."""
+        return tokenizer_pb2.TokenizerParameters(path="")  # pyright: ignore[reportAttributeAccessIssue]  # generated code
 
-    def build_tokenizer(self, metadata):
+    def build_tokenizer(self, metadata) -> tokenizer_api.Tokenizer:
+        """The model's tokenizer with JetStream's interface."""
         del metadata
         return _JetStreamTokenizer(self.tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
+        """The number of slots."""
         return self.config.num_slots
 
     @property
     def samples_per_slot(self) -> int:
+        """1; several samples of a prompt are in slots of their own."""
         return 1
 
     @property
     def max_prefill_length(self) -> int:
-        """JetStream pads prompts to powers of two from 16; the largest that fits the capacity."""
+        """The largest power of two that fits the capacity, because JetStream pads prompts to powers of two."""
         return 1 << (self.config.max_model_len.bit_length() - 1)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of devices, with one device or several."""
         return self._mesh
 
     @property
-    def colocated_cpus(self):
+    def colocated_cpus(self) -> None:
+        """None; host arrays stay in this process."""
         return None
 
     def _on_mesh(self):
-        """What the programs are traced and run under; on one device they need no mesh."""
+        """The context in which programs are traced and run; one device needs no mesh."""
         return jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext()
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
-    """ValueError where a server of these sizes cannot run over the mesh."""
+    """Raises ValueError if an engine of these sizes cannot run on the mesh."""
     if mesh.shape["context"] > 1:
         raise ValueError(
-            f"a server has no use for a mesh with context={mesh.shape['context']}: decode reads one token at a time; "
-            "give these devices to tensor, expert or data"
+            f"mesh axis context={mesh.shape['context']} must be 1 for a server, because decoding reads one token at a "
+            "time; give these devices to tensor, expert or data"
         )
     if config.num_slots % (shards := rules.num_batch_shards(mesh)):
         raise ValueError(
@@ -319,7 +333,7 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """JetStream's view of our tokenizer, for its Driver and gRPC clients."""
+    """JetStream's interface to our tokenizer, for its Driver and gRPC clients."""
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
         self._tokenizer = tokenizer
@@ -327,7 +341,9 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def encode(self, s, *, is_bos=False, prefill_lengths=None, max_prefill_length=None, jax_padding=True, **kwargs):
         ids = self._tokenizer.encode(s)
         if max_prefill_length is not None and len(ids) > max_prefill_length:
-            raise ValueError(f"a prompt of {len(ids)} tokens is longer than the maximum of {max_prefill_length}")
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but at most {max_prefill_length} are allowed; shorten it"
+            )
         lengths = sorted(prefill_lengths or [1 << i for i in range(4, 16)])
         size = next(length for length in lengths if length >= len(ids))
         padded = np.full((size,), self.pad_id, np.int32)

@@ -1,9 +1,9 @@
 """Makes JetStream 0.2.2 importable on today's JAX, without side effects; import it instead of `jetstream`.
 
-0.2.2 is the last release (2024-05) and was never updated. Three things stand between it and use:
-1. `orchestrator.delete_pytree` calls `jax.tree_map`, removed in JAX 0.6; without it the first Decode kills the process.
+0.2.2 is the last release (2024-05) and was never updated. Three of its problems are solved here:
+1. `orchestrator.delete_pytree` calls `jax.tree_map`, removed in JAX 0.6; without it the first decode kills the process.
 2. `token_utils` imports two class names from seqio, whose real package imports TensorFlow (6-11 s). The names are put
-   into `sys.modules` first, whether or not a seqio is installed.
+   into `sys.modules` first, with or without an installed seqio.
 3. `orchestrator` sets the root logger to DEBUG and adds a handler on stdout: two lines per decode step. Undone here.
 """
 
@@ -14,14 +14,15 @@ import types
 import jax
 
 if not hasattr(jax, "tree_map"):
-    jax.tree_map = jax.tree_util.tree_map
+    jax.__dict__["tree_map"] = jax.tree_util.tree_map
 
 if "seqio" not in sys.modules:
     _vocabularies = types.ModuleType("seqio.vocabularies")
-    _vocabularies.Vocabulary = type("Vocabulary", (), {})
-    _vocabularies.SentencePieceVocabulary = type("SentencePieceVocabulary", (_vocabularies.Vocabulary,), {})
+    _vocabulary = type("Vocabulary", (), {})
+    _sentence_piece = type("SentencePieceVocabulary", (_vocabulary,), {})
+    vars(_vocabularies).update(Vocabulary=_vocabulary, SentencePieceVocabulary=_sentence_piece)
     _seqio = types.ModuleType("seqio")
-    _seqio.vocabularies = _vocabularies
+    vars(_seqio)["vocabularies"] = _vocabularies
     sys.modules["seqio"] = _seqio
     sys.modules["seqio.vocabularies"] = _vocabularies
 

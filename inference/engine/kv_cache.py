@@ -1,12 +1,12 @@
-"""Where keys and values of running sequences live, and how the model's attention reads and writes them.
+"""The keys and values of sequences, and the attention that reads and writes them.
 
 One entry (k, v) per layer, each `[B, K, S, C]`: separate arrays per layer and head-major, because on a 2-core CPU a
-decode step of a 4-layer model takes 3.0-3.9 ms that way, 5.4-8.5 ms with [B, S, K, C] and 18-41 ms with one stacked array.
-With `config.scan_layers`, equal layers share an entry `[N, B, K, S, C]`, as their parameters do; it is carried through the
-scan and written by scatter, since a cache that a scan consumes and produces exists twice.
+decode step of a 4-layer model takes 3.0-3.9 ms with them, 5.4-8.5 ms with [B, S, K, C] and 18-41 ms with one stacked array.
+With `config.scan_layers`, equal layers share an entry `[N, B, K, S, C]`, as their parameters do. The scan carries it and
+writes by scatter, because a cache that a scan consumes and produces exists twice.
 
-Latent attention (DeepSeek) keeps one array: per token its latent and its rotated key, [B, 1, S, R + P]. The values are its
-first R columns, so `v` has no columns. A sliding layer keeps every token and masks those behind its window: a ring of
+Latent attention (DeepSeek) keeps one array: the latent and the rotated key of each token, [B, 1, S, R + P]. The values are its
+first R columns, so `v` has no columns. A sliding layer keeps every token and masks those outside its window: a ring of
 `window` rows would need less memory, but could not be replayed (rl/verification/verifier.py) or overwritten in place.
 
 Letters: B sequences, T new tokens, S capacity, K key heads, C head dim, N layers of a stack.
@@ -27,27 +27,29 @@ Cache = tuple[Entry, ...]
 
 
 def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
+    """Creates a cache of zeros with `capacity` positions per sequence."""
     heads, k_dim, v_dim = config.num_kv_heads, config.head_dim, config.v_dim
     if config.is_latent:
         heads, k_dim, v_dim = 1, config.kv_latent_dim + config.rope_dim, 0
     stacks = [()] * config.num_layers
     if config.scan_layers:
         stacks = [(len(layers),) for layers in transformer.stacks(config).values()]
-    return tuple(
-        tuple(jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype) for dim in (k_dim, v_dim))
-        for stack in stacks
-    )
+
+    def zeros(stack, dim):
+        return jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype)
+
+    return tuple((zeros(stack, k_dim), zeros(stack, v_dim)) for stack in stacks)
 
 
 def create_slots(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
-    """A cache of sequences that are decoded together; on a CPU laid out by decode_attention.py."""
+    """Creates a cache for decoding; on a CPU usually in the layout of cpu_decode_attention.py."""
     if cpu_decode_attention.fits(config):
         return cpu_decode_attention.create(config, num_sequences, capacity)
     return create(config, num_sequences, capacity)
 
 
 def layout(cache: Cache, mesh) -> Cache:
-    """The `PartitionSpec` of each array: sequences over the batch axes, key heads over `tensor`, whole where they do not divide."""
+    """Returns the `PartitionSpec` of each array: sequences over the batch axes, key heads over `tensor` if they divide."""
 
     def of(x):
         return rules.fitting(mesh, x.shape, (*[None] * (x.ndim - 4), "batch", "kv_heads", None, None))
@@ -56,11 +58,11 @@ def layout(cache: Cache, mesh) -> Cache:
 
 
 def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Callable:
-    """Returns the attention of `transformer.extend` for tokens at positions start, start + 1, ... of each sequence.
+    """Returns the attention function of `transformer.extend` for tokens at positions start, start + 1, ...
 
     It writes the new keys and values there (where `write_BT` is False, the old ones stay) and attends to every position
-    up to each query's own. `start + T <= S` is the caller's duty: a write over the end is moved back by XLA, silently,
-    and is undefined in a stacked cache.
+    up to each query's own. The caller ensures `start + T <= S`: XLA silently moves a write past the end back, and in a
+    stacked cache it is undefined.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
@@ -89,21 +91,17 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
             return b.at[:, target_rows, :, :length].set(a[:, source_rows], mode="drop")
         return b.at[target_rows, :, :length].set(a[source_rows], mode="drop")
 
-    if isinstance(target[0], cpu_decode_attention.Blocks):
-        pairs = zip(source, target, strict=True)
-        return tuple(
-            cpu_decode_attention.copy_rows(*entry, source_rows, blocks, target_rows) for entry, blocks in pairs
-        )
-    return jax.tree.map(copy, source, target)
+    def copy_layer(old: Entry, new: Entry) -> Entry:
+        assert not isinstance(old, cpu_decode_attention.Blocks)
+        if isinstance(new, cpu_decode_attention.Blocks):
+            return cpu_decode_attention.copy_rows(*old, source_rows, new, target_rows)
+        return copy(old[0], new[0]), copy(old[1], new[1])
 
-
-def capacity(cache: Cache) -> int:
-    """S, the positions each sequence has room for."""
-    return cache[0][0].shape[-2]
+    return tuple(copy_layer(old, new) for old, new in zip(source, target, strict=True))
 
 
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
-    """Returns (new entry, keys, values) of one layer; a layer of a stack comes as (k, v, its index)."""
+    """Returns (new entry, keys, values) of one layer; a layer of a stack is passed as (k, v, its index)."""
     new = [k_BTKC, v_BTKC]
     if len(entry) == 2:
         if write_BT is not None:
@@ -113,7 +111,7 @@ def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
         k, v = (_write(x, n.swapaxes(1, 2), start_B) for x, n in zip(entry, new, strict=True))
         return (k, v), k, v
     *stacked, layer = entry
-    # Heads are indexed, too: with a slice there, XLA on a TPU wants another layout and copies the whole cache at every call.
+    # Heads are indexed, too: with a slice, XLA on a TPU chooses another layout and copies the whole cache at every call.
     rows_B11, heads_11K = jnp.arange(k_BTKC.shape[0])[:, None, None], jnp.arange(k_BTKC.shape[2])[None, None]
     where = (layer, rows_B11, heads_11K, position_BT[:, :, None])
     if write_BT is not None:

@@ -1,4 +1,4 @@
-"""What a client asks of the scheduler, and what it gets: plain values, without the wire and without the device."""
+"""A request to the scheduler and its completions: plain values, independent of wire formats and devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
 MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
-NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # what they are where they leave nothing out
+NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the values that filter out nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,52 +25,53 @@ class GenerateRequest:
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()  # the completion ends with the token that completes one of them
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
     proofs: bool = False
     raw_logprobs: bool = False  # also under softmax(logits), untempered and unfiltered
     top_logprobs: int = 0  # likeliest alternatives per token
     prompt_logprobs: bool = False
-    routed_experts: bool = False  # which experts each token went to; the engine must record them
+    routed_experts: bool = False  # the experts that each token was routed to; the engine must record them
 
     def check(self, vocab: int, max_len: int) -> None:
-        """ValueError with the value and the rule, if a model of `vocab` entries and `max_len` positions cannot serve it."""
+        """Raises ValueError if a model of `vocab` entries and `max_len` positions cannot serve this request."""
         if not self.tokens:
-            raise ValueError("token_ids is empty; a prompt has at least one token")
+            raise ValueError("token_ids is empty; a prompt needs at least one token")
         if len(self.tokens) >= max_len:
             raise ValueError(
-                f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}"
+                f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}; shorten it"
             )
-        for what, ids in (
+        for name, ids in (
             ("token", self.tokens),
             ("stop token", self.stop_ids),
             ("logit_bias token", [token for token, _ in self.logit_bias]),
         ):
-            if bad := [t for t in ids if not 0 <= t < vocab]:
-                raise ValueError(f"{what} id {bad[0]} is outside the vocabulary of {vocab} entries")
-        for what, values, most in (
+            if bad := [token for token in ids if not 0 <= token < vocab]:
+                raise ValueError(f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries")
+        for name, values, most in (
             ("stop token ids", self.stop_ids, MAX_STOPS),
             ("stop strings", self.stop_texts, MAX_STOPS),
             ("logit_bias entries", self.logit_bias, MAX_BIAS),
         ):
             if len(values) > most:
-                raise ValueError(f"{len(values)} {what} given; at most {most} are held")
+                raise ValueError(f"{len(values)} {name} given; at most {most} are allowed")
         if not all(self.stop_texts):
             raise ValueError("a stop string is empty; leave it out")
         if bad := [value for _, value in self.logit_bias if not -100 <= value <= 100]:
             raise ValueError(f"a logit_bias must be in -100..100; got {bad[0]}")
-        for name, ok, rule in (
-            ("n", 1 <= self.num_samples <= 1024, "in 1..1024"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is no log-probability
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0, or in 1e-6..1e6"),
-            ("top_k", 0 <= self.top_k < 2**31, "in 0..2^31 - 1, or -1 for off"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", 0 <= self.seed < 2**32, "in 0..2^32 - 1"),
-            ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP, f"in 0..{MAX_TOP}"),
+        # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is NaN
+        is_temperature_ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6
+        for name, value, ok, rule in (
+            ("n", self.num_samples, 1 <= self.num_samples <= 1024, "in 1..1024"),
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, is_temperature_ok, "0, or in 1e-6..1e6"),
+            ("top_k", self.top_k, 0 <= self.top_k < 2**31, "in 0..2^31 - 1, or -1 for off"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, "in 0..2^32 - 1"),
+            ("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP, f"in 0..{MAX_TOP}"),
         ):
             if not ok:
-                raise ValueError(f"{name} must be {rule}; got {getattr(self, _FIELDS.get(name, name))}")
+                raise ValueError(f"{name} must be {rule}; got {value}")
 
 
 @dataclasses.dataclass
@@ -87,9 +88,6 @@ class Completion:
     # Per token the likeliest (id, log-probability), best first, if asked for.
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] | None = None  # one per prompt token, 0 for the first
-    num_cached: int = dataclasses.field(default=0, compare=False)  # prompt tokens whose keys were there already
-    # uint8 or uint16 [T, L, X], mixture layers, of all tokens but the last, which was not run; if asked for.
+    num_cached: int = dataclasses.field(default=0, compare=False)  # prompt tokens found in the prefix cache
+    # uint8 or uint16 [T, L, X], MoE layers, of all tokens but the last, which was not run; if asked for.
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
-
-
-_FIELDS = {"n": "num_samples"}

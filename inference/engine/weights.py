@@ -1,12 +1,12 @@
-"""What a server keeps of a policy's weights: as they are or in int8, on one device or over its mesh.
+"""The weights of a policy in a server: unchanged or in int8, on one device or over a mesh.
 
-1. As they are, every tensor is read straight into its place. The layout is that of training (`sharding.rules`), but key heads
-   that do not divide over `tensor` stay whole, with their part of the cache: more devices than key heads can serve a model.
-2. In int8 (models/kernels/int8.py) tensors are read into the memory of the host, and go from there one by one: to the devices, to
-   integers. So the devices never hold more of the full weights than one tensor, and the host keeps what deltas add to.
+1. Unchanged weights are read straight to their devices. The layout is that of training (`sharding.rules`), but key heads that
+   do not divide over `tensor` stay whole, with their fraction of the cache: more devices than key heads can serve a model.
+2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
+   the devices never contain more than one full tensor, and deltas are applied to the host's copy.
 
-A server in int8 is another policy than the one whose version it names: near it, not it. It says so (/v1/models), its
-log-probabilities and proofs are of what ran, and a validator that replays them with the published weights refuses them.
+A server in int8 samples from another policy, close to the version that it names. `/v1/models` reports it, its
+log-probabilities and proofs are those of the quantized weights, and a validator with the published weights rejects them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ QUANTIZATIONS = ("none", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """How one server keeps the weights of its model."""
+    """The form and layout in which one server keeps the weights of its model."""
 
     model: config_lib.ModelConfig
     mesh: jax.sharding.Mesh
@@ -37,41 +37,41 @@ class Store:
 
     @property
     def specs(self) -> transformer.Params:
-        """The tree of `ParamSpec` of what is kept."""
+        """The tree of `ParamSpec` of the stored weights."""
         plain = transformer.specs(self.model)
         return int8.specs(plain) if self.quantization == "int8" else plain
 
     @property
     def shardings(self) -> transformer.Params:
-        """The tree of `NamedSharding` of what is kept; ValueError names a dim that does not divide."""
+        """The tree of `NamedSharding` of the stored weights. Raises ValueError if a dim does not divide over the mesh."""
         return rules.shardings(self.specs, self.mesh, or_whole=("kv_heads",))
 
     @property
     def load_shardings(self) -> transformer.Params | None:
-        """Where a reader is to put the full weights; None: into the memory of the host, as numpy arrays."""
+        """The shardings with which full weights are to be read; None: as numpy arrays in host memory."""
         return self.shardings if self.quantization == "none" else None
 
     def keep(self, params: transformer.Params) -> transformer.Params:
-        """What is kept of full weights that lie where `load_shardings` says."""
+        """Returns the stored form of full weights that were read with `load_shardings`."""
         if self.quantization == "none":
             return params
-        return jax.tree.map(_kept, self.specs, params, self.shardings, is_leaf=_is_kept)
+
+        def is_leaf(leaf):
+            return rules.is_spec(leaf) or int8.is_quantized(leaf)
+
+        return jax.tree.map(_quantized, self.specs, params, self.shardings, is_leaf=is_leaf)
 
 
 def shardings(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Of weights that are kept as they are."""
+    """Returns the tree of `NamedSharding` of weights that are not quantized."""
     return Store(model, mesh).shardings
 
 
-def _is_kept(leaf) -> bool:
-    return rules.is_spec(leaf) or int8.is_quantized(leaf)
-
-
-def _kept(spec, weights: np.ndarray, sharding) -> jax.Array | int8.Quantized:
+def _quantized(spec, weights: np.ndarray, sharding) -> jax.Array | int8.Quantized:
     if not int8.is_quantized(spec):
         return jax.device_put(np.asarray(weights), sharding)
     kept = _quantize(spec.scale.shape, sharding)(jax.device_put(np.asarray(weights), sharding.values))
-    return jax.block_until_ready(kept)  # or the next full tensors would arrive before this one is gone
+    return jax.block_until_ready(kept)  # before the next full tensor is copied
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class StepOutput:
         A sequence with a log-probability that is not finite, or without a new token, fails its request.
         """
         tokens, logprobs, counts = values
-        is_finite = np.asarray(np.isfinite(logprobs)).all(axis=1)
+        is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
         raw, top_ids, top_logps, experts = self._optional_columns()
         for slot, sequence in self.running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])

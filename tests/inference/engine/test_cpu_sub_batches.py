@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_decode_attention, cpu_sub_batches
+from inference.engine import cpu_decode_attention, cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -71,7 +71,7 @@ def test_a_request_gets_the_bits_of_an_engine_of_one_lane():
     requests += [Ask(seed=41, stop_texts=(stop,), proofs=True) for _ in range(6)]
     made = engine()
     assert isinstance(made.init_decode_state(), cpu_sub_batches.SubBatches)
-    assert isinstance(engine(num_slots=4).init_decode_state(), engine_lib.state_lib.DecodeState)
+    assert isinstance(engine(num_slots=4).init_decode_state(), decode_state.DecodeState)
     cancelled = [Ask(seed=seed, max_tokens=90) for seed in range(50, 54)]
     assert complete(made, requests, cancelled) == complete(engine(num_slots=4), requests)
 
