@@ -1,19 +1,22 @@
-"""The rollout side of a run: the orchestrator, and on this machine a rollout server and workers as child processes.
+"""Starts the rollout system of a run: orchestrator and validator here, inference server and workers as child processes.
 
-0. The validator and the orchestrator run in our process, on the first host of several. The validator's replays run there alone, on
-   weights that it pulls for itself: with several hosts on the CPU, since a program on a chip of theirs would hold up all of them.
+0. The validator and the orchestrator run in this process, on the first host of several. Replays run on weights that the validator
+   pulls itself; with several hosts on the CPU, since a program on one of their chips would block all of them.
 1. The server starts on the published weights, compiles, and writes its address to a file.
-2. Workers start on the orchestrator's URL.
-   With `topology.mode = "remote"` a relay on the published weights starts instead of both; the run says where it is, which key
-   signs the weights, and what to start elsewhere, and waits until somebody listens at `topology.servers`.
-3. Children hold the read end of a pipe from us as standard input: when we die, however suddenly, they stop.
-4. A child that dies takes the run down with the last lines of its log (`<workdir>/logs/`), rather than leave it waiting.
+2. Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the published weights starts instead of
+   both; the run prints the commands to start elsewhere and waits until `topology.servers` accept connections.
+3. The standard input of a child is a pipe from this process: children stop when this process ends, however suddenly.
+4. `WORKDIR/logs/NAME.log` keeps the output of all starts, each line with its time. A child that ends early ends the run with the last
+   lines of its output.
 """
 
+import collections
 import contextlib
 import dataclasses
+import datetime
 import os
 import pathlib
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,9 +24,11 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
 
 import jax
 
+from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import orchestrator
@@ -31,16 +36,16 @@ from rl.verification import evidence_log, verifier
 from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
-NOTICE_S = 30.0  # how often a run that waits for servers elsewhere says so
+NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
-    """ValueError where this rollout side cannot run beside a learner of `num_hosts` hosts."""
+    """Raises ValueError if the rollout system of this config cannot run next to a learner of `num_hosts` hosts."""
     platform = jax.default_backend()
     if num_hosts > 1 and experiment.config.topology.mode == "local" and platform != "cpu":
         raise ValueError(
-            f"topology.mode = 'local' would start the rollout server on this host's {platform}s, which hold the learner of "
-            f"{num_hosts} hosts; set topology.mode = 'remote' and topology.servers"
+            f"topology.mode = 'local' would start the inference server on this host's {platform}s, but the learner of {num_hosts} "
+            f"hosts uses them. Set topology.mode = 'remote' and topology.servers"
         )
 
 
@@ -54,9 +59,13 @@ def start_rollout_system(
     num_hosts: int = 1,
     known: dict | None = None,
 ) -> Iterator[orchestrator.Orchestrator]:
-    """Everything that produces and judges rollouts, running, on policy version `version` of the broadcast `weights`.
+    """Starts everything that generates and checks rollouts; yields the orchestrator and stops all at the end of the block.
 
-    With a learner of `num_hosts` hosts, on the first of them. `known`: `Orchestrator.state` of that version's checkpoint.
+    Args:
+      version: the policy version to start with, already published in the directory `weights`.
+      on_wait: receives lines for people while something is waited for.
+      num_hosts: hosts of the learner; this runs on the first.
+      known: `Orchestrator.state` as saved in the checkpoint of `version`, if any.
     """
     config = experiment.config
     rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait), None
@@ -69,7 +78,7 @@ def start_rollout_system(
         config,
         workdir,
         credit=experiment.credit,
-        check_with_weights=_replaying_on(config.trust.device, checks.check_with_weights, num_hosts),
+        check_with_weights=_on_device(config.trust.device, checks.check_with_weights, num_hosts),
         check_without_weights=checks.check_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
@@ -79,17 +88,27 @@ def start_rollout_system(
         evidence.restore(known["evidence"])
     rollouts.resume(version, known)
     if config.topology.mode == "remote":
-        rollouts.connect(config.topology.servers)  # first: workers that were started before us ask for them at once
+        rollouts.connect(
+            config.topology.servers
+        )  # before `serve`: workers that are already running ask for them immediately
     url = rollouts.serve()
     with contextlib.ExitStack() as stack:
+
+        def start(name: str, command: list[str]) -> _Child:
+            return stack.enter_context(_child(name, command, workdir, rollouts.fail))
+
         stack.callback(rollouts.close)
         if config.topology.mode == "local":
-            rollouts.connect([stack.enter_context(_server(experiment, workdir, weights, rollouts.fail))])
-            stack.enter_context(_workers(experiment, workdir, url, rollouts.fail))
+            rollouts.connect([_address(start, "server", _server_command(experiment, workdir, weights), workdir)])
+            for i in range(config.topology.num_workers):
+                key = run_directory.worker_key_file(workdir, f"worker{i}")
+                start(f"worker{i}", ["rl.worker", "--orchestrator", url, "--key", str(key)])
         else:
-            relay = stack.enter_context(_relay(experiment, workdir, weights, rollouts.fail))
             key = run_directory.signing_key(workdir).worker
-            options = f"--weights {relay} --weights_key {key}" + " --routed_experts" * experiment.engine.routed_experts
+            command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
+            command += ["--port", str(config.topology.relay_port), "--trusted_key", key]
+            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key}"
+            options += " --routed_experts" * experiment.engine.routed_experts
             on_wait(f"servers elsewhere: python -m inference.serve {options} --port PORT")
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
             _await_servers(config.topology.servers, on_wait)
@@ -97,25 +116,23 @@ def start_rollout_system(
         yield rollouts
 
 
-def _replaying_on(device: str, judge: Callable, num_hosts: int) -> Callable:
-    """`judge` with its weights and programs on the default accelerator, or on the CPU of this host."""
+def _on_device(
+    device: str, check: Callable[[Sequence[rollout_lib.Rollout]], str | None], num_hosts: int
+) -> Callable[[Sequence[rollout_lib.Rollout]], str | None]:
+    """`check` with its weights and programs on the default accelerator, or on the CPU of this host."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
-        return judge
-    (cpu,) = jax.local_devices(backend="cpu")[:1]
-    mesh = mesh_lib.create({}, devices=[cpu])  # by which the model chooses its kernels
+        return check
+    cpu = jax.local_devices(backend="cpu")[0]
+    mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh
 
-    def judge_on_cpu(rollouts):
+    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
         with jax.default_device(cpu), jax.set_mesh(mesh):
-            return judge(rollouts)
+            return check(rollouts)
 
-    return judge_on_cpu
+    return check_on_cpu
 
 
-@contextlib.contextmanager
-def _server(
-    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
-) -> Iterator[str]:
-    """A rollout server on `weights`; gives its URL once it answers."""
+def _server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if (workdir / "weights.key").exists():
@@ -126,113 +143,113 @@ def _server(
         command.append("--routed_experts")
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
-    with _answering("server", command, workdir, on_death) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def _relay(
-    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, on_death: Callable
-) -> Iterator[str]:
-    """A relay that serves `weights` in place, to servers and to relays below it; gives its URL."""
-    topology = experiment.config.topology
-    command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
-    command += ["--port", str(topology.relay_port), "--trusted_key", run_directory.signing_key(workdir).worker]
-    with _answering("relay", command, workdir, on_death) as url:
-        yield url
+    return command
 
 
 def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
-    """Until each accepts connections: people start them with what they have just been told."""
-    begun_s = told_s = time.monotonic()
+    """Blocks until each server accepts connections: people start them with the commands just printed."""
+    begun_s = noticed_s = time.monotonic()
     for url in urls:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"topology.servers has {url!r}, which is no URL such as http://host:8100")
         while True:
             try:
                 port = parts.port or (443 if parts.scheme == "https" else 80)
-                socket.create_connection((parts.hostname, port), timeout=5).close()
+                socket.create_connection((parts.hostname or "", port), timeout=5).close()
                 break
             except OSError as error:
                 now_s = time.monotonic()
                 if now_s > begun_s + START_TIMEOUT_S:
                     raise ValueError(
-                        f"no rollout server at {url} within {START_TIMEOUT_S:.0f} s ({error}); start it, or correct "
+                        f"no inference server at {url} within {START_TIMEOUT_S:.0f} s ({error}). Start it, or correct "
                         "topology.servers"
                     ) from error
-                if now_s > told_s + NOTICE_S:
-                    on_wait(f"waiting for the rollout server at {url}: {error}")
-                    told_s = now_s
+                if now_s > noticed_s + NOTICE_S:
+                    on_wait(f"waiting for the inference server at {url}: {error}")
+                    noticed_s = now_s
                 time.sleep(0.2)
 
 
-@contextlib.contextmanager
-def _answering(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[str]:
-    """A child that writes its address to a file once it answers; gives the URL."""
-    address_file = workdir / "logs" / f"{name}.address"
-    address_file.unlink(missing_ok=True)
-    with _child(name, [*command, "--address_file", str(address_file)], workdir, on_death) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not address_file.exists():
-            if process.poll() is not None:
-                raise ValueError(_obituary(name, process, workdir))
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"the {name} process did not answer within {START_TIMEOUT_S:.0f} s; see {workdir}/logs/{name}.log"
-                )
-            time.sleep(0.02)
-        yield address_file.read_text()
-
-
-@contextlib.contextmanager
-def _workers(
-    experiment: experiment_lib.Experiment, workdir: pathlib.Path, orchestrator: str, on_death: Callable
-) -> Iterator[None]:
-    """The run's rollout workers, each with a key of its own."""
-    with contextlib.ExitStack() as stack:
-        for i in range(experiment.config.topology.num_workers):
-            name = f"worker{i}"
-            key = str(workdir / "logs" / f"{name}.key")
-            stack.enter_context(
-                _child(name, ["rl.worker", "--orchestrator", orchestrator, "--key", key], workdir, on_death)
+def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
+    """Starts a child that writes its URL to a file once it accepts requests; returns the URL."""
+    file = workdir / "logs" / f"{name}.address"
+    file.unlink(missing_ok=True)
+    child = start(name, [*command, "--address_file", str(file)])
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not file.exists():
+        if child.process.poll() is not None:
+            raise ValueError(child.obituary())
+        if time.monotonic() > deadline_s:
+            raise ValueError(
+                f"the {name} process did not start within {START_TIMEOUT_S:.0f} s. Read its log: {child.log}"
             )
-        yield
+        time.sleep(0.02)
+    return file.read_text()
 
 
-@contextlib.contextmanager
-def _child(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[subprocess.Popen]:
-    logs = workdir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with open(logs / f"{name}.log", "w") as log:
-        process = subprocess.Popen(
+class _Child:
+    """A child process, whose output a thread copies to its log with a time stamp per line."""
+
+    def __init__(self, name: str, command: list[str], workdir: pathlib.Path):
+        self.name, self.log = name, workdir / "logs" / f"{name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
             [sys.executable, "-m", *command, "--exit_with_parent"],
             stdin=subprocess.PIPE,
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=experiment_lib.ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-        stopping = threading.Event()
+        self._last: collections.deque[str] = collections.deque(maxlen=3)
+        log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
+        self._write(log, f"==== start: python -m {shlex.join(command)}".encode())
+        self._copier = threading.Thread(target=self._copy, args=(log,), name=f"log-{name}", daemon=True)
+        self._copier.start()
 
-        def watch():
-            process.wait()
-            if not stopping.is_set():
-                on_death(ValueError(_obituary(name, process, workdir)))
+    def join(self) -> None:
+        """Waits until the output of an ended child is in its log, at most 1 s: its own children may keep the pipe open."""
+        self._copier.join(1.0)
 
-        threading.Thread(target=watch, name=f"watch-{name}", daemon=True).start()
-        try:
-            yield process
-        finally:
-            stopping.set()
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)
-            process.kill()
-            process.wait()
+    def obituary(self) -> str:
+        """The error message for a child that ended early."""
+        self.join()
+        tail = " | ".join(self._last) or "it printed nothing"
+        return f"the {self.name} process ended with code {self.process.returncode}: {tail} (log: {self.log})"
+
+    def _copy(self, log: BinaryIO) -> None:
+        assert self.process.stdout is not None
+        with log, self.process.stdout:
+            for line in self.process.stdout:  # until the child and its own children have ended
+                self._write(log, line.rstrip(b"\r\n"))
+                if text := line.decode(errors="replace").strip():
+                    self._last.append(text)
+
+    def _write(self, log: BinaryIO, line: bytes) -> None:
+        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        log.write(now.encode() + b" " + line + b"\n")
+        log.flush()
 
 
-def _obituary(name: str, process: subprocess.Popen, workdir: pathlib.Path) -> str:
-    log = workdir / "logs" / f"{name}.log"
-    tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-    return f"the {name} process ended with code {process.returncode}: {tail or 'it said nothing'} (log: {log})"
+@contextlib.contextmanager
+def _child(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[_Child]:
+    """Runs `python -m COMMAND` during the block; calls `on_death` with an error if it ends earlier."""
+    child, stopping = _Child(name, command, workdir), threading.Event()
+    process = child.process
+
+    def watch():
+        process.wait()
+        if not stopping.is_set():
+            on_death(ValueError(child.obituary()))
+
+    threading.Thread(target=watch, name=f"watch-{name}", daemon=True).start()
+    try:
+        yield child
+    finally:
+        stopping.set()
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        process.kill()
+        process.wait()
+        child.join()

@@ -291,7 +291,7 @@ def main() -> None:
         _check(exp, mesh, hosts)
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
-                print(experiment.describe(exp))
+                print(experiment.describe(exp, workdir))
             train(exp, mesh, workdir, hosts)
 
 

@@ -1,11 +1,10 @@
-"""What every command of `rl` does first: read the config, derive, and refuse.
+"""The first steps of every command of `rl`: parse the flags, resolve the config, and report mistakes.
 
-1. `run(main)` parses the flags. A mistake of the user ends in one line on stderr and a non-zero exit, never a traceback;
-   an error raised inside a library is our bug and keeps its traceback.
-2. `resolve` derives what follows from other fields, once, after the overrides, and checks what no single field can.
-3. rl/experiment/workdir.py locks and claims the working directory.
-
-Over several hosts, `joined` comes before all of it (sharding/multihost/hosts.py).
+1. `run(main)` parses the flags. A mistake of the user ends with one line on stderr and a non-zero exit code, without a traceback.
+   An error raised inside a library is our bug and keeps its traceback.
+2. `joined` connects the hosts of the learner, if there are several (sharding/multihost/hosts.py).
+3. `resolve` derives values from the config, after the overrides, and checks it (rl/experiment/rules.py).
+4. rl/experiment/workdir.py locks and claims the work directory.
 """
 
 import contextlib
@@ -17,15 +16,17 @@ import json
 import logging
 import os
 import pathlib
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import jax
 from absl import app, flags
 from ml_collections import config_dict
 
-from inference.engine import engine
+from inference.engine import engine as engine_lib
 from models import config as config_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.algorithms import losses
@@ -33,7 +34,9 @@ from rl.batch import credit as credit_lib
 from rl.batch import router_replay
 from rl.experiment import flags as command_line
 from rl.experiment import rules as config_rules
-from rl.learner import lora, train_step
+from rl.learner import lora as lora_lib
+from rl.learner import objective as objective_lib
+from rl.learner import optimizers
 from sharding import rules
 from sharding.multihost import hosts as hosts_lib
 
@@ -42,35 +45,35 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """The resolved config as frozen parts, each typed by its owner; `config` is the whole of it."""
+    """A resolved config and the typed, frozen parts that are built from it."""
 
     config: config_dict.FrozenConfigDict
     model: config_lib.ModelConfig
-    engine: engine.EngineConfig
+    engine: engine_lib.EngineConfig
     server_mesh: dict[str, int]  # axes of the local server's mesh that are not 1
-    optimizer: train_step.OptimizerConfig
+    optimizer: optimizers.OptimizerConfig
     loss: str | Callable  # a name of losses.LOSSES, or the config file's own function
     loss_options: dict
-    objective: train_step.Objective
+    objective: objective_lib.Objective
     credit: credit_lib.Credit
-    lora: lora.LoraConfig
+    lora: lora_lib.LoraConfig
     tokenizer: tokenizer_lib.Tokenizer
 
     @property
     def broadcast_metadata(self) -> dict:
-        """What goes beside the weights, so that a server needs nothing else to start."""
+        """Metadata published with the weights, with which a server can start: the model's config and the tokenizer."""
         model = self.config.model.to_dict()
         if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
             model["param_dtype"] = self.config.broadcast.dtype
         return {"model": model, "tokenizer": self.config.tokenizer}
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
-        """Rows of a micro-batch: train.rows, which must divide over the batch axes of the mesh."""
+        """Returns the rows of a micro-batch; ValueError if they do not divide over the batch axes of the mesh."""
         shards = rules.num_batch_shards(mesh)
         if self.config.train.rows % shards:
             raise ValueError(
-                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh "
-                f"(data x fsdp x expert); set config.train.rows to a multiple of {shards}"
+                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh (data x fsdp x "
+                f"expert); set it to a multiple of {shards}"
             )
         return self.config.train.rows
 
@@ -79,16 +82,15 @@ define_flags = command_line.define
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs `main` under absl's flags with the project's rule for errors."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request
+    """Parses the flags and calls `main`; a mistake of the user exits with one line on stderr."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line per request
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
-    logging.getLogger("jax._src.xla_bridge").setLevel(
-        logging.ERROR
-    )  # "unable to initialize backend" for each absent one
+    # Otherwise "unable to initialize backend" for each absent one.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
 
     def guarded(argv):
         if len(argv) > 1:
-            raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.field=value")
+            raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
         main()
 
     try:
@@ -102,12 +104,15 @@ def run(main: Callable[[], None]) -> None:
         _fail(message, code)
 
 
-# What a disk or a path is at fault for, whoever's call it was.
+# Errors of a disk or a path, which are not bugs even where a library raised them.
 OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 def explain(error: BaseException) -> tuple[str, int, int]:
-    """(Message, exit code, rank of sharding/multihost/hosts.py) of an error that ends a command."""
+    """Returns (message, exit code, rank) for an error that ends the command.
+
+    When several hosts fail, the error of the lowest rank (constants in sharding/multihost/hosts.py) is reported as the cause.
+    """
     if isinstance(error, KeyboardInterrupt):
         return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
     outside = isinstance(error, OSError) and error.errno in OUTSIDE
@@ -118,7 +123,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
 
 @contextlib.contextmanager
 def joined() -> Iterator[hosts_lib.Hosts]:
-    """The hosts that run this command together, as `config.topology` and the environment say."""
+    """Joins the hosts that run this command together, by `config.topology` and the environment, during the block."""
     topology = flags.FLAGS.config.topology
     with hosts_lib.joined(
         coordinator=topology.coordinator,
@@ -132,14 +137,14 @@ def joined() -> Iterator[hosts_lib.Hosts]:
 
 
 def resolve(config: config_dict.ConfigDict) -> Experiment:
-    """Returns the experiment of a config; ValueError names the field, the rule and the remedy."""
+    """Builds the experiment of a config; ValueError gives the field, the rule, and the remedy."""
     loss, config = _own_loss(config)
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries; "
-            f"set config.model.vocab_size to a multiple of 16 that holds them"
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries; set it to "
+            f"{-(-tokenizer.vocab_size // 16) * 16}"
         )
     for name, value, table in (
         ("rl.loss", config.rl.loss, losses.LOSSES if loss == config.rl.loss else config.loss_options),
@@ -153,18 +158,18 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     if config.inference.max_model_len > config.train.row_length:
         raise ValueError(
             f"inference.max_model_len = {config.inference.max_model_len} exceeds train.row_length = "
-            f"{config.train.row_length}: the longest rollout would not fit a packed row; raise train.row_length"
+            f"{config.train.row_length}, so the longest rollout would not fit into a packed row; raise train.row_length"
         )
     if config.topology.mode == "remote" and not config.topology.servers:
-        raise ValueError("topology.mode = 'remote' needs topology.servers, the URLs of running rollout servers")
-    optimizer = train_step.OptimizerConfig(**config.optimizer)
+        raise ValueError("topology.mode = 'remote' needs inference servers; set topology.servers to their URLs")
+    optimizer = optimizers.OptimizerConfig(**config.optimizer)
     config_rules.check_contradictions(config)
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
     return Experiment(
         config=config_dict.FrozenConfigDict(config),
         model=model,
-        engine=engine.EngineConfig(**sizes, routed_experts=config.train.router_replay),
+        engine=engine_lib.EngineConfig(**sizes, routed_experts=config.train.router_replay),
         server_mesh=server_mesh,
         optimizer=optimizer,
         loss=loss,
@@ -180,14 +185,14 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
             config.train.share_prompts,
             router_replay.RouterReplay.of(model) if config.train.router_replay else None,
         ),
-        lora=lora.LoraConfig(**config.lora),
+        lora=lora_lib.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )
 
 
-def _objective(config: config_dict.ConfigDict) -> train_step.Objective:
+def _objective(config: config_dict.ConfigDict) -> objective_lib.Objective:
     try:
-        return train_step.Objective(**config.objective)
+        return objective_lib.Objective(**config.objective)
     except ValueError as error:  # begins with the field
         raise ValueError(f"objective.{error}") from None
 
@@ -200,20 +205,23 @@ def _loss_options(config: config_dict.ConfigDict) -> dict:
 
 
 def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
-    """The loss, and the config with a function of its own replaced by its name and a hash of its text, which can be saved."""
+    """Returns the loss (a name or the config's own function) and a config that can be saved.
+
+    In that config, a function is replaced by its name and a hash of its source.
+    """
     function = config.rl.loss_function
     if function is None:
         return config.rl.loss, config
     if not callable(function):
         raise ValueError(
-            f"rl.loss_function = {function!r} is no function; set it in a config file, see rl/algorithms/losses.py"
+            f"rl.loss_function = {function!r} is not a function; set it in a config file, as rl/algorithms/losses.py describes"
         )
     name, options = config.rl.loss, config.loss_options.get(config.rl.loss, {})
     taken = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := sorted(set(options) - set(taken)):
         raise ValueError(
-            f"rl.loss_function = {function.__name__} takes no option {unknown[0]!r}, which loss_options.{name} has; in the config "
-            f"file, set c.rl.loss = {function.__name__!r} and c.loss_options.{function.__name__} = dict(...) of what it takes"
+            f"your loss function {function.__name__} has no keyword argument {unknown[0]!r}, but loss_options.{name} sets it. In the "
+            f"config file, set c.rl.loss = {function.__name__!r} and c.loss_options.{function.__name__} = dict(its own options)"
         )
     config = config.copy_and_resolve_references()
     digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
@@ -222,20 +230,32 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
     return function, config
 
 
-def describe(experiment: Experiment) -> str:
-    """The resolved config, one field a line."""
+def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
+    """The text that a run prints first: the fields that differ from configs/base.py, and the files to watch."""
+    defaults = flat(json.loads(runpy.run_path(str(ROOT / "configs" / "base.py"))["get_config"]().to_json()))
     found = fields(experiment)
-    width = max(map(len, found))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in found.items())
+    changed = {name: value for name, value in found.items() if value != defaults.get(name)}
+    width = max(map(len, changed), default=0)
+    return "\n".join(
+        (
+            f"{len(changed)} of {len(found)} config fields differ from configs/base.py (all are in {workdir / 'config.json'}):",
+            *(
+                f"  {name:<{width}} = {value!r} (was {defaults.get(name, 'unset')!r})"
+                for name, value in changed.items()
+            ),
+            f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}",
+            f"logs of the child processes: {workdir / 'logs'}",
+        )
+    )
 
 
 def fields(experiment: Experiment) -> dict:
-    """The resolved config's fields by their names with dots."""
+    """The resolved config as plain JSON values by their dotted names."""
     return flat(json.loads(experiment.config.to_json()))
 
 
 def flat(tree: dict, prefix: str = "") -> dict:
-    """A tree of fields by their names with dots."""
+    """Flattens nested dicts to one by dotted names."""
     found = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -246,10 +266,7 @@ def flat(tree: dict, prefix: str = "") -> dict:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    frame = error.__traceback__
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    file = pathlib.Path(frame.tb_frame.f_code.co_filename).resolve()
+    file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     return ROOT in file.parents and "site-packages" not in file.parts
 
 
@@ -260,6 +277,6 @@ def _parse(argv: list[str]) -> list[str]:
         _fail(str(error), 2)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -1,10 +1,10 @@
-"""The working directory of a run: whose it is, and the keys that it keeps.
+"""The work directory of a run: its lock, its config, and its keys.
 
-1. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config; `read_workdir`
-   does so for who looks at a run, and saves nothing.
-2. `secret` and `signing_key` are made at their first use, and found again by whoever resumes.
+1. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config. `read_workdir`
+   does the same for a command that only reads a run, and saves nothing.
+2. `secret`, `signing_key`, and `worker_key_file` name the run's keys. A key is generated at its first use and reused after a resume.
 
-Over several hosts only the first touches the directory here.
+With several hosts, only the first one reads and writes the directory here.
 """
 
 import contextlib
@@ -23,16 +23,19 @@ from rl.experiment import experiment as experiment_lib
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
+# Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
+READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "broadcast.", "rl.num_steps")
+
 
 @contextlib.contextmanager
 def open_workdir(
-    workdir: str, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+    workdir: str | os.PathLike, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
 ) -> Iterator[pathlib.Path]:
-    """Creates or reopens `workdir` for this experiment alone, while the block runs; the first host does, for all.
+    """Creates or reopens `workdir` for this experiment and locks it during the block; yields its absolute path.
 
     Raises:
-      ValueError: it belongs to another config (the fields that differ are named), another process runs in it, or this host
-        was started with another config than the first.
+      ValueError: the directory belongs to another config (the error names a field that differs), another process uses it, or this
+        host was started with another config than the first.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
@@ -46,7 +49,7 @@ def open_workdir(
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"workdir {path} cannot be made: {error.strerror}; give another --workdir") from error
+        raise ValueError(f"workdir {path} cannot be created: {error.strerror}; give another --workdir") from error
     with _locked(path):
         _claim(path, experiment)
         hosts.agree(experiment.config.to_json())
@@ -54,18 +57,58 @@ def open_workdir(
 
 
 @contextlib.contextmanager
-def read_workdir(workdir: str, experiment: experiment_lib.Experiment) -> Iterator[pathlib.Path]:
-    """`workdir` of a run that has taken steps, for this process alone while the block runs. What made its policy must be the same;
-    what a look at it depends on (`READ_BY_RUNS`) may differ, and config.json stays as the run left it."""
+def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experiment) -> Iterator[pathlib.Path]:
+    """Locks the directory of an existing run during the block, without changing its config.json; yields its absolute path.
+
+    Raises ValueError if a field differs that determines the policy (any but `READ_BY_RUNS`).
+    """
     path = pathlib.Path(workdir).absolute()
     with _locked(path):
         if differs := [name for name in differences(path, experiment) if not name.startswith(READ_BY_RUNS)]:
-            raise ValueError(_another(path, experiment, differs))
+            raise ValueError(_mismatch(path, experiment, differs))
         yield path
 
 
-# A run's way to its rollouts: another may be taken to its checkpoints.
-READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "broadcast.", "rl.num_steps")
+def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
+    """The sorted names of fields that differ from the saved config, without those that a resume may change."""
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
+    if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
+        free.append("rl.num_steps")
+    if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
+        free.append("train.rows")
+    saved, wanted = _saved(path), experiment_lib.fields(experiment)
+    return sorted(
+        name
+        for name in saved.keys() | wanted.keys()
+        if saved.get(name) != wanted.get(name) and not name.startswith(tuple(free))
+    )
+
+
+def secret(workdir: pathlib.Path, seed: int) -> bytes:
+    """The key that draws the groups to replay, which workers must not predict; kept in the work directory."""
+    file = workdir / "secret.key"
+    if not file.exists():
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(os.urandom(32))
+    return file.read_bytes() + str(seed).encode()
+
+
+def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
+    """The key that signs this run's weights; servers and relays elsewhere get its public half (`--weights_key`)."""
+    file = workdir / "weights.key"
+    if hosts.is_first and not file.exists():
+        rollout_lib.WorkerKey.generate().save(file)
+    hosts.agree()
+    return rollout_lib.WorkerKey.load(file)
+
+
+def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
+    """The path of a local worker's private key, which the worker generates; moves a key of an older run out of `logs/`."""
+    file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    if old.exists() and not file.exists():
+        old.rename(file)
+    return file
 
 
 @contextlib.contextmanager
@@ -90,45 +133,22 @@ def _check_same(firsts: str, experiment: experiment_lib.Experiment) -> None:
 
 
 def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
-    """Saves the resolved config, or checks that the one saved is the same but for where things run, and how long.
-
-    The config of a run that ended before its first step binds nobody: a mistake in it may be corrected.
-    """
-    wanted = json.loads(experiment.config.to_json())
+    """Saves the resolved config; once the run has taken a step, raises ValueError if it differs from the saved one."""
     file, steps = path / "config.json", path / "metrics.jsonl"
     if file.exists() and steps.exists() and steps.stat().st_size:
         if differs := differences(path, experiment):
-            raise ValueError(_another(path, experiment, differs))
+            raise ValueError(_mismatch(path, experiment, differs))
     elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
-        raise ValueError(f"workdir {path} holds files but no config.json: it is not a run; give an empty --workdir")
-    saved = {"config": wanted, "command": _command(), "versions": _versions()}
-    atomic_file.write(file, (json.dumps(saved, indent=2) + "\n").encode())
-
-
-def _command() -> str:
-    """This process's, to be typed again."""
+        raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name] if spec else [sys.argv[0]]
-    return shlex.join([*program, *sys.argv[1:]])
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
-
-
-def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
-    """Fields that the config saved in a workdir has otherwise, but for where things run and how long; sorted."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
-    if experiment.optimizer.schedule == "constant":  # then no step depends on how many follow
-        free.append("rl.num_steps")
-    if experiment.objective.optimizer_steps == 1:  # rows are summed over, however they are cut
-        free.append("train.rows")
-    saved, wanted = _saved(path), experiment_lib.fields(experiment)
-    return sorted(
-        name
-        for name in saved.keys() | wanted.keys()
-        if saved.get(name) != wanted.get(name) and not name.startswith(tuple(free))
-    )
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
+    saved = {
+        "config": json.loads(experiment.config.to_json()),
+        "command": shlex.join([*program, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | versions,
+    }
+    atomic_file.write(file, (json.dumps(saved, indent=2) + "\n").encode())
 
 
 def _saved(path: pathlib.Path) -> dict:
@@ -140,29 +160,11 @@ def _saved(path: pathlib.Path) -> dict:
         ) from error
 
 
-def _another(path: pathlib.Path, experiment: experiment_lib.Experiment, differs: list[str]) -> str:
+def _mismatch(path: pathlib.Path, experiment: experiment_lib.Experiment, differs: list[str]) -> str:
     old = _saved(path).get(differs[0], "absent")
     new = experiment_lib.fields(experiment).get(differs[0], "absent")
     more = f" ({len(differs) - 1} more fields differ)" if differs[1:] else ""
     return (
         f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; give another --workdir, or "
-        f"the config it was started with"
+        f"the config of its first start"
     )
-
-
-def secret(workdir: pathlib.Path, seed: int) -> bytes:
-    """The key of what workers must not foresee (which groups are checked); kept in the workdir, readable by us alone."""
-    file = workdir / "secret.key"
-    if not file.exists():
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(os.urandom(32))
-    return file.read_bytes() + str(seed).encode()
-
-
-def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
-    """The key that signs this run's weights; servers and relays elsewhere are told its public half (`--weights_key`)."""
-    file = workdir / "weights.key"
-    if hosts.is_first and not file.exists():
-        rollout_lib.WorkerKey.generate().save(file)
-    hosts.agree()
-    return rollout_lib.WorkerKey.load(file)

@@ -1,72 +1,72 @@
-"""Which task comes when, and with which sampling noise: pure functions of the run's seed, that anyone can recompute.
+"""The tasks and noise seeds of each batch: pure functions of the run's seed, which anyone can recompute.
 
-1. `task_order(seed)[g]` is the task index of group g: grain's index shuffle, random access, no state. The cursor of a
-   run is therefore its step: batch n holds groups (n - 1) P .. n P - 1.
-2. `sampling_seed(seed, split, step, group)` is the noise seed of a group; sample i of it uses that plus i. A worker can
-   choose neither: it cannot draw again until a sample pleases it.
+1. `task_order(seed)[g]` is the task index of group g: grain's index shuffle with random access and no state. The position of a run
+   in it is therefore its step: batch n contains groups (n - 1) P .. n P - 1.
+2. `sampling_seed(seed, split, step, group)` is the noise seed of a group; sample i uses that seed plus i. A worker can choose
+   neither, so it cannot resample until it likes a completion.
 """
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
+from typing import cast
 
 import grain
 
-NUM_TASKS = 2**30  # of a procedural environment: more than any run asks for
+NUM_TASKS = 2**30  # of a procedural environment: more than any run needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One prompt to be answered `num_samples` times: what a worker is given, and is later held to.
+    """The order for one group: `num_samples` completions of one prompt. Submitted rollouts are checked against it."""
 
-    step: the batch it belongs to (for held-out groups, the policy version under evaluation). index: of the task in its
-    split. seed: of the noise of sample 0. min_version: the oldest policy version that may answer.
-    """
-
-    step: int
+    step: int  # the batch; for held-out groups the policy version under evaluation
     group: int
     split: str  # "train" | "held_out"
-    index: int
-    seed: int
+    index: int  # of the task in its split
+    seed: int  # of the noise of sample 0
     num_samples: int
     temperature: float
-    min_version: int
+    min_version: int  # the oldest policy version that may generate
 
     @property
     def key(self) -> tuple[str, int, int]:
+        """The (split, step, group) that identifies this group in a run."""
         return self.split, self.step, self.group
 
 
 def task_order(seed: int) -> grain.MapDataset:
-    """Group -> task index. A permutation per epoch of `NUM_TASKS`."""
+    """Maps a group number to a task index: a permutation for each epoch of `NUM_TASKS`."""
     return grain.MapDataset.range(NUM_TASKS).shuffle(seed=seed).repeat()
 
 
 def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
-    """uint32 from SHA-256, so that no two groups of a run share noise but by chance."""
+    """Returns a uint32 from SHA-256: two groups share noise only by chance."""
     text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def train_groups(config, step: int) -> list[Group]:
-    """The P groups of batch `step` (1-based); `config` is the resolved config of the run."""
-    order, P = task_order(config.seed), config.rl.prompts_per_step
+    """The P groups of batch `step` (1-based) of a resolved config."""
+    P = config.rl.prompts_per_step
+    groups = range((step - 1) * P, step * P)
     return [
         Group(
             step=step,
             group=group,
             split="train",
-            index=int(order[group]),
+            index=index,
             seed=sampling_seed(config.seed, "train", step, group),
             num_samples=config.rl.samples_per_prompt,
             temperature=config.sampling.temperature,
             min_version=max(0, step - 1 - config.rl.max_lag),
         )
-        for group in range((step - 1) * P, step * P)
+        for group, index in zip(groups, _task_indices(config.seed, groups), strict=True)
     ]
 
 
 def held_out_groups(config, version: int) -> list[Group]:
-    """The same held-out tasks at every evaluation, in order."""
+    """The held-out groups for the evaluation of `version`: the same tasks at every evaluation, in order."""
     return [
         Group(
             step=version,
@@ -83,6 +83,11 @@ def held_out_groups(config, version: int) -> list[Group]:
 
 
 def warmup_indices(config, step: int) -> list[int]:
-    """Task indices of warm-up batch `step` (1-based), from the far end of the order: RL does not meet them again."""
-    order, count = task_order(config.seed), config.warmup.tasks_per_step
-    return [int(order[NUM_TASKS - 1 - i]) for i in range((step - 1) * count, step * count)]
+    """Task indices of warm-up batch `step` (1-based), from the end of the order, which RL does not reach."""
+    count = config.warmup.tasks_per_step
+    return _task_indices(config.seed, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
+
+
+def _task_indices(seed: int, positions: Iterable[int]) -> list[int]:
+    order = task_order(seed)
+    return [int(cast(int, order[position])) for position in positions]

@@ -152,7 +152,7 @@ def resolved(**changes):
         ({"trust__check_fraction": 1.5}, r"trust.check_fraction = 1.5 must be in \[0, 1\]"),
         ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
-        ({"topology__mode": "remote"}, "needs topology.servers"),
+        ({"topology__mode": "remote"}, "needs inference servers; set topology.servers"),
         ({"objective__policy_coef": 0.0}, "leaves nothing to learn from"),
         ({"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0}, "name another in objective.reference_model"),
         ({"objective__reference_model": "dir"}, "nothing reads it; set objective.teacher_coef"),
@@ -254,6 +254,15 @@ def test_a_look_at_a_run_may_ask_otherwise_and_changes_nothing(tmp_path):
     model = resolved(model__ffn_dim=128)
     with pytest.raises(ValueError, match="model.ffn_dim was 384, now 128"), run_directory.read_workdir(workdir, model):
         pass
+
+
+def test_a_run_describes_only_the_fields_that_differ_and_the_files_to_watch(tmp_path):
+    exp = resolved(rl__num_steps=7, seed=0)
+    text = experiment.describe(exp, tmp_path)
+    assert "  rl.num_steps " in text and "= 7 (was 100)" in text and "= 5 (was 'unset')" in text
+    assert "warmup.roles" not in text and len(text.splitlines()) < 20 < len(experiment.fields(exp))
+    for name in ("config.json", "metrics.jsonl", "tensorboard", "logs"):
+        assert str(tmp_path / name) in text
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):

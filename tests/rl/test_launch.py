@@ -1,0 +1,51 @@
+"""Child processes of a run: their logs, their end, and their keys."""
+
+import datetime
+import re
+import stat
+
+from inference.rollouts import rollout as rollout_lib
+from rl import launch
+from rl.experiment import workdir as run_directory
+from tests.support import proxy
+
+LINE = re.compile(r"(\S+) (.*)")
+COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
+
+
+def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reported(tmp_path):
+    begun = datetime.datetime.now().astimezone()
+    deaths = []
+    for count in (1, 2):
+        with launch._child("worker0", COMMAND, tmp_path, deaths.append) as child:
+            proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
+    _, error = deaths
+    assert re.fullmatch(
+        rf"the worker0 process ended with code 1: error: .*'nonsense'.* \(log: {child.log}\)", str(error)
+    )
+    lines = [LINE.fullmatch(line) for line in (tmp_path / "logs" / "worker0.log").read_text().splitlines()]
+    times = [datetime.datetime.fromisoformat(line[1]) for line in lines]
+    assert times == sorted(times) and times[0] >= begun - datetime.timedelta(milliseconds=1)
+    header = "==== start: python -m rl.worker --orchestrator nonsense"
+    assert [line[2].startswith("error: ") for line in lines] == [False, True, False, True]
+    assert [line[2] for line in lines[::2]] == [header] * 2
+
+
+def test_a_child_that_is_stopped_is_not_reported(tmp_path):
+    deaths = []
+    with launch._child("worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path, deaths.append) as child:
+        pass
+    assert child.process.returncode is not None and not deaths
+
+
+def test_keys_of_workers_are_not_among_the_logs(tmp_path):
+    (tmp_path / "logs").mkdir()
+    rollout_lib.WorkerKey.generate().save(tmp_path / "logs" / "worker0.key")  # of an older run
+    old = rollout_lib.WorkerKey.load(tmp_path / "logs" / "worker0.key").worker
+    for _ in range(2):
+        file = run_directory.worker_key_file(tmp_path, "worker0")
+        assert file == tmp_path / "keys" / "worker0.key" and rollout_lib.WorkerKey.load(file).worker == old
+    assert not list((tmp_path / "logs").iterdir())
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
+    assert modes == [0o600, 0o700]
+    assert not run_directory.worker_key_file(tmp_path, "worker1").exists()  # the worker generates it
