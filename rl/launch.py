@@ -99,7 +99,7 @@ def start_rollout_system(
 
         stack.callback(rollouts.close)
         if config.topology.mode == "local":
-            rollouts.connect([_address(start, "server", _server_command(experiment, workdir, weights), workdir)])
+            rollouts.connect([_address(start, "server", server_command(experiment, workdir, weights), workdir)])
             for i in range(config.topology.num_workers):
                 key = run_directory.worker_key_file(workdir, f"worker{i}")
                 start(f"worker{i}", ["rl.worker", "--orchestrator", url, "--key", str(key)])
@@ -132,7 +132,8 @@ def _on_device(
     return check_on_cpu
 
 
-def _server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
+def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
+    """The arguments of `python -m` that start the inference server of a run on its published weights."""
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if (workdir / "weights.key").exists():

@@ -34,9 +34,11 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.batch import credit as credit_lib
 from rl.batch import packing
-from rl.orchestrator import admission, group_queue, routes, worker_health
+from rl.orchestrator import group_queue, routes, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
+from rl.verification import checks
+from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
@@ -84,6 +86,7 @@ class Orchestrator:
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit = config, workdir, credit
+        self._rules = rules_lib.Rules.of(config)
         self._check_with_weights, self._check_without_weights = check_with_weights, check_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
         self._servers: tuple[str, ...] = ()
@@ -264,11 +267,9 @@ class Orchestrator:
         with self._changed:
             if not self._queue.deliver(key, holder, rollouts):
                 return self._not_leased(rollouts)
-            reason = admission.refusal(
-                self._config, entry.group, rollouts, newest=self._announced, claims=self._credit.router_replay
-            )
-            if reason is not None:
-                return _known(self._reject(key, reason))
+            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._announced))
+            if not verdict.accepted:
+                return _known(self._reject(key, str(verdict)))
         return self._checkers.submit(holder, self._check, key)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):

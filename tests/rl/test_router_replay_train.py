@@ -1,6 +1,5 @@
 """A run that replays its routers: what it asks for, what it refuses, and the whole walk."""
 
-import contextlib
 import dataclasses
 import os
 import subprocess
@@ -17,34 +16,22 @@ from inference.rollouts import rollout as rollout_lib
 from rl import launch
 from rl.batch import router_replay
 from rl.experiment import experiment
-from rl.orchestrator import admission
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import task_schedule
 from rl.validator import calibrate
+from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
-from rl.verification import verifier
 from tests.rl import test_train
-from tests.rl.orchestrator import test_orchestrator
-from tests.support import claims, tiny
+from tests.support import claims, groups, tiny
 
 
-def test_a_run_that_replays_records_asks_and_packs(monkeypatch, tmp_path):
+def test_a_run_that_replays_records_asks_and_packs(tmp_path):
     exp = experiment.resolve(claims.moe_config())
     assert exp.engine.routed_experts and exp.credit.router_replay == router_replay.RouterReplay.of(exp.model)
     assert verifier.rules_of(exp.config, exp.tokenizer).router_replay
     assert rules_lib.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
-    commands = []
-
-    def answering(name, command, *rest):
-        commands.append(command)
-        return contextlib.nullcontext("url")
-
-    monkeypatch.setattr(launch, "_answering", answering)
-    with launch._server(exp, tmp_path, tmp_path, None):
-        pass
     plain = experiment.resolve(quickstart_moe.get_config())
-    with launch._server(plain, tmp_path, tmp_path, None):
-        pass
+    commands = [launch.server_command(one, tmp_path, tmp_path) for one in (exp, plain)]
     assert "--routed_experts" in commands[0] and "--routed_experts" not in commands[1]
     assert not plain.engine.routed_experts and plain.credit.router_replay is None
 
@@ -77,13 +64,13 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     rng = np.random.default_rng(0)
 
     def refusal(claim, split="train"):
-        rollouts = test_orchestrator.answers(group, routed_experts=claim)
         asked = dataclasses.replace(group, split=split)
-        return admission.refusal(exp.config, asked, rollouts, newest=0, claims=exp.credit.router_replay)
+        rules = rules_lib.Rules.of(exp.config).at_lease(asked, newest=0)
+        return str(checks.check_at_lease(groups.answers(group, routed_experts=claim), rules))
 
     rows = np.stack([rng.permutation(4)[:2] for _ in range(4 * exp.model.num_layers)])
     rows = rows.reshape(4, -1, 2).astype(np.uint8)
-    assert refusal(rows) is None and refusal(None, "held_out") is None
+    assert refusal(rows) == refusal(None, "held_out") == "ok"
     assert refusal(None).startswith("routing: it does not say which experts ran")
     assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
     orchestrator._updater.shutdown()

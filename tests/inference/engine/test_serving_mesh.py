@@ -3,7 +3,6 @@
 Meshes are of fake CPU devices, in float32. The oracle is the same scheduler on one device, without a mesh.
 """
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -206,22 +205,12 @@ def test_layouts_by_hand():
     assert decode_state.layout(state, mesh).limit == jax.sharding.PartitionSpec()
 
 
-def test_a_run_starts_its_server_on_the_mesh_of_its_config(monkeypatch, tmp_path):
+def test_a_run_starts_its_server_on_the_mesh_of_its_config(tmp_path):
     """Whether it answers there is the affair of tests/rl/test_train.py."""
     config = quickstart.get_config()
     plain = experiment.resolve(config)
     config.inference.mesh.tensor, config.inference.mesh.data = 2, -1
     meshed = experiment.resolve(config)
-    commands = []
-
-    @contextlib.contextmanager
-    def note(name, command, workdir, on_death):
-        commands.append(command)
-        yield "http://127.0.0.1:1"
-
-    monkeypatch.setattr(launch, "_answering", note)
-    for one in (plain, meshed):
-        with launch._server(one, tmp_path, tmp_path, on_death=None):
-            pass
+    commands = [launch.server_command(one, tmp_path, tmp_path) for one in (plain, meshed)]
     assert "--mesh" not in commands[0]
     assert mesh_lib.parse(commands[1][commands[1].index("--mesh") + 1]) == {"tensor": 2, "data": -1}

@@ -27,6 +27,7 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
 from tests.support import proxy
+from tests.support.groups import answers
 
 KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
 WAIT_S = 60
@@ -94,34 +95,6 @@ def publish(orchestrator, version):
 def checked(orchestrator):
     """Returns once the validator has judged what it was given."""
     orchestrator._replayer.submit(lambda: None).result(WAIT_S)
-
-
-def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
-    tokens = np.array([*prompt, group.group % 200, 20 + sample, 258], np.int32)
-    P = len(prompt) + 1
-    mask = np.arange(len(tokens)) >= P
-    fields = dict(
-        tokens=tokens,
-        sampled_mask=mask,
-        logprobs=np.where(mask, -0.25 * (1 + sample), 0).astype(np.float32),
-        versions=np.full(len(tokens), group.min_version if version is None else version, np.int32),
-        temperature=group.temperature,
-        seed=(group.seed + sample) % 2**32,
-        task=rollout_lib.TaskRef("reverse_text", group.index, group.group, 0),
-        sample=sample,
-        step=group.step,
-        reward=float(sample),
-        rewards={"reward": float(sample)},
-        finish_reason="stop",
-        proofs=b"",
-        worker="",
-        signature=b"",
-    )
-    return rollout_lib.Rollout(**(fields | changes))
-
-
-def answers(group, version=None, /, **changes):
-    return [rollout(group, sample, version, **changes) for sample in range(group.num_samples)]
 
 
 def submit(orchestrator, rollouts, key=KEY):
@@ -258,7 +231,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert submit(orchestrator, answers(first[0]), OTHER) == "accepted"
 
 
-# ---- admission -------------------------------------------------------------------------------------------------------
+# ---- checks at the lease -------------------------------------------------------------------------------------------------------
 
 
 def one(change):
@@ -295,12 +268,19 @@ REFUSALS = {
     "length prompt": (lambda rs: [longer(r, 60, 0) for r in rs], "length: 65 tokens, more than the model's 64"),
     "vocabulary": (
         replaced(tokens=np.array([5, 6, 3, 272, 258], np.int32)),
-        "tokens: id 272 is outside the vocabulary",
+        "tokens: ID 272 is outside the vocabulary",
     ),
     "prompt": (replaced(tokens=np.array([5, 7, 3, 21, 258], np.int32)), "prompt: the samples of one group have"),
     "versions old": (replaced(versions=np.array([1, 1, 1, 0, 1], np.int32)), "versions: 0 is older than 1"),
-    "versions fall": (replaced(versions=np.array([2, 2, 2, 2, 1], np.int32)), "versions: they fall"),
-    "versions ahead": (replaced(versions=np.array([1, 1, 1, 1, 2], np.int32)), "versions: 2 is not published yet"),
+    "versions of the prompt's keys old": (
+        replaced(versions=np.array([0, 1, 1, 1, 1], np.int32)),
+        "versions: 0 is older than 1",
+    ),
+    "versions fall": (replaced(versions=np.array([2, 2, 2, 2, 1], np.int32)), "versions: they decrease"),
+    "versions ahead": (
+        replaced(versions=np.array([1, 1, 1, 1, 2], np.int32)),
+        "versions: 2 is newer than 1, the newest",
+    ),
 }
 
 
