@@ -77,7 +77,7 @@ def run(skewed: bool, args) -> dict:
     from models.text import tokenizer
     from rl.algorithms import advantages
     from rl.batch import packing
-    from rl.learner import train_step
+    from rl.learner import objective, train_step
     from sharding import mesh as mesh_lib
     from tests.support import shapes
 
@@ -85,15 +85,14 @@ def run(skewed: bool, args) -> dict:
     rng = np.random.default_rng(0)
     mesh = mesh_lib.create({})
     optimizer = train_step.make_optimizer(train_step.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
-    state = train_step.init_state(jax.random.key(0), model, optimizer, mesh)
-    step = train_step.make_train_step(
-        model, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh
-    )
+    loss = objective.bind("two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0})
+    learner = train_step.Learner(model, optimizer, loss, mesh)
+    state, step = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)
     layout = packing.Layout.for_streams(P * G, PROMPT + NEW, row_length=args.row_length, rows=args.rows)
     jax.block_until_ready(state)
     begun = time.perf_counter()
     # As rl/train.py does: the step is compiled while the engine compiles and rolls out.
-    compiling = threading.Thread(target=step.compile, args=(packing.abstract(layout, mesh),))
+    compiling = threading.Thread(target=train_step.compile_train_step, args=(learner, packing.abstract(layout, mesh)))
     compiling.start()
     policy = scheduler.Scheduler(
         engine.Engine(

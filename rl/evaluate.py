@@ -145,10 +145,10 @@ def restore_policy(
         step = None if wanted == "newest" else int(wanted)
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
-    optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
+    learner = exp.learner(mesh)
     with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
-        step, state, _ = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora), step)
-    return step, train_step.make_policy(exp.model, mesh, exp.lora)(state)
+        step, state, _ = checkpointer.restore(train_step.abstract_state(learner), step)
+    return step, train_step.policy(learner, state)
 
 
 def check_run(workdir: str) -> None:

@@ -31,7 +31,7 @@ from rl.batch import host_feed, packing
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
-from rl.learner import optimizers, train_step
+from rl.learner import objective, optimizers, train_step
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics
 from sharding import checkpoint, rules
@@ -52,22 +52,23 @@ def train(
     rates = dataclasses.replace(
         exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20, schedule="constant"
     )
-    optimizer, rate = train_step.make_optimizer(rates, exp.model), optimizers.learning_rate(rates)
+    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates, exp.model)
+    learner = train_step.Learner(exp.model, optimizer, loss, mesh, share_prompts=False)
+    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
     num_steps = config.warmup.num_steps
     every = config.checkpoint.every
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
-        restored = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh))
+        restored = checkpointer.restore(train_step.abstract_state(learner))
         if restored:
             start, state, host = restored
             patience = Patience(**host)
         else:
             params = initial_params(exp, mesh) if config.init_from else None
-            start, state = 0, train_step.init_state(jax.random.key(config.seed), exp.model, optimizer, mesh, params)
+            start, state = 0, train_step.init_state(jax.random.key(config.seed), learner, params)
             patience = Patience(limit=config.warmup.patience)
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
-        step_fn = train_step.make_train_step(exp.model, optimizer, "cross_entropy", {}, mesh, share_prompts=False)
         source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
         layout = packing.Layout.for_streams(
             config.warmup.tasks_per_step,
@@ -77,14 +78,14 @@ def train(
         )
         evaluate = _evaluator(exp, mesh, source, hosts) if config.warmup.eval_every else None
         progress.note("compiling the warm-up step")
-        step_fn.compile(
-            packing.abstract(layout, mesh)
-        )  # before the display's clock runs: the first step tells the rate
+        # Before the display's clock starts: it derives the rate from the first step.
+        train_step.compile_train_step(learner, packing.abstract(layout, mesh))
         with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
-                batch = packing.pack(source.batch(step), layout) if hosts.is_first else None
-                state, step_metrics = step_fn(state, host_feed.place(batch, layout, mesh, hosts))
+                packed = host_feed.place(source.batch(step) if source else None, layout, mesh, hosts)
+                with jax.transfer_guard("disallow"):
+                    state, step_metrics = take_step(state, packed)
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                 if bad := hosts.agree(diagnostics.not_finite(values)):
                     raise ValueError(
@@ -340,12 +341,11 @@ def _evaluator(
         row_length=exp.config.train.row_length,
         rows=exp.rows(mesh),
     )
-    batch = packing.pack(source.held_out(), layout) if hosts.is_first else None
-    batch = host_feed.place(batch, layout, mesh, hosts)
-    score = train_step.make_score(exp.model, mesh, share_prompts=False)
+    batch = host_feed.place(source.held_out() if source else None, layout, mesh, hosts)
 
     def evaluate(params) -> float:
-        return float(-jnp.sum(score(params, batch) * batch.loss_mask) / jnp.sum(batch.loss_mask))
+        logp = train_step.score(exp.model, mesh, params, batch, share_prompts=False)
+        return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
 
     return evaluate
 

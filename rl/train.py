@@ -2,21 +2,23 @@
 
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. main: flags, `experiment.resolve`, the working directory.
-2. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint is there to resume from.
-3. The rollout side starts: broadcast, server, workers, validator, all behind the orchestrator.
-4. The loop: wait for a batch, one `train_step`, publish the new version, metrics, checkpoint, evaluation.
+1. `main` parses the flags, resolves the config, and claims the working directory.
+2. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from.
+3. The rollout system starts: broadcast, inference server, workers and validator, all behind the orchestrator's API.
+4. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
 5. Held-out score before and after, report.html.
 
-The loop below is the whole of it: it holds no maths (rl/learner/train_step.py) and starts no process (rl/launch.py). Killed at any
-moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
+The loop holds no maths (rl/learner/train_step.py) and starts no process (rl/launch.py). If killed at any moment, the same
+command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
 
-Over several hosts each runs the loop, and all take every step, publish and save together. The first host alone has the rollout side,
-the score and what people read; the others get their rows of each batch from it (rl/batch/host_feed.py), and end when it does (sharding/multihost/hosts.py).
+With several hosts each runs the loop, and all take every step, publish and save together. Only the first host has the
+rollout system, the scores, and the files that people read; it sends the others their rows of each batch
+(rl/batch/host_feed.py), and they end when it ends (sharding/multihost/hosts.py).
 """
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from concurrent import futures
@@ -31,9 +33,8 @@ from rl.batch import host_feed, packing
 from rl.experiment import experiment
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
-from rl.learner import optimizers
+from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
-from rl.learner import train_step as learner
 from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
 from sharding import broadcast, checkpoint, rules
@@ -42,35 +43,153 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import sockets
 
 
+def main() -> None:
+    """Runs the experiment of the command line, on this host alone or together with the others that its config names."""
+    with experiment.joined() as hosts:
+        exp = experiment.resolve(flags.FLAGS.config)
+        mesh = mesh_lib.create(exp.config.mesh.to_dict())
+        _check(exp, mesh, hosts)
+        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+            if hosts.is_first:
+                print(experiment.describe(exp, workdir))
+            train(exp, mesh, workdir, hosts)
+
+
 def train(
     exp: experiment.Experiment,
     mesh: jax.sharding.Mesh,
     workdir: pathlib.Path,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> pathlib.Path | None:
-    """Runs or resumes the experiment in `workdir` on the learner's `mesh`; returns the path of its report, on the first host."""
-    config, weights = exp.config, workdir / "weights"
+    """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than the first."""
+    config, num_steps, weights = exp.config, exp.config.rl.num_steps, workdir / "weights"
+    learner, layout = exp.learner(mesh), _layout(exp, mesh)
+    step_fn, rate = train_step.jit_train_step(learner), optimizers.learning_rate(exp.optimizer)
     progress, writer = metrics.of_host(workdir, hosts)
-    optimizer = learner.make_optimizer(exp.optimizer, exp.model, exp.lora)
-    train_step = learner.make_train_step(
-        exp.model,
-        optimizer,
-        exp.loss,
-        exp.loss_options,
-        mesh,
-        exp.objective,
-        exp.lora,
-        config.train.share_prompts,
-    )
-    publisher = broadcast.Publisher(
-        str(weights),
-        key=run_directory.signing_key(workdir, hosts).private,
-        snapshot_every=config.broadcast.snapshot_every,
-        keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
-        dtype=config.broadcast.dtype or None,
-    )
-    policy, rate = learner.make_policy(exp.model, mesh, exp.lora), optimizers.learning_rate(exp.optimizer)
-    layout = packing.Layout.for_streams(
+    publisher = _publisher(exp, workdir, hosts)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.close)
+        checkpointer = stack.enter_context(
+            checkpoint.Checkpointer(
+                workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every, hosts=hosts
+            )
+        )
+        warm_up = functools.partial(sft.train, exp, workdir, mesh, writer, progress, hosts)
+        reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
+        state, start, known = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
+        writer.truncate("rl", start)
+        if hosts.is_first:
+            _forget_versions(weights, start)
+        hosts.agree()
+        publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
+        if hosts.is_first:
+            progress.note("starting the rollout server and its workers")
+            rollouts = stack.enter_context(
+                launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
+            )
+        # The step is compiled while the first score and the first batch are made.
+        streams = layout.streams if reference is None else (*layout.streams, "ref_logp")
+        shapes = packing.abstract(dataclasses.replace(layout, streams=streams), mesh)
+        compiler = futures.ThreadPoolExecutor(1)
+        stack.callback(compiler.shutdown, wait=False)
+        compiled = compiler.submit(train_step.compile_train_step, learner, shapes)
+        stack.push(hosts.tell)
+
+        def score(step):
+            result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
+            checkpointer.score(step, evaluate.headline(result))
+
+        if hosts.is_first and start < num_steps and _is_scored(config, start) and not evaluate.is_done(workdir, start):
+            score(start)
+        if not compiled.done():
+            progress.note("compiling the train step")
+        compiled.result()
+
+        adviser = diagnostics.Adviser()
+        with progress.phase("rl", total=num_steps, unit="step", initial=start) as bar:
+            for step in range(start + 1, num_steps + 1):
+                clock, is_last, is_scored = _Clock(), step == num_steps, _is_scored(config, step)
+                with clock("wait"):
+                    batch = rollouts.next_batch(step) if hosts.is_first else None
+                with clock("train_step"):
+                    packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
+                    if reference is not None:
+                        packed = packed.replace(ref_logp=reference(packed))
+                    with jax.transfer_guard("disallow"):
+                        state, step_metrics = step_fn(state, packed)
+                    values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                    if bad := hosts.agree(diagnostics.not_finite(values)):
+                        before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
+                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
+                with clock("publish"):
+                    publisher.publish(train_step.policy(learner, state), step, metadata=exp.broadcast_metadata)
+                    if hosts.is_first:
+                        rollouts.publish(step)
+                with clock("checkpoint"):
+                    host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
+                    checkpointer.save(step, state, host_state, force=is_scored or is_last)
+                if not hosts.is_first:
+                    continue
+                with clock("eval"):
+                    if is_scored and not is_last:
+                        score(step)
+                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
+                values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
+                values |= diagnostics.derived(values)
+                values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
+                writer.write(step, "rl", values)
+                bar.update(step, _shown(values))
+                if line := adviser.after(step, values):
+                    progress.say(line)
+        if not hosts.is_first:
+            return None
+        score(num_steps)
+    path = report.write(workdir)
+    progress.say(*evaluate.summary(workdir), f"report: {path}")
+    return path
+
+
+# ---- before the loop -------------------------------------------------------------------------------------------------
+
+
+def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
+    """Raises ValueError for mistakes that show before the working directory is claimed and minutes of warm-up are spent."""
+    config = exp.config
+    exp.rows(mesh)
+    config_rules.check_trainable(config)
+    launch.check(exp, hosts.count)
+    if config.init_from:
+        sft.check_initial(exp)
+    if config.objective.reference_model:
+        reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
+    if config.warmup.num_steps and config.warmup.data and not pathlib.Path(config.warmup.data).is_file():
+        raise ValueError(
+            f"warmup.data = {config.warmup.data!r} does not exist or is not a file; give a JSONL file of conversations"
+        )
+    if not hosts.is_first:
+        return
+    envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    if config.trust.bands:
+        if not pathlib.Path(config.trust.bands).is_file():
+            raise ValueError(
+                f"trust.bands = {config.trust.bands!r} does not exist or is not a file; give the file that "
+                f"`python -m rl.validator calibrate` wrote"
+            )
+        verifier.load_bands(config.trust.bands)
+    sockets.listen(config.topology.host, config.topology.port).close()
+    if config.topology.mode == "remote":
+        sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
+    elif exp.server_mesh:
+        try:
+            inference_server.host_mesh(exp.server_mesh, exp.engine)
+        except ValueError as error:
+            raise ValueError(f"inference.mesh: {error}") from None
+
+
+def _layout(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> packing.Layout:
+    config = exp.config
+    return packing.Layout.for_streams(
         config.rl.prompts_per_step * config.rl.samples_per_prompt,
         config.inference.max_model_len,
         row_length=config.train.row_length,
@@ -82,130 +201,52 @@ def train(
         router_replay=exp.credit.router_replay,
     )
 
-    with contextlib.ExitStack() as stack:
-        checkpointer = stack.enter_context(
-            checkpoint.Checkpointer(
-                workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every, hosts=hosts
-            )
-        )
-        reference = reference_lib.make(
-            exp.objective,
-            exp.model,
-            mesh,
-            lambda: sft.train(exp, workdir, mesh, writer, progress, hosts),
-            vocab_size=exp.tokenizer.vocab_size,
-            share_prompts=exp.credit.share_prompts,
-        )
-        state, start, known = _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts)
-        writer.truncate("rl", start)
-        if hosts.is_first:
-            _forget_versions(weights, start)
-        hosts.agree()
-        publisher.publish(policy(state), start, metadata=exp.broadcast_metadata)
-        if hosts.is_first:
-            progress.note("starting the rollout server and its workers")
-            rollouts = stack.enter_context(
-                launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
-            )
-        # Compiled while the first score and the first batch are made.
-        with_reference = ("ref_logp",) if reference is not None else ()
-        shapes = packing.abstract(dataclasses.replace(layout, streams=layout.streams + with_reference), mesh)
-        compiler = futures.ThreadPoolExecutor(1)
-        stack.callback(compiler.shutdown, wait=False)
-        compiled = compiler.submit(train_step.compile, shapes)
-        stack.push(hosts.tell)
 
-        def score(step):
-            result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
-            checkpointer.score(step, evaluate.headline(result))
-
-        unscored = start < config.rl.num_steps and _is_scored(config, start)
-        if hosts.is_first and unscored and not evaluate.is_done(workdir, start):
-            score(start)
-
-        if not compiled.done():
-            progress.note("compiling the train step")
-        compiled.result()
-        with progress.phase("rl", total=config.rl.num_steps, unit="step", initial=start) as bar:
-            history = []
-            for step in range(start + 1, config.rl.num_steps + 1):
-                clock = _Clock()
-                with clock("wait"):
-                    batch = rollouts.next_batch(step) if hosts.is_first else None
-                with clock("train_step"):
-                    host_batch = packing.pack(batch.trees, layout) if hosts.is_first else None
-                    packed = host_feed.place(host_batch, layout, mesh, hosts)
-                    if reference is not None:
-                        packed = packed.replace(ref_logp=reference(packed))
-                    state, step_metrics = train_step(state, packed)
-                    values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    if bad := hosts.agree(diagnostics.not_finite(values)):
-                        before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
-                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
-                with clock("publish"):
-                    publisher.publish(policy(state), step, metadata=exp.broadcast_metadata)
-                    if hosts.is_first:
-                        rollouts.publish(step)
-                is_last, scored = step == config.rl.num_steps, _is_scored(config, step)
-                with clock("checkpoint"):
-                    host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
-                    checkpointer.save(step, state, host_state, force=scored or is_last)
-                if not hosts.is_first:
-                    continue
-                with clock("eval"):
-                    if scored and not is_last:
-                        score(step)
-                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
-                values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
-                values |= diagnostics.derived(values)
-                values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
-                writer.write(step, "rl", values)
-                bar.update(step, _line(values))
-                history.append(values)
-                if step % 5 == 0 and (line := diagnostics.advice(history)):
-                    progress.say(f"advice: {line}")
-        if hosts.is_first:
-            score(config.rl.num_steps)
-    if not hosts.is_first:
-        return None
-    path = report.write(workdir)
-    progress.say(*evaluate.summary(workdir), f"report: {path}")
-    return path
+def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
+    config = exp.config
+    return broadcast.Publisher(
+        str(workdir / "weights"),
+        key=run_directory.signing_key(workdir, hosts).private,
+        snapshot_every=config.broadcast.snapshot_every,
+        keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
+        dtype=config.broadcast.dtype or None,
+    )
 
 
-def _restore_or_warm_up(exp, workdir, mesh, optimizer, checkpointer, writer, progress, hosts):
-    """The train state to start from, the last step it has seen, and what the rollout side knew then: a checkpoint, or the end
-    of the warm-up as step 0."""
-    restored = checkpointer.restore(learner.abstract_state(exp.model, optimizer, mesh, exp.lora))
+def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
+    """(train state to start from, its step, state of the rollout system or None): a checkpoint, or the warm-up as step 0."""
+    restored = checkpointer.restore(train_step.abstract_state(learner))
     if restored:
         step, state, host_state = restored
         if step > exp.config.rl.num_steps:
             raise ValueError(
-                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.config.rl.num_steps}; raise it, or export "
-                f"an earlier checkpoint (python -m rl.export)"
+                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.config.rl.num_steps}; raise rl.num_steps, "
+                f"or export an earlier checkpoint (python -m rl.export)"
             )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step, host_state.get("rollouts")
-    params = sft.train(exp, workdir, mesh, writer, progress, hosts)
-    state = learner.init_state(jax.random.key(exp.config.seed), exp.model, optimizer, mesh, params, exp.lora)
+    state = train_step.init_state(jax.random.key(exp.config.seed), learner, warm_up())
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0, None
 
 
 def _forget_versions(weights: pathlib.Path, start: int) -> None:
-    """Deletes what was published from beyond the checkpoint, or was not synced to disk when the power failed."""
-    for newer in broadcast.versions(str(weights)) if weights.exists() else ():
-        if newer >= start:
-            broadcast.remove(str(weights), newer)
+    """Deletes versions published after the checkpoint, and the checkpoint's own: a power failure may have torn it."""
+    for version in broadcast.versions(str(weights)) if weights.exists() else ():
+        if version >= start:
+            broadcast.remove(str(weights), version)
+
+
+# ---- in the loop -----------------------------------------------------------------------------------------------------
 
 
 def _is_scored(config, step: int) -> bool:
-    """Whether the held-out tasks are rolled out after `step`, beside the last."""
+    """True if the held-out tasks are scored after `step`; they always are after the last."""
     return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
 def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
-    """Raises, and leaves what a replay needs: the batch, and the state that met it (unless it took several optimizer steps)."""
+    """Saves the batch and, after a single optimizer step, the state before it, for a replay; then raises ValueError."""
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
@@ -221,7 +262,7 @@ def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: check
 
 
 class _Clock:
-    """Seconds of one step by what the loop waited for: `with clock("publish"): ...`."""
+    """Measures the parts of one step in seconds: `with clock("publish"): ...`."""
 
     def __init__(self):
         self._begun, self._parts = time.perf_counter(), {}
@@ -233,14 +274,14 @@ class _Clock:
         self._parts[f"time/{part}_s"] = time.perf_counter() - begun
 
     def seconds(self, *, num_tokens: float) -> dict[str, float]:
-        """time/<part>_s, time/step_s, and time/tokens_per_s of sampled tokens."""
+        """Returns time/<part>_s, time/step_s, and time/tokens_per_s of sampled tokens."""
         total = time.perf_counter() - self._begun
         return self._parts | {"time/step_s": total, "time/tokens_per_s": num_tokens / total}
 
 
-def _line(values: dict[str, float]) -> dict[str, float]:
-    """What the terminal shows of a step; a loss of one's own need not compare policies."""
-    shown = {
+def _shown(values: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that the terminal shows, by a short name; a user's own loss need not compare policies."""
+    names = {
         "reward": "rollout/reward",
         "loss": "loss/total",
         "kl": metrics.sampler_kl(values),
@@ -250,49 +291,7 @@ def _line(values: dict[str, float]) -> dict[str, float]:
         "accepted": "trust/num_accepted",
         "refused": "trust/num_refused",
     }
-    return {short: values[name] for short, name in shown.items() if name in values}
-
-
-def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
-    """Raises every mistake that can be known before the working directory is claimed, and before minutes of warm-up."""
-    config = exp.config
-    exp.rows(mesh)
-    config_rules.check_trainable(config)
-    launch.check(exp, hosts.count)
-    if config.init_from:
-        sft.check_initial(exp)
-    if config.objective.reference_model:
-        reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
-    if config.warmup.num_steps and config.warmup.data and not pathlib.Path(config.warmup.data).is_file():
-        raise ValueError(f"warmup.data = {config.warmup.data!r} is no file; give a JSONL file of conversations")
-    if not hosts.is_first:
-        return
-    envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
-    if config.trust.bands:
-        if not pathlib.Path(config.trust.bands).is_file():
-            raise ValueError(
-                f"trust.bands = {config.trust.bands!r} is no file; give what `python -m rl.validator calibrate` wrote"
-            )
-        verifier.load_bands(config.trust.bands)
-    sockets.listen(config.topology.host, config.topology.port).close()
-    if config.topology.mode == "remote":
-        sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
-    elif exp.server_mesh:
-        try:
-            inference_server.host_mesh(exp.server_mesh, exp.engine)
-        except ValueError as error:
-            raise ValueError(f"inference.mesh: {error}") from None
-
-
-def main() -> None:
-    with experiment.joined() as hosts:
-        exp = experiment.resolve(flags.FLAGS.config)
-        mesh = mesh_lib.create(exp.config.mesh.to_dict())
-        _check(exp, mesh, hosts)
-        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
-            if hosts.is_first:
-                print(experiment.describe(exp, workdir))
-            train(exp, mesh, workdir, hosts)
+    return {short: values[name] for short, name in names.items() if name in values}
 
 
 if __name__ == "__main__":

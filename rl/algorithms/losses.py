@@ -17,7 +17,7 @@ Every loss is a sum over tokens divided by a global count, so that micro-batches
 a sum over tokens divided by `denom`: a fraction or mean over the step's tokens once summed over micro-batches.
 
 Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream
-throughout. A loss of your own is any function of this signature: give it to `learner.make_train_step` in place of a name.
+throughout. A loss of your own is any function of this signature: give it to `objective.bind` in place of a name.
 """
 
 import math

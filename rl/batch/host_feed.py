@@ -9,6 +9,8 @@ all of it to every host and through the memory of every device (9.7 GB in config
 every host, which would also have to agree on them to the bit.
 """
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -19,10 +21,11 @@ Region = tuple[slice, slice]  # rows and columns of every micro-batch
 
 
 def place(
-    batch: packing.TrainBatch | None, layout: packing.Layout, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts
+    trees: Sequence[packing.Tree] | None, layout: packing.Layout, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts
 ) -> packing.TrainBatch:
-    """The batch of the first host (None on the others) as global arrays on `mesh`; all hosts must call."""
+    """Packs the trees of the first host (None on the others) into global arrays on `mesh`; all hosts must call it."""
     if hosts.is_first:
+        batch = packing.pack(trees, layout)
         hosts.deal(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
         return packing.place(batch, mesh)
     header, data = hosts.receive()

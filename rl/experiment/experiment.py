@@ -36,7 +36,7 @@ from rl.experiment import flags as command_line
 from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
-from rl.learner import optimizers
+from rl.learner import optimizers, train_step
 from sharding import rules
 from sharding.multihost import hosts as hosts_lib
 
@@ -58,6 +58,18 @@ class Experiment:
     credit: credit_lib.Credit
     lora: lora_lib.LoraConfig
     tokenizer: tokenizer_lib.Tokenizer
+
+    def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
+        """Returns the description of the run's train step on `mesh`."""
+        return train_step.Learner(
+            self.model,
+            train_step.make_optimizer(self.optimizer, self.model, self.lora),
+            objective_lib.bind(self.loss, self.loss_options),
+            mesh,
+            self.objective,
+            self.lora,
+            self.credit.share_prompts,
+        )
 
     @property
     def broadcast_metadata(self) -> dict:

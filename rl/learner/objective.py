@@ -1,9 +1,10 @@
-"""What a step optimises: the policy loss and its companions, over counts of the whole batch.
+"""The objective of an optimizer step: the policy loss and its companions, over counts of the whole batch.
 
-1. `Objective` says which components there are beside the loss (rl/algorithms/divergences.py has their formulas), how often a batch
-   steps, and against which policy ratios are taken.
-2. `count` counts what an optimizer step divides by, over all of its micro-batches: a sum over them is then exact.
-3. `bind` checks a loss of `LOSSES` and its options; `value` adds the components up for one micro-batch, with their metrics.
+1. `Objective` holds the coefficients of the companions (formulas in rl/algorithms/divergences.py), how often a batch
+   steps, and the policy that importance ratios compare with.
+2. `bind` checks a policy loss and its options, before anything is compiled.
+3. `count` counts the denominators of an optimizer step over all of its micro-batches: a sum over them is then exact.
+4. `Objective.total` adds the companions to the policy loss of one micro-batch, with their metrics.
 """
 
 import dataclasses
@@ -20,22 +21,47 @@ from rl.algorithms import divergences, importance, losses
 from rl.batch import packing, router_replay
 
 
+@struct.dataclass
+class MicroBatches:
+    """A batch of M micro-batches, and the log-probabilities [M, B, T] that its importance ratios compare with."""
+
+    batch: packing.TrainBatch
+    old_logp: jax.Array
+
+    def __getitem__(self, i) -> "MicroBatches":
+        """Returns micro-batch `i`, with arrays [B, T]."""
+        return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
+
+
+@struct.dataclass
+class Counts:
+    """Global denominators of an optimizer step, float32; all but `tokens` are at least 1."""
+
+    tokens: jax.Array  # that train
+    positions: jax.Array  # that are not padding
+    trains_any: jax.Array  # bool: True if any token has a weight in any component
+    denom: jax.Array
+    streams: jax.Array
+    ce: jax.Array
+    ref_kl: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a step optimises beside the policy loss, how often it steps, and against which policy ratios are taken."""
+    """The components of a step's objective in addition to the policy loss, and how the step is taken."""
 
     old_logprobs: str = "sampler"  # ratios against the sampler, or "learner": against the parameters before the batch
-    optimizer_steps: int = 1  # per batch, each on its own part of the micro-batches
+    optimizer_steps: int = 1  # per batch, each on its own share of the micro-batches
     entropy_coef: float = 0.0  # bonus on the mean entropy of trained tokens (INTELLECT-2: 0.001)
-    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`
+    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`, a mean over trained tokens whatever the loss
     kl_estimator: str = "k3"  # a name of divergences.ESTIMATORS; k1 only in the advantage
     kl_place: str = "loss"  # or "advantage": a reward of each token, without gradient
     kl_reference: str = "sampler"  # or "reference": the batch carries ref_logp
-    policy_coef: float = 1.0  # of the policy loss; 0 beside a teacher is distillation alone
-    teacher_coef: float = 0.0  # distil the reference on sampled tokens (a weight in the batch: rl/batch/credit.py)
-    reference_model: str = ""  # what the reference is (rl/learner/reference.py)
+    policy_coef: float = 1.0  # of the policy loss; 0 with a teacher is distillation alone
+    teacher_coef: float = 0.0  # distill the reference on sampled tokens (a weight in the batch: rl/batch/credit.py)
+    reference_model: str = ""  # the reference policy (rl/learner/reference.py)
     router_balance_coef: float = 0.0  # auxiliary loss on the load of experts (`moe.balance_loss`)
-    router_balance_rate: float = 0.0  # step of the routers' correction by load (`moe.balanced_correction`)
+    router_balance_rate: float = 0.0  # step size of the routers' correction by load (`moe.balanced_correction`)
 
     def __post_init__(self):
         for field, known in (
@@ -46,60 +72,134 @@ class Objective:
         ):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} = {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}")
-        for field in (
-            "entropy_coef",
-            "kl_coef",
-            "policy_coef",
-            "teacher_coef",
-            "router_balance_coef",
-            "router_balance_rate",
-        ):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} = {getattr(self, field)} must be at least 0")
+        for field in dataclasses.fields(self):
+            if field.type is float and getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} = {getattr(self, field.name)} is negative; set it to at least 0")
         if self.optimizer_steps < 1:
-            raise ValueError(f"optimizer_steps = {self.optimizer_steps} must be at least 1")
+            raise ValueError(f"optimizer_steps = {self.optimizer_steps} is below 1; set it to at least 1")
         if self.kl_coef and self.kl_place == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator = 'k1' has no gradient in expectation when it is part of the loss; "
+                "kl_estimator = 'k1' has no gradient in expectation as a term of the loss; "
                 "choose 'k2' or 'k3', or kl_place = 'advantage'"
             )
         if self.kl_coef and self.kl_place == "advantage" and self.kl_estimator != "k1":
-            raise ValueError("kl_place = 'advantage' is the k1 penalty; set kl_estimator = 'k1'")
+            raise ValueError(
+                f"kl_estimator = {self.kl_estimator!r}, but kl_place = 'advantage' is the k1 penalty; set kl_estimator = 'k1'"
+            )
 
     @property
     def needs_reference(self) -> bool:
-        """Whether batches must carry `ref_logp`."""
+        """True if batches must carry `ref_logp`."""
         return bool(self.teacher_coef) or (bool(self.kl_coef) and self.kl_reference == "reference")
 
+    def advantage(self, batch: packing.TrainBatch, logp_BT: jax.Array) -> jax.Array:
+        """The advantage of each token, less the KL penalty if that is a reward."""
+        if not self.kl_coef or self.kl_place != "advantage":
+            return batch.advantage
+        reference_BT = self._reference_logp(batch)
+        return divergences.kl_in_advantage(batch.advantage, logp_BT, reference_BT, batch.loss_mask, self.kl_coef)
 
-@struct.dataclass
-class Work:
-    """A batch and the log-probabilities [M, B, T] that its ratios are taken against."""
+    def total(
+        self,
+        policy: jax.Array,
+        micro_batch: MicroBatches,
+        logp_BT: jax.Array,
+        entropy_BT: jax.Array,
+        routing: moe.Routing | None,
+        counts: Counts,
+    ) -> tuple[jax.Array, dict]:
+        """Adds the companions to the policy loss of one micro-batch; returns (objective, metrics of the components)."""
+        batch, mask_BT = micro_batch.batch, micro_batch.batch.loss_mask
+        total = self.policy_coef * policy
+        entropy = importance.total(entropy_BT, mask_BT, counts.denom)
+        metrics = {"loss/policy": policy, "loss/entropy": entropy}
+        if self.old_logprobs == "learner":  # the loss's own mismatch is that of this batch's optimizer steps alone
+            log_ratio_BT = importance.log_ratio(micro_batch.old_logp, batch.behavior_logp, mask_BT)
+            sampler_kl = importance.total(jnp.expm1(log_ratio_BT) - log_ratio_BT, mask_BT, counts.denom)
+            metrics |= {"loss/sampler_kl": sampler_kl}
+        if self.entropy_coef:
+            total -= self.entropy_coef * entropy
+        if self.kl_coef:
+            reference_BT = self._reference_logp(batch)
+            kl = divergences.kl_penalty(self.kl_estimator, logp_BT, reference_BT, mask_BT, counts.denom)
+            metrics |= {"loss/kl": kl}
+            if self.kl_place == "loss":
+                total += self.kl_coef * kl
+        if batch.ce_weight is not None:
+            ce = divergences.weighted_cross_entropy(logp_BT, batch.ce_weight, counts.ce)
+            metrics |= {"loss/ce": ce}
+            total += ce
+        if batch.ref_kl_weight is not None:
+            ref_kl = divergences.reference_distillation(
+                logp_BT, batch.behavior_logp, _need(batch, "ref_logp"), batch.ref_kl_weight, counts.ref_kl
+            )
+            metrics |= {"loss/ref_kl": ref_kl}
+            total += ref_kl
+        if routing is not None:
+            metrics |= {"moe/load": routing.load}
+            if self.router_balance_coef:  # not linear in the load: each micro-batch is weighted by its share of tokens
+                balance = moe.balance_loss(routing) * jnp.sum(batch.segment_ids != 0) / counts.positions
+                metrics |= {"loss/router_balance": balance}
+                total += self.router_balance_coef * balance
+            if routing.margin is not None:
+                replayed_BT = batch.routed_experts[..., 0, 0] != router_replay.unrouted(batch.routed_experts.dtype)
+                differing_and_all = jnp.stack([jnp.sum(routing.margin > 0), len(routing.margin) * jnp.sum(replayed_BT)])
+                metrics |= {"moe/replayed": differing_and_all.astype(jnp.float32)}
+        return total, metrics | {"loss/total": total}
 
-    batch: packing.TrainBatch
-    old_logp: jax.Array
-
-    def rows(self, i) -> "Work":
-        """Micro-batch i."""
-        return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
+    def _reference_logp(self, batch):
+        return batch.behavior_logp if self.kl_reference == "sampler" else _need(batch, "ref_logp")
 
 
-@struct.dataclass
-class Counts:
-    """Global denominators of an optimizer step, float32: each at least 1, but for `tokens`, the trained tokens themselves."""
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss with its options, as `bind` returns it; hashable."""
 
-    tokens: jax.Array
-    positions: jax.Array  # that are no padding
-    trains_any: jax.Array  # bool: whether any token has a part in any component
-    denom: jax.Array
-    streams: jax.Array
-    ce: jax.Array
-    ref_kl: jax.Array
+    function: Callable  # with the signature of rl/algorithms/losses.py
+    options: tuple[tuple[str, float], ...]
+    extras: tuple[str, ...]  # names of `_EXTRAS` that the function takes
+
+    def arguments(self, micro_batch: MicroBatches, counts: Counts) -> dict:
+        """The keyword arguments of `function` for one micro-batch."""
+        return {name: _EXTRAS[name](micro_batch, counts) for name in self.extras} | dict(self.options)
 
 
-def count(work: Work, first, stride) -> Counts:
-    """Of the optimizer step on the micro-batches first, first + stride, ..."""
-    batch = work.batch
+_EXTRAS = {  # keyword arguments that the learner passes to a loss that names them
+    "denom": lambda micro_batch, counts: counts.denom,
+    "stream_ids_BT": lambda micro_batch, counts: packing.stream_ids(
+        micro_batch.batch.segment_ids, micro_batch.batch.branch_ids
+    ),
+    "num_streams": lambda micro_batch, counts: counts.streams,
+    "sampler_logp_BT": lambda micro_batch, counts: micro_batch.batch.behavior_logp,
+}
+
+
+def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
+    """Returns the loss, a name of `losses.LOSSES` or a function of that signature, together with its options.
+
+    Raises:
+      ValueError: the name or an option is unknown, or an option without a default is missing.
+    """
+    if isinstance(loss, str):
+        if loss not in losses.LOSSES:
+            raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
+        name, loss = loss, losses.LOSSES[loss]
+    else:
+        name = getattr(loss, "__name__", "given")
+    known = {p.name: p for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    own = {n: p for n, p in known.items() if n not in _EXTRAS}
+    if unknown := sorted(set(options) - set(own)):
+        raise ValueError(
+            f"loss {name!r} has no option {unknown[0]!r}; choose from: {', '.join(own) or '(it has none)'}"
+        )
+    if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
+        raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
+    return PolicyLoss(loss, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))
+
+
+def count(micro_batches: MicroBatches, first, stride) -> Counts:
+    """Counts the denominators of the optimizer step on the micro-batches first, first + stride, ..."""
+    batch = micro_batches.batch
     index_M = jnp.arange(batch.tokens.shape[0])
     mine_M = (index_M < batch.num_micro_batches) & (index_M % stride == first)
     mask = jnp.where(mine_M[:, None, None], batch.loss_mask, 0.0)
@@ -114,7 +214,6 @@ def count(work: Work, first, stride) -> Counts:
         return jnp.zeros(()) if x is None else jnp.where(mine_M[:, None, None], x, 0.0)
 
     weights = [mine(batch.ce_weight), mine(batch.ref_kl_weight)]
-
     return Counts(
         tokens,
         jnp.maximum(jnp.sum(jnp.where(mine_M[:, None, None], batch.segment_ids != 0, False)).astype(jnp.float32), 1.0),
@@ -125,85 +224,9 @@ def count(work: Work, first, stride) -> Counts:
     )
 
 
-def bind(loss: str | Callable, options: Mapping[str, float]) -> Callable:
-    """The loss, a name of `LOSSES` or a function of that signature, with its options; ValueError names what is unknown or missing."""
-    if isinstance(loss, str):
-        if loss not in losses.LOSSES:
-            raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
-        name, loss = loss, losses.LOSSES[loss]
-    else:
-        name = getattr(loss, "__name__", "given")
-    known = {p.name: p for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    wanted = {n: p for n, p in known.items() if n not in _HANDED}
-    if unknown := sorted(set(options) - set(wanted)):
-        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; it takes {', '.join(wanted) or 'none'}")
-    if missing := [n for n, p in wanted.items() if p.default is p.empty and n not in options]:
-        raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
-    handed = [n for n in known if n in _HANDED]
-
-    def bound(logp_BT, work: Work, advantage_BT, counts: Counts):
-        rows = work.batch
-        extras = {n: _HANDED[n](work, counts) for n in handed}
-        return loss(logp_BT, work.old_logp, advantage_BT, rows.loss_mask, **extras, **options)
-
-    return bound
-
-
-_HANDED = {  # what the learner hands to a loss that names it
-    "denom": lambda work, counts: counts.denom,
-    "stream_ids_BT": lambda work, counts: packing.stream_ids(work.batch.segment_ids, work.batch.branch_ids),
-    "num_streams": lambda work, counts: counts.streams,
-    "sampler_logp_BT": lambda work, counts: work.batch.behavior_logp,
-}
-
-
-def value(loss_fn, objective: Objective, work: Work, logp_BT, entropy_BT, routing, counts: Counts):
-    """(objective, metrics) of one micro-batch; `loss_fn` is what `bind` returned, see rl/algorithms/divergences.py for the sum."""
-    rows, mask_BT = work.batch, work.batch.loss_mask
-    advantage_BT = rows.advantage
-    if objective.kl_coef:
-        reference_BT = rows.behavior_logp if objective.kl_reference == "sampler" else _need(rows, "ref_logp")
-        if objective.kl_place == "advantage":
-            advantage_BT = divergences.kl_in_advantage(advantage_BT, logp_BT, reference_BT, mask_BT, objective.kl_coef)
-    policy, metrics = loss_fn(logp_BT, work, advantage_BT, counts)
-    total = objective.policy_coef * policy
-    entropy = importance.total(entropy_BT, mask_BT, counts.denom)
-    metrics = metrics | {"loss/policy": policy, "loss/entropy": entropy}
-    if objective.old_logprobs == "learner":  # the loss's own mismatch is that of this batch's optimizer steps alone
-        log_ratio_BT = importance.log_ratio(work.old_logp, rows.behavior_logp, mask_BT)
-        sampler_kl = importance.total(jnp.expm1(log_ratio_BT) - log_ratio_BT, mask_BT, counts.denom)
-        metrics |= {"loss/sampler_kl": sampler_kl}
-    if objective.entropy_coef:
-        total -= objective.entropy_coef * entropy
-    if objective.kl_coef:
-        kl = divergences.kl_penalty(objective.kl_estimator, logp_BT, reference_BT, mask_BT, counts.denom)
-        metrics |= {"loss/kl": kl}
-        if objective.kl_place == "loss":
-            total += objective.kl_coef * kl
-    if rows.ce_weight is not None:
-        ce = divergences.weighted_cross_entropy(logp_BT, rows.ce_weight, counts.ce)
-        metrics |= {"loss/ce": ce}
-        total += ce
-    if rows.ref_kl_weight is not None:
-        ref_kl = divergences.reference_distillation(
-            logp_BT, rows.behavior_logp, _need(rows, "ref_logp"), rows.ref_kl_weight, counts.ref_kl
+def _need(batch: packing.TrainBatch, stream: str) -> jax.Array:
+    if (x_BT := getattr(batch, stream)) is None:
+        raise ValueError(
+            f"the batch has no stream {stream!r}, which the objective needs; name it in the layout's `streams` and fill it in"
         )
-        metrics |= {"loss/ref_kl": ref_kl}
-        total += ref_kl
-    if routing is not None:
-        metrics |= {"moe/load": routing.load}
-        if objective.router_balance_coef:  # not linear in the load: each micro-batch weighs by its part of the tokens
-            balance = moe.balance_loss(routing) * jnp.sum(rows.segment_ids != 0) / counts.positions
-            metrics |= {"loss/router_balance": balance}
-            total += objective.router_balance_coef * balance
-        if routing.margin is not None:
-            replayed_BT = rows.routed_experts[..., 0, 0] != router_replay.unrouted(rows.routed_experts.dtype)
-            counts_2 = jnp.stack([jnp.sum(routing.margin > 0), len(routing.margin) * jnp.sum(replayed_BT)])
-            metrics |= {"moe/replayed": counts_2.astype(jnp.float32)}  # that would differ, of all
-    return total, metrics | {"loss/total": total}
-
-
-def _need(rows, stream):
-    if (x_BT := getattr(rows, stream)) is None:
-        raise ValueError(f"the objective needs the stream {stream!r}; name it in the layout's `streams` and fill it in")
     return x_BT

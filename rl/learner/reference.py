@@ -19,19 +19,15 @@ from sharding import rules
 Score = Callable[[packing.TrainBatch], jax.Array]
 
 
-def make(
-    objective: objective_lib.Objective,
-    policy: config_lib.ModelConfig,
-    mesh: jax.sharding.Mesh,
-    initial: Callable[[], transformer.Params],
-    *,
-    vocab_size: int,
-    share_prompts: bool,
-) -> Score | None:
-    """Returns `score(batch) -> ref_logp [M, B, T]`, at each token's own temperature; None where nothing asks for a reference.
+def make(learner: train_step.Learner, initial: Callable[[], transformer.Params], *, vocab_size: int) -> Score | None:
+    """Returns `score(batch) -> ref_logp [M, B, T]`, at each token's own temperature; None if the objective needs none.
 
-    `initial` gives the policy that RL began with. ValueError: the checkpoint is unreadable, or its vocabulary is too small.
+    `initial` is called for the parameters that RL began with, unless the reference is a checkpoint.
+
+    Raises:
+      ValueError: the checkpoint is unreadable, or its vocabulary is too small.
     """
+    objective, policy, mesh = learner.objective, learner.model, learner.mesh
     if not objective.needs_reference:
         return None
     path, model = objective.reference_model, model_of(objective, policy, vocab_size)
@@ -40,8 +36,7 @@ def make(
     else:
         shardings = rules.shardings(transformer.specs(model), mesh)
         params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
-    score = train_step.make_score(model, mesh, share_prompts)
-    return lambda batch: score(params, batch)
+    return lambda batch: train_step.score(model, mesh, params, batch, learner.share_prompts)
 
 
 def model_of(

@@ -1,22 +1,21 @@
-"""The learner: `train_step(state, batch) -> (state, metrics)`, pure, jitted once, its input donated.
+"""The train step: a pure function (learner, state, batch) -> (state, metrics), compiled once, with the state donated.
 
-1. With `old_logprobs = "learner"`, all tokens are scored with the parameters as they are now (INTELLECT-2's estimator):
-   ratios then measure what this batch's own optimizer steps changed. By default they are taken against the sampler.
-2. `apply` runs the packed rows, `token_logprobs` scores their tokens at the temperature they were sampled at. Where the batch
-   says which experts ran, these run again (rl/batch/router_replay.py), here and in 1.
-3. `LOSSES[name]` turns log-probabilities, advantages and masks into a scalar over the global token count; the other
+1. With `old_logprobs = "learner"`, all tokens are scored with the parameters before the step (INTELLECT-2's estimator):
+   ratios then measure the change made by this batch's own optimizer steps. By default they compare with the sampler.
+2. `loss` runs the packed rows of a micro-batch and scores their tokens at the temperature they were sampled at. Where
+   the batch names the experts that ran, these run again (rl/batch/router_replay.py), here and in 1.
+3. The policy loss turns log-probabilities, advantages and masks into a scalar over the global token count; the other
    components of the objective (rl/learner/objective.py) are added, each over its own count.
-4. Gradients are summed over micro-batches; since the denominators are global, the sum is exactly the gradient of the whole
-   batch. The number of micro-batches is data, not shape: one compilation serves batches of any size.
-5. optax clips, scales and applies the gradient. A gradient that is not finite is not applied: the state stays as it was, and
-   the metrics say so.
+4. `gradients` are summed over micro-batches; since the denominators are global, the sum is exactly the gradient of the
+   whole batch. The number of micro-batches is data, not shape: one compilation serves batches of any size.
+5. optax clips, scales and applies the gradient. A gradient that is not finite is not applied: the state stays as it was,
+   and the metric loss/skipped counts it.
 
-The learner is algorithm-blind: rewards, groups and staleness were dealt with before a batch reaches it.
+The learner does not depend on the algorithm: rewards, groups and staleness were dealt with before a batch reaches it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +25,41 @@ from flax import struct
 from models import config as config_lib
 from models import logprobs, moe, transformer
 from rl.batch import packing, router_replay
-from rl.learner import lora, optimizers
+from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
+from rl.learner import optimizers
 from sharding import rules
 
-HOST = "pinned_host"  # the memory kind of what `optimizers.offloaded` keeps off the device
-# What a run is described by (rl/experiment/experiment.py).
+HOST = "pinned_host"  # the memory kind of the optimizer state that `optimizers.offloaded` keeps off the device
+# Parts of an experiment's description (rl/experiment/experiment.py).
 OptimizerConfig, Objective = optimizers.OptimizerConfig, objective_lib.Objective
-POLICY_LOSS = Objective()  # alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The parts a train step is made of. Hashable: the step is compiled once per learner and batch shape."""
+
+    model: config_lib.ModelConfig
+    optimizer: optax.GradientTransformation  # of `make_optimizer`
+    policy_loss: objective_lib.PolicyLoss  # of `objective.bind`
+    mesh: jax.sharding.Mesh
+    objective: Objective = Objective()  # by default the policy loss alone
+    lora: lora_lib.LoraConfig | None = None  # None, or rank 0: all parameters train
+    share_prompts: bool = True  # False: no tree of a batch has a prompt of its own or a second branch
+
+    def __post_init__(self):
+        if self.objective.router_balance_rate and (self.lora or not self.model.router_correction):
+            raise ValueError(
+                f"objective.router_balance_rate = {self.objective.router_balance_rate} moves the routers' corrections, which "
+                f"{'LoRA does not train' if self.lora else 'this model lacks (model.router_correction)'}; set it to 0"
+            )
 
 
 @struct.dataclass
 class TrainState:
-    """Everything a step changes: int32 step (batches consumed), parameters, optimizer state; and what it does not, `frozen`.
+    """The train state: the parameters that train, the optimizer state, and the number of batches consumed (int32).
 
-    With adapters (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters; else `frozen` is empty.
+    With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters; else `frozen` is empty.
     """
 
     step: jax.Array
@@ -49,299 +68,202 @@ class TrainState:
     frozen: transformer.Params = dataclasses.field(default_factory=dict)
 
 
-def make_optimizer(
-    config: OptimizerConfig, model: config_lib.ModelConfig, adapters: lora.LoraConfig | None = None
-) -> optax.GradientTransformation:
-    """The optimizer of what trains: the model's parameters, or its adapters."""
-    return optimizers.make(config, trained_specs(model, adapters))
+# ---- the step --------------------------------------------------------------------------------------------------------
 
 
-def trained_specs(model: config_lib.ModelConfig, adapters: lora.LoraConfig | None = None) -> transformer.Params:
-    """The tree of `ParamSpec` of what trains."""
-    return lora.specs(transformer.specs(model), adapters) if adapters else transformer.specs(model)
+def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -> tuple[TrainState, dict]:
+    """Takes the optimizer steps of one batch; returns the new state and metrics. To be run by `jit_train_step`.
+
+    Metrics are float32 scalars on the device, equal on all hosts: loss/total, loss/entropy, loss/num_tokens,
+    loss/grad_norm, grad_norm/<module>, loss/skipped (optimizer steps whose gradient was not finite), those of the components in use,
+    and the policy loss's own; with `old_logprobs = "learner"` also loss/sampler_kl, k3 against the sampler; of MoE models, moe/*
+    (`moe.load_metrics`), and with router replay moe/routing_mismatch, the fraction of (token, MoE layer) pairs in which the
+    learner's own router would have chosen other experts.
+    """
+    objective, layout = learner.objective, _shardings(learner).opt_state
+    with jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
+        old_logp = batch.behavior_logp
+        if objective.old_logprobs == "learner":
+            params = _whole(learner, state.params, state.frozen)
+            old_logp = _score_batch(learner.model, params, batch, learner.share_prompts)
+        micro_batches = objective_lib.MicroBatches(batch, old_logp)
+        state = state.replace(opt_state=_between_memories(state.opt_state, layout, "device"))
+        if objective.optimizer_steps > 1:
+            state, metrics = _several_optimizer_steps(learner, state, micro_batches)
+        else:
+            counts = objective_lib.count(micro_batches, 0, 1)
+            grads, metrics = jax.lax.fori_loop(*_accumulation(learner, state, micro_batches, 0, 1, counts))
+            state, metrics = update(learner, state, grads, metrics, counts)
+            metrics |= {"loss/num_tokens": counts.tokens}
+        opt_state = _between_memories(state.opt_state, layout, HOST)
+        return state.replace(step=state.step + 1, opt_state=opt_state), metrics
 
 
-def abstract_state(
+def gradients(learner: Learner, state: TrainState, micro_batches, first, stride, counts, turn, total):
+    """Adds the gradient and metrics of micro-batch first + turn * stride to `total`: the body of a loop over micro-batches."""
+    i, params, frozen = first + turn * stride, state.params, state.frozen
+    if learner.mesh.size > 1:
+        # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
+        # keep the whole model in memory. After a barrier with the turn's number they are not.
+        (params, frozen), i = jax.lax.optimization_barrier(((params, frozen), i))
+    gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
+    return jax.tree.map(jnp.add, total, gradient(params, frozen, micro_batches[i], counts))
+
+
+def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatches, counts: objective_lib.Counts):
+    """Returns (objective, metrics) of one micro-batch, to be differentiated by `params`."""
+    objective, batch = learner.objective, micro_batch.batch
+    logp_BT, entropy_BT, routing = _log_probs(
+        learner.model, _whole(learner, params, frozen), batch, learner.share_prompts, objective.entropy_coef > 0
+    )
+    policy, metrics = learner.policy_loss.function(
+        logp_BT,
+        micro_batch.old_logp,
+        objective.advantage(batch, logp_BT),
+        batch.loss_mask,
+        **learner.policy_loss.arguments(micro_batch, counts),
+    )
+    total, components = objective.total(policy, micro_batch, logp_BT, entropy_BT, routing, counts)
+    return total, metrics | components
+
+
+def update(learner: Learner, state: TrainState, grads, metrics, counts: objective_lib.Counts, is_good=True):
+    """Applies one optimizer step, unless its gradient is not finite, no token trains, or `is_good` is False."""
+    model, rate = learner.model, learner.objective.router_balance_rate
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
+    keeps = is_good & finite & counts.trains_any  # without a token there is no direction: momentum alone moves nothing
+    updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    if (load_LE := metrics.pop("moe/load", None)) is not None:
+        metrics |= moe.load_metrics(load_LE)
+        if rate:
+            params = _rebalance(model, params, load_LE, rate)
+    if (differing_and_all := metrics.pop("moe/replayed", None)) is not None:
+        metrics |= {"moe/routing_mismatch": differing_and_all[0] / jnp.maximum(differing_and_all[1], 1.0)}
+    old = state.params, state.opt_state
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(keeps, new, old), (params, opt_state), old)
+    metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | module_norms(grads)
+    return state.replace(params=params, opt_state=opt_state), metrics
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def jit_train_step(learner: Learner):
+    """Returns the jitted `step(state, batch) -> (state, metrics)`; the same one every time. `state` is donated."""
+    replicated = jax.sharding.NamedSharding(learner.mesh, jax.sharding.PartitionSpec())
+    step = functools.partial(train_step, learner)
+    return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(learner), replicated))
+
+
+def compile_train_step(learner: Learner, batch: packing.TrainBatch) -> None:
+    """Compiles `jit_train_step(learner)` for batches of the shape of `batch` (`packing.abstract`), in the calling thread.
+
+    The first call is then as quick as the next.
+    """
+    jit_train_step(learner).lower(abstract_state(learner), batch).compile()
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mesh", "share_prompts"))
+def score(
     model: config_lib.ModelConfig,
-    optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
-    adapters: lora.LoraConfig | None = None,
-) -> TrainState:
-    """The train state as `ShapeDtypeStruct` with shardings; moments are split exactly as their parameters."""
-    specs = trained_specs(model, adapters)
-    params = rules.abstract(specs, mesh)
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, mesh)))
+    params: transformer.Params,
+    batch: packing.TrainBatch,
+    share_prompts: bool = True,
+) -> jax.Array:
+    """Returns log-probabilities [M, B, T] of the batch's tokens under `params`, without gradient, as for a reference policy.
+
+    Its own routers choose experts, whatever the batch carries: it is another policy, maybe of another architecture.
+    """
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return _score_batch(model, params, batch.replace(routed_experts=None), share_prompts)
+
+
+# ---- the state -------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(
+    config: OptimizerConfig, model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None
+) -> optax.GradientTransformation:
+    """Returns the optimizer of the parameters that train: the model's, or its adapters'."""
+    return optimizers.make(config, _trained_specs(model, lora))
+
+
+def init_state(key: jax.Array, learner: Learner, params: transformer.Params | None = None) -> TrainState:
+    """Returns a fresh train state, created in its sharding; from given parameters of the model, or drawn from `key`."""
+
+    @functools.partial(jax.jit, out_shardings=_shardings(learner))
+    def create(key, params):
+        params = transformer.init(key, learner.model) if params is None else params
+        if not learner.lora:
+            return TrainState(jnp.zeros((), jnp.int32), params, learner.optimizer.init(params))
+        trained = lora_lib.init(jax.random.fold_in(key, 1), _trained_specs(learner.model, learner.lora))
+        return TrainState(jnp.zeros((), jnp.int32), trained, learner.optimizer.init(trained), frozen=params)
+
+    with jax.set_mesh(learner.mesh):
+        return create(key, params)
+
+
+def abstract_state(learner: Learner) -> TrainState:
+    """Returns the train state as `ShapeDtypeStruct` with shardings; moments are split exactly as their parameters."""
+    specs = _trained_specs(learner.model, learner.lora)
+    params = rules.abstract(specs, learner.mesh)
+    replicated = jax.sharding.NamedSharding(learner.mesh, jax.sharding.PartitionSpec())
+    layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, learner.mesh)))
 
     def layout(path, leaf, space):
-        """A moment lies at the path of its parameter, below whatever optax wraps around it."""
+        """The path of a moment ends with that of its parameter, whatever optax wraps around it."""
         tails = (layouts.get(path[i:]) for i in range(len(path)))
         sharding = next((s for s in tails if s is not None), replicated) if leaf.ndim else replicated
         if space == jax.memory.Space.Host:
             sharding = sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    init, opt_state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)  # eval_shape forgets the memory space
+    init, opt_state = jax.make_jaxpr(learner.optimizer.init, return_shape=True)(
+        params
+    )  # eval_shape loses the memory space
     spaces = jax.tree.unflatten(jax.tree.structure(opt_state), [aval.memory_space for aval in init.out_avals])
     return TrainState(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         params,
         jax.tree_util.tree_map_with_path(layout, opt_state, spaces),
-        transformer.abstract(model, mesh) if adapters else {},
+        transformer.abstract(learner.model, learner.mesh) if learner.lora else {},
     )
 
 
-def init_state(
-    key: jax.Array,
-    model: config_lib.ModelConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    params: transformer.Params | None = None,
-    adapters: lora.LoraConfig | None = None,
-) -> TrainState:
-    """A fresh train state, born in its sharding; from given parameters of the model, or drawn from `key`."""
-    layout = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, mesh, adapters))
-
-    @functools.partial(jax.jit, out_shardings=layout)
-    def create(key, params):
-        params = transformer.init(key, model) if params is None else params
-        if not adapters:
-            return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-        trained = lora.init(jax.random.fold_in(key, 1), trained_specs(model, adapters))
-        return TrainState(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), frozen=params)
-
-    with jax.set_mesh(mesh):
-        return create(key, params)
+def policy(learner: Learner, state: TrainState) -> transformer.Params:
+    """Returns the parameters of the whole model as the step computes with them, to be published, saved or exported."""
+    if not learner.lora:
+        return state.params
+    with jax.set_mesh(learner.mesh):
+        return _jit_merge(learner)(state.params, state.frozen)
 
 
-def make_policy(
-    model: config_lib.ModelConfig, mesh: jax.sharding.Mesh, adapters: lora.LoraConfig | None = None
-) -> Callable[[TrainState], transformer.Params]:
-    """Returns `policy(state) -> params`: the whole model as the step computes with it, to be published, saved, exported."""
-    if not adapters:
-        return lambda state: state.params
-    merge = jax.jit(
-        lambda state: lora.merge(state.frozen, state.params, transformer.specs(model), adapters),
-        out_shardings=rules.shardings(transformer.specs(model), mesh),
-    )
-
-    def policy(state):
-        with jax.set_mesh(mesh):
-            return merge(state)
-
-    return policy
+@functools.lru_cache(maxsize=16)
+def _jit_merge(learner: Learner):
+    shardings = rules.shardings(transformer.specs(learner.model), learner.mesh)
+    return jax.jit(functools.partial(_whole, learner), out_shardings=shardings)
 
 
-def make_score(
-    model: config_lib.ModelConfig, mesh: jax.sharding.Mesh, share_prompts: bool = True
-) -> Callable[[transformer.Params, packing.TrainBatch], jax.Array]:
-    """Returns `score(params, batch) -> logp [M, B, T]`, without gradient: for a reference policy's `ref_logp`.
-
-    Its own routers choose, whatever the batch says of experts: it is another policy, maybe of another architecture.
-    """
-
-    @jax.jit
-    def jitted(params, batch):
-        return _score(model, params, batch.replace(routed_experts=None), share_prompts=share_prompts)
-
-    def score(params, batch):
-        with jax.set_mesh(mesh):
-            return jitted(params, batch)
-
-    score.jitted = jitted
-    return score
+def _whole(learner: Learner, params, frozen) -> transformer.Params:
+    if not learner.lora:
+        return params
+    return lora_lib.merge(frozen, params, transformer.specs(learner.model), learner.lora)
 
 
-def make_train_step(
-    model: config_lib.ModelConfig,
-    optimizer: optax.GradientTransformation,
-    loss: str | Callable,
-    loss_options: Mapping[str, float],
-    mesh: jax.sharding.Mesh,
-    objective: Objective = POLICY_LOSS,
-    adapters: lora.LoraConfig | None = None,
-    share_prompts: bool = True,
-) -> Callable[[TrainState, packing.TrainBatch], tuple[TrainState, dict]]:
-    """Returns the jitted step. `state` is donated: use the one that comes back. `step.compile(packing.abstract(...))` compiles it
-    for batches of that shape from any thread, while others work; the first call is then as quick as the next.
-
-    `loss` is a name of `LOSSES` or a function of the same signature. Without `share_prompts`, no tree of a batch may have
-    a prompt of its own or a second branch; kernels that know nothing of branches can then run. Metrics are float32 scalars on the device, equal on all
-    hosts: loss/total, loss/entropy, loss/num_tokens, loss/grad_norm, grad_norm/<module>, loss/skipped (optimizer steps whose
-    gradient was not finite), those of the components in use, and the loss's own; with `old_logprobs = "learner"` also
-    loss/sampler_kl, k3 against the sampler; of mixtures, moe/* (`moe.load_metrics`), and of those that replay their routers
-    moe/routing_mismatch, the part of tokens and layers in which the learner's own router would have chosen otherwise.
-    """
-    loss_fn = objective_lib.bind(loss, loss_options)
-    if objective.router_balance_rate and (adapters or not model.router_correction):
-        raise ValueError(
-            f"objective.router_balance_rate = {objective.router_balance_rate} moves the routers' corrections, which "
-            f"{'adapters leave as they are' if adapters else 'this model has not (model.router_correction)'}; set it to 0"
-        )
-
-    def whole(params, frozen):
-        return lora.merge(frozen, params, transformer.specs(model), adapters) if adapters else params
-
-    def forward(params, work: objective_lib.Work, frozen, counts):
-        logp_BT, entropy_BT, routing = _forward(
-            model,
-            whole(params, frozen),
-            work,
-            share_prompts=share_prompts,
-            entropy_gradient=objective.entropy_coef > 0,
-        )
-        return objective_lib.value(loss_fn, objective, work, logp_BT, entropy_BT, routing, counts)
-
-    def optimizer_step(params, opt_state, frozen, work: objective_lib.Work, first, stride, is_good=True):
-        """One step on the micro-batches first, first + stride, ...; not applied unless what came before `is_good`."""
-        counts = objective_lib.count(work, first, stride)
-        grads, metrics = _accumulate(
-            jax.grad(forward, has_aux=True), params, frozen, work, first, stride, counts, barrier=mesh.size > 1
-        )
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
-        keeps = (
-            is_good & finite & counts.trains_any
-        )  # without a token there is no direction: momentum alone must not move anything
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        if (load_LE := metrics.pop("moe/load", None)) is not None:
-            metrics |= moe.load_metrics(load_LE)
-            if objective.router_balance_rate:
-                new_params = _rebalance(model, new_params, load_LE, objective.router_balance_rate)
-        if (mismatch := metrics.pop("moe/replayed", None)) is not None:
-            metrics |= {"moe/routing_mismatch": mismatch[0] / jnp.maximum(mismatch[1], 1.0)}
-        new = new_params, new_opt_state
-        kept = jax.tree.map(lambda new, old: jnp.where(keeps, new, old), new, (params, opt_state))
-        metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | module_norms(grads)
-        return *kept, metrics, counts.tokens
-
-    def train_step(state: TrainState, batch: packing.TrainBatch):
-        old_logp = batch.behavior_logp
-        if objective.old_logprobs == "learner":
-            old_logp = _score(model, whole(state.params, state.frozen), batch, share_prompts=share_prompts)
-        work = objective_lib.Work(batch, old_logp)
-        opt_state = _between_memories(state.opt_state, layout.opt_state, "device")
-        if objective.optimizer_steps == 1:
-            params, opt_state, metrics, tokens = optimizer_step(state.params, opt_state, state.frozen, work, 0, 1)
-            metrics |= {"loss/num_tokens": tokens}
-        else:
-            params, opt_state, metrics = _steps(
-                objective.optimizer_steps, optimizer_step, state.params, opt_state, state.frozen, work
-            )
-        opt_state = _between_memories(opt_state, layout.opt_state, HOST)
-        return TrainState(state.step + 1, params, opt_state, state.frozen), metrics
-
-    layout = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, mesh, adapters))
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(layout, replicated))
-
-    def step(state, batch):
-        with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
-            return jitted(state, batch)
-
-    def compile(batch):
-        with jax.set_mesh(mesh):
-            jitted.lower(abstract_state(model, optimizer, mesh, adapters), batch).compile()
-
-    step.jitted, step.compile = jitted, compile
-    return step
+def _trained_specs(model, lora) -> dict:
+    return lora_lib.specs(transformer.specs(model), lora) if lora else transformer.specs(model)
 
 
-def _forward(model, params, work: objective_lib.Work, *, share_prompts: bool, entropy_gradient: bool = False):
-    """(logp_BT, entropy_BT, routing of the mixture layers or None) of a micro-batch."""
-    rows = work.batch
-    hidden_BTD, routing = transformer.apply(
-        params,
-        model,
-        rows.tokens,
-        positions_BT=rows.positions,
-        segment_ids_BT=rows.segment_ids,
-        branch_ids_BT=rows.branch_ids if share_prompts else None,
-        experts_LBTX=router_replay.given(rows.routed_experts),
-    )
-    logp_BT, entropy_BT = logprobs.token_logprobs(
-        params,
-        model,
-        hidden_BTD,
-        rows.tokens,
-        rows.temperature,
-        predictors_BT=rows.predictors,
-        entropy_gradient=entropy_gradient,
-    )
-    return logp_BT, entropy_BT, routing
-
-
-def _rebalance(model, params, load_LE, rate: float):
-    """The parameters with each router's correction moved by the load of its experts over the step, [L, E] over mixture layers."""
-    place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
-    held = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": index for index in place}
-    blocks = dict(params["layers"])
-    for key, indices in held.items():
-        if "moe" in blocks[key]:
-            of_key = [place[i] for i in indices] if model.scan_layers else place[indices]
-            mixture = blocks[key]["moe"]
-            correction = moe.balanced_correction(mixture["correction"], load_LE[jnp.array(of_key)], rate)
-            blocks[key] = blocks[key] | {"moe": mixture | {"correction": correction}}
-    return params | {"layers": blocks}
-
-
-# ---- over micro-batches and optimizer steps --------------------------------------------------------------------------
-
-
-def _score(model, params, batch: packing.TrainBatch, *, share_prompts: bool) -> jax.Array:
-    """logp [M, B, T] of every token, micro-batch after micro-batch."""
-    work = objective_lib.Work(batch, batch.behavior_logp)
-
-    def put(i, logp):
-        return logp.at[i].set(_forward(model, params, work.rows(i), share_prompts=share_prompts)[0])
-
-    return jax.lax.fori_loop(0, batch.num_micro_batches, put, jnp.zeros(batch.tokens.shape, jnp.float32))
-
-
-def _accumulate(gradient, params, frozen, work: objective_lib.Work, first, stride, counts, *, barrier: bool):
-    """Sums gradients and metrics over the micro-batches first, first + stride, ... in use; one program whatever their number."""
-    num = work.batch.num_micro_batches
-
-    def add(turn, total):
-        i = first + turn * stride
-        # Parameters are the same in every turn, so the compiler would gather all that fsdp split *before* the loop, and hold
-        # the whole model. Behind a barrier with the turn's number they are not.
-        here, i = jax.lax.optimization_barrier(((params, frozen), i)) if barrier else ((params, frozen), i)
-        return jax.tree.map(jnp.add, total, gradient(here[0], work.rows(i), here[1], counts))
-
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(gradient, params, jax.eval_shape(lambda w: w.rows(0), work), frozen, counts),
-    )
-    return jax.lax.fori_loop(0, (num - first + stride - 1) // stride, add, zeros)
-
-
-def _steps(most: int, optimizer_step, params, opt_state, frozen, work: objective_lib.Work):
-    """`most` optimizer steps, or as many as there are micro-batches; metrics are means over the batch's tokens.
-
-    Step k takes the micro-batches k, k + n, ...: rows are packed by length, so neighbours are alike, and every step shall see
-    long and short ones. After one whose gradient was not finite, no other is applied.
-    """
-    stride = jnp.clip(work.batch.num_micro_batches, 1, most)
-
-    def one(k, carry):
-        params, opt_state, total, is_good = carry
-        params, opt_state, metrics, tokens = optimizer_step(params, opt_state, frozen, work, k, stride, is_good)
-        weighted = jax.tree.map(lambda x: x * tokens, metrics) | {"loss/num_tokens": tokens}
-        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good & (metrics["loss/skipped"] == 0)
-
-    shape = jax.eval_shape(lambda p, o: optimizer_step(p, o, frozen, work, 0, stride)[2], params, opt_state)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape) | {"loss/num_tokens": jnp.zeros(())}
-    params, opt_state, total, _ = jax.lax.fori_loop(0, stride, one, (params, opt_state, zeros, jnp.array(True)))
-    tokens = total.pop("loss/num_tokens")
-    means = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total)
-    steps = {"loss/optimizer_steps": stride.astype(jnp.float32), "loss/optimizer_steps_missing": (most - stride) / 1.0}
-    return params, opt_state, means | {"loss/num_tokens": tokens} | steps
+def _shardings(learner: Learner) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, abstract_state(learner))
 
 
 def _between_memories(opt_state, layout, kind: str):
-    """Brings what lies on the host to the device, or back; leaves that always live on the device stay where they are."""
+    """Moves the leaves whose layout is in host memory to memory `kind`; the others stay where they are."""
 
     def move(x, sharding):
         return jax.device_put(x, sharding.with_memory_kind(kind)) if sharding.memory_kind == HOST else x
@@ -349,8 +271,105 @@ def _between_memories(opt_state, layout, kind: str):
     return jax.tree.map(move, opt_state, layout)
 
 
+# ---- over micro-batches and optimizer steps --------------------------------------------------------------------------
+
+
+def _accumulation(learner, state, micro_batches, first, stride, counts):
+    """The arguments of a `fori_loop` that sums `gradients` over the micro-batches first, first + stride, ... in use.
+
+    One program serves any number of micro-batches.
+    """
+    gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
+    one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
+    shapes = jax.eval_shape(gradient, state.params, state.frozen, one, counts)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    num_turns = (micro_batches.batch.num_micro_batches - first + stride - 1) // stride
+    return 0, num_turns, functools.partial(gradients, learner, state, micro_batches, first, stride, counts), zeros
+
+
+def _several_optimizer_steps(learner, state, micro_batches):
+    """Takes `objective.optimizer_steps` steps, or as many as there are micro-batches; metrics are means over the batch's tokens.
+
+    Step k takes the micro-batches k, k + n, ...: rows are packed by length, so neighbors are alike, and every step gets
+    long and short ones. After one whose gradient was not finite, no other is applied.
+    """
+    most = learner.objective.optimizer_steps
+    stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
+
+    def step(k, params, opt_state, is_good):
+        before = state.replace(params=params, opt_state=opt_state)
+        counts = objective_lib.count(micro_batches, k, stride)
+        grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
+        after, metrics = update(learner, before, grads, metrics, counts, is_good)
+        return after.params, after.opt_state, metrics, counts.tokens
+
+    def add(k, carry):
+        params, opt_state, total, is_good = carry
+        params, opt_state, metrics, tokens = step(k, params, opt_state, is_good)
+        weighted = jax.tree.map(lambda x: x * tokens, metrics) | {"loss/num_tokens": tokens}
+        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good & (metrics["loss/skipped"] == 0)
+
+    shapes = jax.eval_shape(step, 0, state.params, state.opt_state, True)[2]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | {"loss/num_tokens": jnp.zeros(())}
+    carry = state.params, state.opt_state, zeros, jnp.array(True)
+    params, opt_state, total, _ = jax.lax.fori_loop(0, stride, add, carry)
+    tokens = total.pop("loss/num_tokens")
+    metrics = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total) | {"loss/num_tokens": tokens}
+    metrics |= {
+        "loss/optimizer_steps": stride.astype(jnp.float32),
+        "loss/optimizer_steps_missing": (most - stride) / 1.0,
+    }
+    return state.replace(params=params, opt_state=opt_state), metrics
+
+
+def _score_batch(model, params, batch: packing.TrainBatch, share_prompts: bool) -> jax.Array:
+    micro_batches = objective_lib.MicroBatches(batch, batch.behavior_logp)
+
+    def put(i, logp):
+        return logp.at[i].set(_log_probs(model, params, micro_batches[i].batch, share_prompts)[0])
+
+    return jax.lax.fori_loop(0, batch.num_micro_batches, put, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+
+def _log_probs(model, params, batch, share_prompts: bool, entropy_gradient: bool = False):
+    """(logp_BT, entropy_BT, routing of the MoE layers or None) of a micro-batch."""
+    hidden_BTD, routing = transformer.apply(
+        params,
+        model,
+        batch.tokens,
+        positions_BT=batch.positions,
+        segment_ids_BT=batch.segment_ids,
+        branch_ids_BT=batch.branch_ids if share_prompts else None,
+        experts_LBTX=router_replay.given(batch.routed_experts),
+    )
+    logp_BT, entropy_BT = logprobs.token_logprobs(
+        params,
+        model,
+        hidden_BTD,
+        batch.tokens,
+        batch.temperature,
+        predictors_BT=batch.predictors,
+        entropy_gradient=entropy_gradient,
+    )
+    return logp_BT, entropy_BT, routing
+
+
+def _rebalance(model, params, load_LE, rate: float):
+    """Moves each router's correction by the load of its experts over the step, [L, E] over MoE layers."""
+    place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
+    stacks = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": index for index in place}
+    blocks = dict(params["layers"])
+    for key, indices in stacks.items():
+        if "moe" in blocks[key]:
+            rows = [place[i] for i in indices] if model.scan_layers else place[indices]
+            layer = blocks[key]["moe"]
+            correction = moe.balanced_correction(layer["correction"], load_LE[jnp.array(rows)], rate)
+            blocks[key] = blocks[key] | {"moe": layer | {"correction": correction}}
+    return params | {"layers": blocks}
+
+
 def module_norms(grads) -> dict[str, jax.Array]:
-    """{"grad_norm/<module>": norm} over all layers: attn, mlp, moe, their norms, embed, lm_head, final_norm."""
+    """Returns {"grad_norm/<module>": norm} over all layers: attn, mlp, moe, their norms, embed, lm_head, final_norm."""
     modules: dict[str, list] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         keys = [str(getattr(entry, "key", entry)) for entry in path]

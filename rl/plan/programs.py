@@ -94,18 +94,8 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
     """rl/learner/train_step.py's step, as rl/train.py makes it, on a batch in which every rollout is as long as it may be."""
     config, model = exp.config, exp.model
-    optimizer = train_step.make_optimizer(exp.optimizer, model, exp.lora)
-    state = train_step.abstract_state(model, optimizer, mesh, exp.lora)
-    step = train_step.make_train_step(
-        model,
-        optimizer,
-        exp.loss,
-        exp.loss_options,
-        mesh,
-        exp.objective,
-        exp.lora,
-        share_prompts=config.train.share_prompts,
-    )
+    learner = exp.learner(mesh)
+    step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -132,7 +122,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
             f"{config.inference.max_model_len} tokens)"
         ),
         mesh=mesh,
-        lower=lambda: _lower(mesh, step.jitted, state, batch),
+        lower=lambda: _lower(mesh, step, state, batch),
         held=held,
         needed={
             "gradients": bytes_per_chip(state.params),
@@ -152,7 +142,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
     """rl/learner/train_step.py's scoring of a batch without gradient, as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
-    score = train_step.make_score(model, mesh, share_prompts=exp.config.train.share_prompts)
+    share_prompts = exp.config.train.share_prompts
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -160,7 +150,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
-        lower=lambda: _lower(mesh, score.jitted, params, batch),
+        lower=lambda: train_step.score.lower(model, mesh, params, batch, share_prompts),
         held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,

@@ -1,11 +1,12 @@
-"""Why is nothing learned? Numbers that tell, and one line of plain advice when a run shows a known pathology.
+"""Derives metrics that explain why a run does or does not learn, and prints plain advice on known pathologies.
 
-1. `module_norms` runs inside the train step: the gradient's norm by kind of parameter.
-2. `derived` turns the step's additive metrics into what is read: effective sample size, mismatch of kept and dropped tokens.
-3. `of_groups` looks at what was sampled, before packing: staleness, lengths, groups that teach nothing.
-4. `advice(history)` reads the last steps' metrics and names the first pathology of `PATHOLOGIES` that holds, or none.
+1. `module_norms` (rl/learner/train_step.py) runs inside the train step: the gradient's norm by kind of parameter.
+2. `derived` turns the step's additive metrics into readable ones: effective sample size, mismatch of kept and dropped tokens.
+3. `of_groups` measures the sampled groups before packing: staleness, lengths, groups without an advantage.
+4. `advice(history)` reads the last steps' metrics and returns the first entry of `PATHOLOGIES` that holds, or None;
+   `Adviser` returns each entry once per run.
 
-All are pure functions. A pathology is a line of a table: what holds, and what to do about it.
+A pathology is an entry of a table: a condition, and the remedy.
 """
 
 import math
@@ -16,19 +17,22 @@ import numpy as np
 from rl.reporting import metrics
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+WINDOW = 5  # steps that a piece of advice looks at
+SOLVED = 0.95  # mean reward, of at most 1
 
 
 def not_finite(values: dict[str, float]) -> str | None:
-    """The first metric that is infinite or no number at all; None where there is none."""
+    """Returns the name of the first metric that is infinite or NaN, or None."""
     return next((name for name, value in values.items() if not math.isfinite(value)), None)
 
 
 def derived(values: dict[str, float]) -> dict[str, float]:
-    """What follows from a step's metrics; absent where the loss has no ratios.
+    """Returns metrics derived from those of a step; none if the loss has no importance ratios.
 
-    loss/effective_sample_frac     (mean r)^2 / mean r^2: the part of the tokens that an unweighted sample of the same
+    loss/effective_sample_frac     (mean r)^2 / mean r^2: the fraction of the tokens that an unweighted sample of the same
                                    variance would have (Kish 1965); 1 on policy
-    loss/mismatch_kl_per_dropped   mean k3 of the tokens whose gradient the loss took away, and of those it kept
+    loss/mismatch_kl_per_dropped   mean k3 of the tokens whose gradient the loss dropped
+    loss/mismatch_kl_per_kept      mean k3 of the other tokens
     """
     if "loss/ratio_sq_mean" not in values:
         return {}
@@ -42,12 +46,12 @@ def derived(values: dict[str, float]) -> dict[str, float]:
 
 
 def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict[str, float]:
-    """Metrics of the groups of rollouts (inference/rollouts/rollout.py) that batch `step` was made of.
+    """Returns metrics of the groups of rollouts (inference/rollouts/rollout.py) in batch `step`.
 
     rollout/all_lowest_frac, rollout/all_highest_frac: groups whose rewards all equal the least (greatest) of the batch.
     rollout/length_p10, _p50, _p90 in tokens, rollout/length_of_best: mean length of samples above their group's mean.
-    sync/lag_0, sync/lag_1, ...: histogram of how many versions a sample's oldest token lags behind the batch, as parts of the
-    samples; the last bin, 8, counts all beyond.
+    sync/lag_0, sync/lag_1, ...: histogram of how many versions a sample's oldest token lags behind the batch, as fractions
+    of the samples; the last bin, 8, counts all above it, too.
     """
     rewards = [np.array([r.reward for r in group]) for group in groups]
     everything, rollouts = np.concatenate(rewards), [r for group in groups for r in group]
@@ -66,14 +70,35 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
     }
 
 
-def advice(history: Sequence[dict[str, float]], *, window: int = 5) -> str | None:
-    """One line on what is wrong with a run's last `window` steps, or None; `history` holds the steps' metrics, oldest first."""
-    last = list(history)[-window:]
-    if len(last) < window:
-        return None
-    for holds, text in PATHOLOGIES:
-        if (values := holds(last, history)) is not None:
-            return text.format(*values)
+class Adviser:
+    """Gives each piece of advice at most once per run."""
+
+    def __init__(self):
+        self._history: list[dict[str, float]] = []
+        self._given: set[str] = set()
+
+    def after(self, step: int, values: dict[str, float]) -> str | None:
+        """Records the metrics of a step; every fifth step, returns a line of advice that was not given before, or None."""
+        self._history.append(values)
+        if step % WINDOW or (found := _first(self._history)) is None or found[0] in self._given:
+            return None
+        self._given.add(found[0])
+        return found[1]
+
+
+def advice(history: Sequence[dict[str, float]]) -> str | None:
+    """Returns one line on the last `WINDOW` steps of a run, or None; `history` holds the steps' metrics, oldest first."""
+    found = _first(history)
+    return found and found[1]
+
+
+def _first(history) -> tuple[str, str] | None:
+    """(entry of the table, its line) of the first pathology that holds."""
+    last = list(history)[-WINDOW:]
+    if len(last) == WINDOW:
+        for holds, text in PATHOLOGIES:
+            if (values := holds(last, history)) is not None:
+                return text, text.format(*values)
     return None
 
 
@@ -86,13 +111,18 @@ def _mean(steps, name) -> float:
 
 
 def _above(name: str, bound: float) -> Callable:
-    """Holds where the mean of `name` over the window is above `bound`."""
+    """Returns a condition that holds if the mean of `name` over the window is above `bound`."""
 
     def holds(last, history):
         value = _mean(last, name)
         return (value,) if value > bound else None
 
     return holds
+
+
+def _solved(last, history):
+    flat, reward = _mean(last, "rollout/zero_advantage_frac"), _mean(last, "rollout/reward")
+    return (reward, flat) if flat > 0.9 and reward >= SOLVED else None
 
 
 def _flat_rewards(last, history):
@@ -105,8 +135,8 @@ def _collapsed(last, history):
     return (first, now) if len(history) >= 2 * len(last) and now < 0.1 * first and first > 0 else None
 
 
-def _off_at_once(last, history):
-    """A ratio away from 1 with hardly any staleness is an error of numbers, not of policy."""
+def _differs_without_lag(last, history):
+    """A ratio away from 1 with hardly any staleness is a numerical error; the policy did not change."""
     kl, lag = _mean(last, metrics.sampler_kl(last[-1])), _mean(last, "sync/lag")
     return (kl, lag) if lag < 0.5 and kl > 0.01 else None
 
@@ -121,41 +151,46 @@ def _few_effective(last, history):
     return (part,) if part < 0.3 else None
 
 
-PATHOLOGIES = (  # the first that holds is told: causes before consequences
+PATHOLOGIES = (  # the first that holds is reported: causes before consequences
+    (
+        _solved,
+        "solved: the mean reward is {:.2f} of at most 1, and in {:.0%} of the groups all rewards are equal; "
+        "stop here, or make the tasks harder",
+    ),
     (
         _flat_rewards,
-        "in {:.0%} of the groups all rewards are equal (mean reward {:.2f}), so there is nothing to prefer: make the tasks "
+        "advice: in {:.0%} of the groups all rewards are equal (mean reward {:.2f}), so no sample is preferred: make the tasks "
         "easier or harder, raise rl.samples_per_prompt, or give partial credit",
     ),
     (
-        _off_at_once,
-        "learner and sampler disagree (mismatch KL {:.3g} at a lag of {:.1f}): check that temperature, tokenizer and dtype are "
+        _differs_without_lag,
+        "advice: learner and sampler disagree (mismatch KL {:.3g} at a lag of {:.1f}): check that temperature, tokenizer and dtype are "
         "the same on both sides before looking at the algorithm",
     ),
     (
         _few_effective,
-        "importance ratios vary so much that only {:.0%} of the tokens count: lower rl.max_lag, or optimizer.learning_rate",
+        "advice: importance ratios vary so much that only {:.0%} of the tokens count: lower rl.max_lag, or optimizer.learning_rate",
     ),
     (
         _above("loss/clip_frac", 0.3),
-        "{:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or widen the bounds of the loss",
+        "advice: {:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or widen the bounds of the loss",
     ),
     (
         _collapsed,
-        "entropy fell from {:.3g} to {:.3g}: the policy has stopped exploring; lower optimizer.learning_rate, widen clip_high, "
+        "advice: entropy fell from {:.3g} to {:.3g}: the policy has stopped exploring; lower optimizer.learning_rate, widen clip_high, "
         "or set objective.entropy_coef",
     ),
     (
         _above("rollout/truncated_frac", 0.5),
-        "{:.0%} of the samples end at the length limit before they can be rewarded: raise sampling.max_tokens, or shape long answers",
+        "advice: {:.0%} of the samples end at the length limit before they can be rewarded: raise sampling.max_tokens, or shape long answers",
     ),
     (
         _above("loss/optimizer_steps_missing", 0.0),
-        "a batch fills too few micro-batches: {:.1f} of objective.optimizer_steps found none; lower train.rows or "
+        "advice: a batch fills too few micro-batches: {:.1f} of objective.optimizer_steps found none; lower train.rows or "
         "train.row_length, or take fewer steps",
     ),
     (
         _no_gradient,
-        "the gradient's norm is {:.1g}: no token trains; look at loss masks and advantages",
+        "advice: the gradient's norm is {:.1g}: no token trains; look at loss masks and advantages",
     ),
 )

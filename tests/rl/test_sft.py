@@ -270,25 +270,24 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
 def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
     """It takes a minute on this clock, a step a second: the first step tells the rate of all."""
     clock = test_metrics.Clock()
-    make = train_step.make_train_step
-
-    def timed(*args, **options):
-        step = make(*args, **options)
-
-        def call(*args):
-            clock.now += 1.0 if compiled else 61.0
-            return step(*args)
-
-        def compile(shapes):
-            step.compile(shapes)
-            compiled.append(clock.now)
-            clock.now += 60.0
-
-        call.compile = compile
-        return call
-
+    compile_train_step, jit_train_step = train_step.compile_train_step, train_step.jit_train_step
     compiled = []
-    monkeypatch.setattr(train_step, "make_train_step", timed)
+
+    def timed_compile(*args):
+        compile_train_step(*args)
+        compiled.append(clock.now)
+        clock.now += 60.0
+
+    def timed_step(learner):
+        def step(*args):
+            clock.now += 1.0 if compiled else 61.0
+            return jit_train_step(learner)(*args)
+
+        step.lower = jit_train_step(learner).lower
+        return step
+
+    monkeypatch.setattr(train_step, "compile_train_step", timed_compile)
+    monkeypatch.setattr(train_step, "jit_train_step", timed_step)
     exp, mesh = experiment.resolve(config_of(warmup__num_steps=2)), mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress(clock=clock)
     sft.train(exp, tmp_path, mesh, writer, progress)

@@ -55,9 +55,8 @@ def saved_state(directory, step):
     config.update_from_flattened_dict(test_train.TINY | FIELDS)
     exp, mesh = experiment.resolve(config), mesh_lib.create({}, jax.devices()[:1])
     assert exp.lora == lora.LoraConfig(4, 8.0)
-    optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
     with checkpoint.Checkpointer(directory) as checkpointer:
-        return checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora), step)[1]
+        return checkpointer.restore(train_step.abstract_state(exp.learner(mesh)), step)[1]
 
 
 def leaves(tree) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rl.batch import packing
-from rl.learner import train_step
+from rl.learner import objective, train_step
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
@@ -40,10 +40,9 @@ def _curve() -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of two-sided-clip GRPO on fixed groups with shared prompts."""
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
     optimizer = train_step.make_optimizer(train_step.OptimizerConfig(3e-3, 5, 0.9, 0.95, 1e-8, 0.01, 1.0), MODEL)
-    state = train_step.init_state(jax.random.key(0), MODEL, optimizer, mesh)
-    step_fn = train_step.make_train_step(
-        MODEL, optimizer, "two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}, mesh
-    )
+    loss = objective.bind("two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0})
+    learner = train_step.Learner(MODEL, optimizer, loss, mesh)
+    state, step_fn = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)
     layout = packing.Layout(row_length=48, rows=2, num_micro_batches=4)
     rng = np.random.default_rng(0)
     trees = []

@@ -11,7 +11,7 @@ import pytest
 
 from models import transformer
 from rl.batch import packing
-from rl.learner import lora, train_step
+from rl.learner import lora, objective, train_step
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
@@ -118,23 +118,22 @@ def test_the_same_step_trains_adapters_alone(sizes):
         for _ in range(8)
     ]
     batch = packing.place(packing.pack(trees, packing.Layout(18, 4, 1)), mesh)
-    step = train_step.make_train_step(MODEL, optimizer, "cross_entropy", {}, mesh, adapters=CONFIG)
+    loss = objective.bind("cross_entropy", {})
+    learner = train_step.Learner(MODEL, optimizer, loss, mesh, lora=CONFIG)
     base, start = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
-    state = train_step.init_state(jax.random.key(0), MODEL, optimizer, mesh, base, CONFIG)
-    promised = jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), train_step.abstract_state(MODEL, optimizer, mesh, CONFIG)
-    )
+    state = train_step.init_state(jax.random.key(0), learner, base)
+    promised = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), train_step.abstract_state(learner))
     assert promised == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
     layout = jax.tree.map(lambda x: x.sharding, state.params)
     state = state.replace(params=jax.device_put(start, layout))
-    policy = train_step.make_policy(MODEL, mesh, CONFIG)
-    merged = jax.tree.map(np.asarray, policy(state))
-    after, metrics = step(state, batch)
+    merged = jax.tree.map(np.asarray, train_step.policy(learner, state))
+    after, metrics = train_step.jit_train_step(learner)(state, batch)
     jax.tree.map(np.testing.assert_array_equal, after.frozen, base)
 
-    whole = train_step.make_train_step(MODEL, optimizer, "cross_entropy", {}, mesh)
-    full = train_step.init_state(jax.random.key(0), MODEL, optimizer, mesh, merged)
-    moved, full_metrics = whole(full, batch)
+    whole = dataclasses.replace(learner, lora=None)
+    moved, full_metrics = train_step.jit_train_step(whole)(
+        train_step.init_state(jax.random.key(0), whole, merged), batch
+    )
     assert float(metrics["loss/total"]) == pytest.approx(float(full_metrics["loss/total"]), abs=1e-6)
     gradient = jax.tree.map(lambda a, b: (a.astype(np.float64) - np.asarray(b)) / 0.1, merged, moved.params)
     d_q, d_down = gradient["layers"]["000"]["attn"]["q"], gradient["layers"]["001"]["moe"]["down"]

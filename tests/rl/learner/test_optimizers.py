@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from models import transformer
-from rl.learner import optimizers, train_step
+from rl.learner import objective, optimizers, train_step
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
@@ -243,7 +243,8 @@ def test_the_state_lies_as_its_parameters(name, offload):
     """Split like them, in the memory asked for, first moments in the dtype asked for; counts are everywhere."""
     config = dataclasses.replace(CONFIG, name=name, moment_dtype="bfloat16", offload_moments=offload)
     mesh = mesh_lib.create({"fsdp": 2, "expert": 2, "tensor": 2})
-    state = train_step.abstract_state(MODEL, train_step.make_optimizer(config, MODEL), mesh)
+    optimizer, loss = train_step.make_optimizer(config, MODEL), objective.bind("cross_entropy", {})
+    state = train_step.abstract_state(train_step.Learner(MODEL, optimizer, loss, mesh))
     params = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(transformer.abstract(MODEL, mesh))

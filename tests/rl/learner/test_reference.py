@@ -55,8 +55,7 @@ def scored(score, mesh):
 
 
 def make(exp, mesh, initial):
-    sizes = {"vocab_size": exp.tokenizer.vocab_size, "share_prompts": exp.credit.share_prompts}
-    return reference.make(exp.objective, exp.model, mesh, initial, **sizes)
+    return reference.make(exp.learner(mesh), initial, vocab_size=exp.tokenizer.vocab_size)
 
 
 def test_nobody_asks_for_a_reference():

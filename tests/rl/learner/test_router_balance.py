@@ -11,10 +11,10 @@ import pytest
 from models import transformer
 from rl.batch import packing
 from rl.learner import train_step
-from tests.rl.learner import test_train_step
+from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
-MODEL = dataclasses.replace(test_train_step.MIXED, router="sigmoid", router_correction=True)
+MODEL = dataclasses.replace(small.MOE, router="sigmoid", router_correction=True)
 SCANNED = dataclasses.replace(MODEL, num_layers=3, scan_layers=True)  # a dense layer, then two mixtures stacked
 RATE, COEF = 0.01, 0.3
 OPTIONS = {"ratio_low": 0.0, "ratio_high": 1e9}
@@ -22,13 +22,12 @@ OPTIONS = {"ratio_low": 0.0, "ratio_high": 1e9}
 
 def stepped(model, sizes, rows, capacity, objective):
     """(metrics, gradient, corrections before, corrections after) of one step."""
-    mesh = test_train_step.make_mesh(sizes)
-    step = train_step.make_train_step(
-        model, test_train_step.SGD, "masked_importance_sampling", OPTIONS, mesh, train_step.Objective(**objective)
-    )
-    params = test_train_step.params_of(model)
-    state = train_step.init_state(jax.random.key(0), model, test_train_step.SGD, mesh, params=params)
-    state, metrics = step(state, packing.place(test_train_step.pack(rows, capacity), mesh))
+    objective, loss = train_step.Objective(**objective), "masked_importance_sampling"
+    learner = small.make(model, loss, OPTIONS, sizes, objective=objective)
+    params = small.params_of(model)
+    state = train_step.init_state(jax.random.key(0), learner, params)
+    batch = packing.place(small.pack(rows, capacity), learner.mesh)
+    state, metrics = train_step.jit_train_step(learner)(state, batch)
     grads = jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "trace"))
     return {k: float(v) for k, v in metrics.items()}, grads, corrections(params), corrections(state.params)
 
@@ -43,7 +42,7 @@ def corrections(params):
 
 def loads(model, rows, capacity):
     """[M, L, E]: per micro-batch, how often each expert was chosen by a token that is no padding, counted one by one."""
-    batch, params = test_train_step.pack(rows, capacity), jax.tree.map(jnp.asarray, test_train_step.params_of(model))
+    batch, params = small.pack(rows, capacity), jax.tree.map(jnp.asarray, small.params_of(model))
     routed = jax.jit(
         lambda tokens, positions, segments, branches: transformer.apply(
             params, model, tokens, positions_BT=positions, segment_ids_BT=segments, branch_ids_BT=branches
@@ -64,9 +63,7 @@ def loads(model, rows, capacity):
     ("model", "sizes", "rows", "capacity"),
     [
         pytest.param(MODEL, (), 2, 6, id="one"),
-        pytest.param(
-            SCANNED, test_train_step.axes(expert=4, fsdp=2), 8, 2, id="scanned_on_eight", marks=pytest.mark.slow
-        ),
+        pytest.param(SCANNED, small.axes(expert=4, fsdp=2), 8, 2, id="scanned_on_eight", marks=pytest.mark.slow),
     ],
 )
 def test_corrections_move_against_the_load_of_the_whole_step(model, sizes, rows, capacity):
@@ -101,5 +98,5 @@ def test_the_auxiliary_loss_weighs_micro_batches_by_their_tokens():
 
 
 def test_a_rate_needs_corrections():
-    with pytest.raises(ValueError, match=r"this model has not \(model.router_correction\); set it to 0"):
-        stepped(test_train_step.MIXED, (), 2, 6, {"router_balance_rate": RATE})
+    with pytest.raises(ValueError, match=r"this model lacks \(model.router_correction\); set it to 0"):
+        stepped(small.MOE, (), 2, 6, {"router_balance_rate": RATE})

@@ -16,13 +16,13 @@ import pytest
 from models import transformer
 from rl.batch import packing, router_replay
 from rl.learner import train_step
-from tests.rl.learner import test_train_step
+from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-MIXED = test_train_step.MIXED  # a dense layer, then a mixture: what its router reads does not depend on its experts
-SCAN = dataclasses.replace(MIXED, num_layers=4, first_dense_layers=0, scan_layers=True)
-ROW = test_train_step.ROW
+MOE = small.MOE  # a dense layer, then a mixture: what its router reads does not depend on its experts
+SCAN = dataclasses.replace(MOE, num_layers=4, first_dense_layers=0, scan_layers=True)
+ROW = small.ROW
 
 
 def experts_of(key, length, config):
@@ -36,12 +36,10 @@ def experts_of(key, length, config):
 
 def plain_rows(config, choose):
     """([N, T] tokens, [L, N, T, X] experts, -1 in padding), every branch with its prompt in a row of its own."""
-    tokens_NT, *_ = test_train_step.plain_rows()
+    tokens_NT, *_ = small.plain_rows()
     L, X = router_replay.RouterReplay.of(config).row_shape
     experts_NTLX = np.full((*tokens_NT.shape, L, X), -1)
-    pairs = [
-        (i, tree, j, branch) for i, tree in enumerate(test_train_step.trees()) for j, branch in enumerate(tree.branches)
-    ]
+    pairs = [(i, tree, j, branch) for i, tree in enumerate(small.trees()) for j, branch in enumerate(tree.branches)]
     for row, (i, tree, j, branch) in enumerate(pairs):
         prompt, own = choose(i, tree, j, branch)
         experts_NTLX[row, : len(prompt) + len(own)] = np.concatenate([prompt, own])
@@ -56,9 +54,9 @@ def drawn_experts(config):
 
 
 def with_experts(choose):
-    """The trees of tests/rl/learner/test_train_step.py with these experts."""
+    """The trees of tests/support/small_learner.py with these experts."""
     out = []
-    for i, tree in enumerate(test_train_step.trees()):
+    for i, tree in enumerate(small.trees()):
         chosen = [choose(i, tree, j, branch) for j, branch in enumerate(tree.branches)]
         branches = [
             dataclasses.replace(branch, routed_experts=own)
@@ -75,8 +73,8 @@ def pack(trees, config, rows=2, capacity=6):
 @functools.partial(jax.jit, static_argnums=1)
 def reference(params, config, experts_LNTX):
     """(loss, gradient) of INTELLECT-2's formula on rows that are not packed, with given experts or the routers' own."""
-    tokens_NT, temperature_NT, mask_NT, behavior_NT, A_NT = test_train_step.plain_rows()
-    clip = test_train_step.CLIP
+    tokens_NT, temperature_NT, mask_NT, behavior_NT, A_NT = small.plain_rows()
+    clip = small.CLIP
 
     def loss(params):
         hidden, _ = transformer.apply(params, config, tokens_NT, experts_LBTX=experts_LNTX)
@@ -97,15 +95,15 @@ def assert_gradient(state, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
 
 
-axes = test_train_step.axes
+axes = small.axes
 
 
 @pytest.mark.parametrize(
     ("config", "sizes", "rows", "capacity"),
     [
-        (MIXED, axes(), 2, 6),
-        pytest.param(MIXED, axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
-        pytest.param(MIXED, axes(data=2, fsdp=2, context=2), 4, 3, marks=pytest.mark.slow),
+        (MOE, axes(), 2, 6),
+        pytest.param(MOE, axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
+        pytest.param(MOE, axes(data=2, fsdp=2, context=2), 4, 3, marks=pytest.mark.slow),
         pytest.param(SCAN, axes(), 2, 6, marks=pytest.mark.slow),
     ],
     ids=["one", "expert_parallel", "context_parallel", "stacked"],
@@ -113,9 +111,9 @@ axes = test_train_step.axes
 def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes, rows, capacity):
     """Against unpacked rows with repeated prompts on one device; and far from what the routers would have made of it."""
     choose = drawn_experts(config)
-    step, fresh, mesh = test_train_step.compiled(config, sizes)
+    step, fresh, mesh = small.compiled(config, sizes)
     state, metrics = step(fresh(), packing.place(pack(with_experts(choose), config, rows, capacity), mesh))
-    params = test_train_step.params_of(config)
+    params = small.params_of(config)
     tokens_NT, experts = plain_rows(config, choose)
     loss, expected = reference(params, config, experts)
     assert float(metrics["loss/total"]) == pytest.approx(float(loss), abs=3e-6)
@@ -128,12 +126,12 @@ def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes,
 
 def test_the_part_that_would_have_been_chosen_otherwise():
     """By the router's own choice on unpacked rows, counted over the tokens of the trees, a shared prompt once."""
-    choose = drawn_experts(MIXED)
-    tokens_NT, experts_LNTX = plain_rows(MIXED, choose)
-    _, routing = jax.jit(transformer.apply, static_argnums=1)(test_train_step.params_of(MIXED), MIXED, tokens_NT)
+    choose = drawn_experts(MOE)
+    tokens_NT, experts_LNTX = plain_rows(MOE, choose)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(small.params_of(MOE), MOE, tokens_NT)
     own_NT2, given_NT2 = (np.sort(np.asarray(x)[0], axis=-1) for x in (routing.experts, experts_LNTX))
     row, differs = 0, []
-    for tree in test_train_step.trees():
+    for tree in small.trees():
         room = 0
         for branch in tree.branches:
             computes_prompt = room < len(branch.tokens)  # what does not fit beside its siblings has a prompt of its own
@@ -141,23 +139,22 @@ def test_the_part_that_would_have_been_chosen_otherwise():
             span = slice(0 if computes_prompt else len(tree.prompt), len(tree.prompt) + len(branch.tokens))
             differs += (own_NT2[row, span] != given_NT2[row, span]).any(axis=-1).tolist()
             row += 1
-    step, fresh, mesh = test_train_step.compiled(MIXED, ())
-    batch = pack(with_experts(choose), MIXED)
+    step, fresh, mesh = small.compiled(MOE, ())
+    batch = pack(with_experts(choose), MOE)
     assert (batch.segment_ids > 0).sum() == len(differs)
     _, metrics = step(fresh(), packing.place(batch, mesh))
     assert float(metrics["moe/routing_mismatch"]) == pytest.approx(np.mean(differs)) and 0.5 < np.mean(differs) < 1
-    with jax.set_mesh(mesh):
-        _, without = step.jitted.eval_shape(fresh(), packing.place(test_train_step.pack(), mesh))
+    _, without = step.eval_shape(fresh(), packing.place(small.pack(), mesh))
     assert without.keys() == metrics.keys() - {"moe/routing_mismatch"} and "moe/max_violation" in without
 
 
 def own_experts(config, params):
     """What the routers of `params` choose on rows that are not packed."""
-    tokens_NT, *_ = test_train_step.plain_rows()
+    tokens_NT, *_ = small.plain_rows()
     _, routing = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_NT)
     dtype = router_replay.RouterReplay.of(config).dtype
     chosen_NTLX = np.moveaxis(np.asarray(routing.experts), 0, 2).astype(dtype)
-    first = np.cumsum([0, *(len(tree.branches) for tree in test_train_step.trees())])
+    first = np.cumsum([0, *(len(tree.branches) for tree in small.trees())])
 
     def choose(i, tree, j, branch):
         rows, P = chosen_NTLX[first[i] + j], len(tree.prompt)
@@ -168,10 +165,10 @@ def own_experts(config, params):
 
 def test_replay_of_the_same_weights_is_no_replay():
     """Loss and gradient of rows whose routers choose, to rounding; and none would have chosen otherwise."""
-    params = test_train_step.params_of(MIXED)
-    step, fresh, mesh = test_train_step.compiled(MIXED, ())
-    state, metrics = step(fresh(), packing.place(pack(with_experts(own_experts(MIXED, params)), MIXED), mesh))
-    loss, expected = reference(params, MIXED, None)
+    params = small.params_of(MOE)
+    step, fresh, mesh = small.compiled(MOE, ())
+    state, metrics = step(fresh(), packing.place(pack(with_experts(own_experts(MOE, params)), MOE), mesh))
+    loss, expected = reference(params, MOE, None)
     assert float(metrics["moe/routing_mismatch"]) == 0
     assert float(metrics["loss/total"]) == pytest.approx(float(loss), abs=3e-6)
     assert_gradient(state, expected)
@@ -180,17 +177,11 @@ def test_replay_of_the_same_weights_is_no_replay():
 @pytest.mark.slow
 def test_learners_old_logprobs_run_the_given_experts_too():
     """With one step on a batch the ratio is against these very parameters: 1, only if both passes ran the same experts."""
-    mesh = test_train_step.make_mesh(())
-    objective = train_step.Objective(old_logprobs="learner")
-    step = train_step.make_train_step(
-        MIXED, test_train_step.SGD, "two_sided_clip", test_train_step.CLIP, mesh, objective
-    )
-    _, fresh, _ = test_train_step.compiled(MIXED, ())
-    batch = packing.place(pack(with_experts(drawn_experts(MIXED)), MIXED), mesh)
+    step = train_step.jit_train_step(small.make(MOE, objective=train_step.Objective(old_logprobs="learner")))
+    _, fresh, mesh = small.compiled(MOE, ())
+    batch = packing.place(pack(with_experts(drawn_experts(MOE)), MOE), mesh)
     _, metrics = step(fresh(), batch)
     assert float(metrics["loss/mismatch_kl"]) < 1e-9 and float(metrics["moe/routing_mismatch"]) > 0.5
-    score = train_step.make_score(MIXED, mesh)  # a reference's routers choose for themselves
+    score = functools.partial(train_step.score, MOE, mesh)  # a reference's routers choose for themselves
     state = fresh()
-    np.testing.assert_array_equal(
-        score(state.params, batch), score(state.params, packing.place(test_train_step.pack(), mesh))
-    )
+    np.testing.assert_array_equal(score(state.params, batch), score(state.params, packing.place(small.pack(), mesh)))

@@ -24,60 +24,16 @@ from rl.batch import packing
 from rl.experiment import experiment
 from rl.learner import train_step
 from sharding import checkpoint
-from sharding import mesh as mesh_lib
-from tests.support import tiny
-
-DENSE = tiny.model(vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4)
-MIXED = dataclasses.replace(
-    DENSE, num_layers=2, num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1
-)
-CLIP = {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}
-ROW = 16
+from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 @functools.cache
-def params_of(config):
-    return tiny.params(config, 7)
-
-
-@functools.cache
-def trees():
-    """Twelve streams and two groups that share a prompt: a prompt, sampled tokens with an observation inside.
-
-    The second group is longer than a row, and is split with its prompt computed twice. One stream is a single token.
-    """
-    rng = np.random.default_rng(1)
-
-    def branch(length, first):
-        mask = ((np.arange(length) >= first) & (rng.random(length) < 0.9)).astype(np.float32)
-        return packing.Branch(
-            tokens=rng.integers(0, DENSE.vocab_size, length).astype(np.int32),
-            loss_mask=mask,
-            behavior_logp=rng.uniform(-6, -3, length).astype(np.float32) * mask,
-            advantage=np.float32(rng.standard_normal()) * mask,
-            temperature=float(rng.choice([0.6, 1.0, 1.5])),
-        )
-
-    def tree(prompt_length, *lengths):
-        prompt = rng.integers(0, DENSE.vocab_size, prompt_length).astype(np.int32)
-        first = [0 if prompt_length else max(1, length // 3) for length in lengths]
-        return packing.Tree(prompt, tuple(branch(*pair) for pair in zip(lengths, first, strict=True)))
-
-    return [tree(4, 3, 5, 2), tree(6, 10, 4, 1), *(tree(0, n) for n in (14, 13, 12, 11, 9, 8, 7, 7, 5, 3, 2, 1))]
-
-
-def pack(rows=2, capacity=6):
-    """By default six micro-batches of two rows, of which five are used."""
-    return packing.pack(trees(), packing.Layout(ROW, rows, capacity))
-
-
-@functools.cache
 def reference(config):
     """(loss, entropy, gradient): every branch with its prompt in a row of its own, all logits, INTELLECT-2's formula."""
-    pairs = [(tree.prompt, branch) for tree in trees() for branch in tree.branches]
-    N, T = len(pairs), ROW
+    pairs = [(tree.prompt, branch) for tree in small.trees() for branch in tree.branches]
+    N, T = len(pairs), small.ROW
     arrays = {name: np.zeros((N, T), np.float32) for name in ("loss_mask", "behavior_logp", "advantage")}
     tokens_NT, temperature_NT = np.zeros((N, T), np.int32), np.ones((N, T), np.float32)
     for row, (prompt, branch) in enumerate(pairs):
@@ -93,44 +49,22 @@ def reference(config):
         logits = transformer.logits(params, config, hidden)[:, :-1] / temperature_NT[:, 1:, None]
         logp_NTV = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         r = jnp.exp((logp_NTV * target_NT).sum(axis=-1) - behavior_NT)
-        bounded = jnp.clip(r, 0.0, CLIP["delta"])
-        clipped = jnp.clip(bounded, 1 - CLIP["clip_low"], 1 + CLIP["clip_high"])
+        bounded = jnp.clip(r, 0.0, small.CLIP["delta"])
+        clipped = jnp.clip(bounded, 1 - small.CLIP["clip_low"], 1 + small.CLIP["clip_high"])
         total = (jnp.maximum(-bounded * A_NT, -clipped * A_NT) * mask_NT).sum() / mask_NT.sum()
         entropy = -(jnp.exp(logp_NTV) * logp_NTV).sum(axis=-1)
         return total, (entropy * mask_NT).sum() / mask_NT.sum()
 
-    (total, entropy), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params_of(config))
+    (total, entropy), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(small.params_of(config))
     return float(total), float(entropy), jax.tree.map(np.asarray, grads)
 
 
-SGD = optax.sgd(0.1, momentum=0.9)
-
-
-@functools.cache
-def compiled(config, sizes):
-    """(step, a maker of fresh states, mesh); a layout's programs are shared by the whole file."""
-    mesh = make_mesh(sizes)
-    step = train_step.make_train_step(config, SGD, "two_sided_clip", CLIP, mesh)
-    state = train_step.init_state(jax.random.key(0), config, SGD, mesh, params=params_of(config))
-    layout = jax.tree.map(lambda x: x.sharding, state)
-    host = jax.tree.map(np.array, state)
-    return step, lambda: jax.device_put(host, layout), mesh
-
-
-def make_mesh(sizes):
-    return mesh_lib.create(dict(sizes), devices=None if sizes else jax.devices()[:1])
-
-
-def step_once(batch, config=DENSE, sizes=()):
+def step_once(batch, config=small.DENSE, sizes=()):
     """(metrics, gradient, new state) of one step."""
-    step, fresh, mesh = compiled(config, sizes)
+    step, fresh, mesh = small.compiled(config, sizes)
     state, metrics = step(fresh(), packing.place(batch, mesh))
     grads = jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "trace"))
     return {name: float(x) for name, x in metrics.items()}, grads, state
-
-
-def axes(**sizes):
-    return tuple(sizes.items())
 
 
 # ---- the gradient ----------------------------------------------------------------------------------------------------
@@ -139,23 +73,25 @@ def axes(**sizes):
 @pytest.mark.parametrize(
     ("config", "sizes", "rows", "capacity"),
     [
-        (DENSE, axes(), 2, 6),
-        (DENSE, axes(fsdp=8), 16, 1),
-        pytest.param(DENSE, axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
-        (DENSE, axes(data=2, fsdp=2, tensor=2), 4, 3),
-        pytest.param(DENSE, axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
-        pytest.param(MIXED, axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
+        (small.DENSE, small.axes(), 2, 6),
+        (small.DENSE, small.axes(fsdp=8), 16, 1),
+        pytest.param(small.DENSE, small.axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
+        (small.DENSE, small.axes(data=2, fsdp=2, tensor=2), 4, 3),
+        pytest.param(small.DENSE, small.axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
+        pytest.param(small.MOE, small.axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
     ],
-    ids=lambda x: {DENSE: "dense", MIXED: "mixture"}.get(x) if isinstance(x, config_lib.ModelConfig) else str(x),
+    ids=lambda x: (
+        {small.DENSE: "dense", small.MOE: "mixture"}.get(x) if isinstance(x, config_lib.ModelConfig) else str(x)
+    ),
 )
 def test_packed_sharded_and_accumulated_gradients_equal_the_plain_one(config, sizes, rows, capacity):
-    batch = pack(rows, capacity)
+    batch = small.pack(rows, capacity)
     metrics, grads, state = step_once(batch, config, sizes)
     loss, entropy, expected = reference(config)
     # Float32 sums of 12 x 16 tokens in another order, and over 8 devices: measured 5e-7 on losses of size 1.
     assert metrics["loss/total"] == pytest.approx(loss, abs=3e-6)
     assert metrics["loss/entropy"] == pytest.approx(entropy, abs=3e-6)
-    num_tokens = sum(branch.loss_mask.sum() for tree in trees() for branch in tree.branches)
+    num_tokens = sum(branch.loss_mask.sum() for tree in small.trees() for branch in tree.branches)
     assert metrics["loss/num_tokens"] == num_tokens > 50
     # A gradient's entries are sums of 100 products that cancel: measured 2e-6 of the largest entry of a leaf.
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
@@ -163,13 +99,13 @@ def test_packed_sharded_and_accumulated_gradients_equal_the_plain_one(config, si
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
     norm = math.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(expected)))
     assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for p, g, q in zip(*map(jax.tree.leaves, (params_of(config), grads, state.params)), strict=True):
+    for p, g, q in zip(*map(jax.tree.leaves, (small.params_of(config), grads, state.params)), strict=True):
         np.testing.assert_allclose(q, p - np.float32(0.1) * g, rtol=0, atol=1e-6)  # what sgd promises; one rounding
 
 
 def test_what_trains_nothing_changes_nothing():
     """Other tokens in the padding, other numbers where the mask is 0 and in micro-batches past the count: bitwise."""
-    batch, rng = pack(), np.random.default_rng(0)
+    batch, rng = small.pack(), np.random.default_rng(0)
     padding, idle = batch.segment_ids == 0, batch.loss_mask == 0
     assert batch.num_micro_batches == 5 and padding[5].all() and padding[:5].any()
     spoiled = batch.replace(
@@ -185,69 +121,48 @@ def test_what_trains_nothing_changes_nothing():
 
 def test_nothing_to_learn_is_a_gradient_of_zero():
     """No advantage, no token, or no micro-batch in use: finite, and the parameters stay where they are."""
-    batch = pack()
+    batch = small.pack()
     for idle in (
         batch.replace(advantage=np.zeros_like(batch.advantage)),
         batch.replace(loss_mask=np.zeros_like(batch.loss_mask)),
         batch.replace(num_micro_batches=np.int32(0)),  # the rest of the array is not run
-        packing.pack([], packing.Layout(ROW, 2, 6)),
+        packing.pack([], packing.Layout(small.ROW, 2, 6)),
     ):
         metrics, _, state = step_once(idle)
         assert metrics["loss/total"] == metrics["loss/grad_norm"] == 0 and all(map(math.isfinite, metrics.values()))
-        jax.tree.map(np.testing.assert_array_equal, state.params, params_of(DENSE))
+        jax.tree.map(np.testing.assert_array_equal, state.params, small.params_of(small.DENSE))
 
 
 def test_momentum_alone_moves_nothing():
     """Late in a run all groups of a batch may be flat: no tree is left, and the last direction is no news."""
-    step, fresh, mesh = compiled(DENSE, ())
-    state, _ = step(fresh(), packing.place(pack(), mesh))
+    step, fresh, mesh = small.compiled(small.DENSE, ())
+    state, _ = step(fresh(), packing.place(small.pack(), mesh))
     before = jax.tree.map(np.array, state)
-    state, metrics = step(state, packing.place(packing.pack([], packing.Layout(ROW, 2, 6)), mesh))
+    state, metrics = step(state, packing.place(packing.pack([], packing.Layout(small.ROW, 2, 6)), mesh))
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (before.params, before.opt_state))
     assert float(metrics["loss/skipped"]) == 0 and int(state.step) == 2
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied():
     """Nothing of the state moves but the count of batches, so that the batch can be replayed on the state that met it."""
-    batch = pack()
+    batch = small.pack()
     batch.advantage[0, 0, np.argmax(batch.loss_mask[0, 0])] = np.inf
-    step, fresh, mesh = compiled(DENSE, ())
+    step, fresh, mesh = small.compiled(small.DENSE, ())
     before = jax.tree.map(np.array, fresh())
     state, metrics = step(fresh(), packing.place(batch, mesh))
     assert float(metrics["loss/skipped"]) == 1 and not math.isfinite(float(metrics["loss/grad_norm"]))
     assert int(state.step) == 1
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (before.params, before.opt_state))
-    _, metrics = step(state, packing.place(pack(), mesh))
+    _, metrics = step(state, packing.place(small.pack(), mesh))
     assert float(metrics["loss/skipped"]) == 0
-
-
-def test_a_batch_must_be_placed_before_the_step():
-    """What would be an implicit transfer in the middle of a step, on every host, is an error."""
-    step, fresh, _ = compiled(DENSE, ())
-    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        step(fresh(), pack())
 
 
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def plain_rows():
-    """(tokens, temperature, mask, behavior, A, stream) of every branch in a row of its own, [N, T], with what they extend."""
-    pairs = [(tree.prompt, branch) for tree in trees() for branch in tree.branches]
-    arrays = {name: np.zeros((len(pairs), ROW), np.float32) for name in ("loss_mask", "behavior_logp", "advantage")}
-    tokens_NT, temperature_NT = np.zeros((len(pairs), ROW), np.int32), np.ones((len(pairs), ROW), np.float32)
-    for row, (prompt, branch) in enumerate(pairs):
-        sequence = [*prompt, *branch.tokens]
-        tokens_NT[row, : len(sequence)], temperature_NT[row] = sequence, branch.temperature
-        for name, array in arrays.items():
-            array[row, len(prompt) : len(sequence)] = getattr(branch, name)
-    return tokens_NT, temperature_NT, *arrays.values()
-
-
 def plain_logp(params, config):
     """(logp, entropy) [N, T - 1] of the rows above, from all logits."""
-    tokens_NT, temperature_NT, *_ = plain_rows()
+    tokens_NT, temperature_NT, *_ = small.plain_rows()
     logits = transformer.logits(params, config, transformer.apply(params, config, tokens_NT)[0])
     logp_NTV = jax.nn.log_softmax(logits[:, :-1] / temperature_NT[:, 1:, None])
     logp = (logp_NTV * np.eye(config.vocab_size, dtype=np.float32)[tokens_NT[:, 1:]]).sum(axis=-1)
@@ -272,18 +187,18 @@ def test_the_objective_is_the_sum_of_its_components():
 
     extended = [
         packing.Tree(tree.prompt, tuple(with_streams(b, not len(tree.prompt)) for b in tree.branches))
-        for tree in trees()
+        for tree in small.trees()
     ]
-    tokens_NT, _, mask_NT, behavior_NT, A_NT = plain_rows()
+    tokens_NT, _, mask_NT, behavior_NT, A_NT = small.plain_rows()
     ce_NT, ref_kl_NT, reference_NT = (x[:, 1:] for x in weights_of(tokens_NT))
-    own = np.zeros((len(tokens_NT), ROW), bool)  # CE and distillation are of branches, not of prompts
-    for row, (tree, branch) in enumerate((t, b) for t in trees() for b in t.branches):
+    own = np.zeros((len(tokens_NT), small.ROW), bool)  # CE and distillation are of branches, not of prompts
+    for row, (tree, branch) in enumerate((t, b) for t in small.trees() for b in t.branches):
         own[row, len(tree.prompt) : len(tree.prompt) + len(branch.tokens)] = True
     ce_NT, ref_kl_NT = ce_NT * own[:, 1:], ref_kl_NT * own[:, 1:]
     mask_NT, behavior_NT, A_NT = mask_NT[:, 1:], behavior_NT[:, 1:], A_NT[:, 1:]
 
     def loss(params):
-        logp, entropy = plain_logp(params, DENSE)
+        logp, entropy = plain_logp(params, small.DENSE)
         N, log_r = mask_NT.sum(), logp - behavior_NT
         policy = -(jnp.exp(log_r) * A_NT * mask_NT).sum() / N
         kl = (0.5 * (logp - reference_NT) ** 2 * mask_NT).sum() / N
@@ -293,15 +208,14 @@ def test_the_objective_is_the_sum_of_its_components():
         ref_kl = (ref_kl_NT * (-teach * jnp.exp(log_r) + 1e-3 * log_r**2)).sum() / (ref_kl_NT > 0).sum()
         return policy - 0.7 * (entropy * mask_NT).sum() / N + 0.3 * kl + ce + ref_kl, (policy, kl, ce, ref_kl)
 
-    (total, parts), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params_of(DENSE))
-    for sizes, rows, capacity in ((axes(), 2, 6), (axes(fsdp=2, context=2, tensor=2), 2, 6)):
-        layout = packing.Layout(ROW, rows, capacity, streams=packing.OPTIONAL)
-        mesh = make_mesh(sizes)
-        step = train_step.make_train_step(
-            DENSE, SGD, "masked_importance_sampling", {"ratio_low": 0.0, "ratio_high": math.inf}, mesh, objective
-        )
-        state = train_step.init_state(jax.random.key(0), DENSE, SGD, mesh, params=params_of(DENSE))
-        state, metrics = step(state, packing.place(packing.pack(extended, layout), mesh))
+    (total, parts), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(small.params_of(small.DENSE))
+    for sizes, rows, capacity in ((small.axes(), 2, 6), (small.axes(fsdp=2, context=2, tensor=2), 2, 6)):
+        layout = packing.Layout(small.ROW, rows, capacity, streams=packing.OPTIONAL)
+        mesh = small.make_mesh(sizes)
+        options = {"ratio_low": 0.0, "ratio_high": math.inf}
+        learner = small.make(loss="masked_importance_sampling", options=options, sizes=sizes, objective=objective)
+        state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
+        state, metrics = train_step.jit_train_step(learner)(state, packing.place(packing.pack(extended, layout), mesh))
         # As above: sums of 200 float32 tokens in another order; behaviours of -6 against -3 make ratios of 10.
         assert float(metrics["loss/total"]) == pytest.approx(float(total), rel=1e-5)
         for name, part in zip(("policy", "kl", "ce", "ref_kl"), parts, strict=True):
@@ -315,14 +229,14 @@ def test_the_objective_is_the_sum_of_its_components():
 def test_losses_over_streams_are_the_same_on_one_device_and_eight():
     """GSPO sums over the tokens of a stream, here cut over `context`, and counts streams over all rows and micro-batches."""
     found = []
-    for sizes, rows, capacity in ((axes(), 2, 6), (axes(data=2, fsdp=2, context=2), 4, 3)):
-        mesh = make_mesh(sizes)
-        step = train_step.make_train_step(DENSE, SGD, "gspo", {"clip_low": 0.5, "clip_high": 0.9}, mesh)
-        state = train_step.init_state(jax.random.key(0), DENSE, SGD, mesh, params=params_of(DENSE))
-        state, metrics = step(state, packing.place(pack(rows, capacity), mesh))
+    for sizes, rows, capacity in ((small.axes(), 2, 6), (small.axes(data=2, fsdp=2, context=2), 4, 3)):
+        learner = small.make(loss="gspo", options={"clip_low": 0.5, "clip_high": 0.9}, sizes=sizes)
+        state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
+        batch = packing.place(small.pack(rows, capacity), learner.mesh)
+        state, metrics = train_step.jit_train_step(learner)(state, batch)
         found.append((float(metrics["loss/total"]), jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "trace"))))
-    tokens_NT, _, mask_NT, behavior_NT, A_NT = plain_rows()
-    logp = np.asarray(plain_logp(params_of(DENSE), DENSE)[0], np.float64)
+    tokens_NT, _, mask_NT, behavior_NT, A_NT = small.plain_rows()
+    logp = np.asarray(plain_logp(small.params_of(small.DENSE), small.DENSE)[0], np.float64)
     total, streams = 0.0, 0
     for row in range(len(tokens_NT)):
         picked = np.flatnonzero(mask_NT[row, 1:])
@@ -341,11 +255,11 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
 
     A batch of fewer micro-batches than steps takes as many as it has, in the same program.
     """
-    mesh, batch = make_mesh(()), pack()
-    single, fresh, _ = compiled(DENSE, ())
+    mesh, batch = small.make_mesh(()), small.pack()
+    single, fresh, _ = small.compiled(small.DENSE, ())
     objective = train_step.Objective(old_logprobs="learner", optimizer_steps=3)
-    step = train_step.make_train_step(DENSE, SGD, "two_sided_clip", CLIP, mesh, objective)
-    score = train_step.make_score(DENSE, mesh)
+    step = train_step.jit_train_step(small.make(objective=objective))
+    score = functools.partial(train_step.score, small.DENSE, mesh)
 
     def by_hand(batch, num_steps):
         state = fresh()
@@ -363,8 +277,8 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
         tokens = [m["loss/num_tokens"] for m in metrics]
         return state, {n: np.average([m[n] for m in metrics], weights=tokens) for n in metrics[0]}, sum(tokens)
 
-    small = packing.pack(trees()[:1], packing.Layout(ROW, 2, 6))
-    for work, num_steps in ((batch, 3), (small, 1)):
+    few = packing.pack(small.trees()[:1], packing.Layout(small.ROW, 2, 6))
+    for work, num_steps in ((batch, 3), (few, 1)):
         expected, averages, tokens = by_hand(work, num_steps)
         state, metrics = step(fresh(), packing.place(work, mesh))
         assert float(metrics["loss/num_tokens"]) == tokens and float(metrics["loss/optimizer_steps"]) == num_steps
@@ -375,10 +289,10 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
         assert int(state.step) == 1
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
-    assert step.jitted._cache_size() == 1
+    assert step._cache_size() == 1
     assert float(metrics["loss/mismatch_kl"]) < 1e-9  # one step: the ratio is against the parameters themselves
-    mask = small.loss_mask > 0  # beside it, how far the sampler is
-    log_r = np.asarray(score(fresh().params, packing.place(small, mesh)))[mask] - small.behavior_logp[mask]
+    mask = few.loss_mask > 0  # beside it, how far the sampler is
+    log_r = np.asarray(score(fresh().params, packing.place(few, mesh)))[mask] - few.behavior_logp[mask]
     assert float(metrics["loss/sampler_kl"]) == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), rel=1e-4)
 
 
@@ -390,13 +304,13 @@ def test_a_loss_of_your_own_is_a_function():
             "loss/streams": num_streams
         }
 
-    mesh = make_mesh(())
-    step = train_step.make_train_step(DENSE, SGD, reinforce, {"scale": 2.0}, mesh)
-    _, fresh, _ = compiled(DENSE, ())
-    _, metrics = step(fresh(), packing.place(pack(), mesh))
-    num_streams = sum(branch.loss_mask.any() for tree in trees() for branch in tree.branches)
-    _, _, mask_NT, _, A_NT = plain_rows()
-    logp = np.asarray(plain_logp(params_of(DENSE), DENSE)[0])
+    mesh = small.make_mesh(())
+    step = train_step.jit_train_step(small.make(loss=reinforce, options={"scale": 2.0}))
+    _, fresh, _ = small.compiled(small.DENSE, ())
+    _, metrics = step(fresh(), packing.place(small.pack(), mesh))
+    num_streams = sum(branch.loss_mask.any() for tree in small.trees() for branch in tree.branches)
+    _, _, mask_NT, _, A_NT = small.plain_rows()
+    logp = np.asarray(plain_logp(small.params_of(small.DENSE), small.DENSE)[0])
     expected = -2 * (logp * A_NT[:, 1:] * mask_NT[:, 1:]).sum() / num_streams
     assert float(metrics["loss/total"]) == pytest.approx(expected, rel=1e-5)
     # Every micro-batch reports the global count, and metrics add up over micro-batches: five are in use.
@@ -406,7 +320,7 @@ def test_a_loss_of_your_own_is_a_function():
         ({}, ("'reinforce' needs the option 'scale'", "config.loss_options.reinforce.scale")),
     ):
         with pytest.raises(ValueError) as error:
-            train_step.make_train_step(DENSE, SGD, reinforce, options, mesh)
+            small.make(loss=reinforce, options=options)
         assert all(word in str(error.value) for word in words)
 
 
@@ -456,15 +370,17 @@ def test_an_objective_that_cannot_be_is_refused(fields, words):
 
 def test_an_unknown_loss_is_refused():
     with pytest.raises(ValueError, match="loss 'ppo' is unknown; choose one of two_sided_clip, "):
-        train_step.make_train_step(DENSE, SGD, "ppo", {}, make_mesh(()))
+        small.make(loss="ppo", options={})
 
 
 def test_a_stream_that_the_objective_needs_must_be_there():
     objective = train_step.Objective(kl_coef=0.1, kl_reference="reference")
-    step = train_step.make_train_step(DENSE, SGD, "two_sided_clip", CLIP, make_mesh(()), objective)
-    _, fresh, mesh = compiled(DENSE, ())
-    with pytest.raises(ValueError, match="needs the stream 'ref_logp'; name it in the layout's `streams`"):
-        step(fresh(), packing.place(pack(), mesh))
+    step = train_step.jit_train_step(small.make(objective=objective))
+    _, fresh, mesh = small.compiled(small.DENSE, ())
+    with pytest.raises(
+        ValueError, match="no stream 'ref_logp', which the objective needs; name it in the layout's `streams`"
+    ):
+        step(fresh(), packing.place(small.pack(), mesh))
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
@@ -472,9 +388,8 @@ def test_a_stream_that_the_objective_needs_must_be_there():
 
 def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
     """Gathered before it, all of them would be in memory at once: what fsdp is there to prevent."""
-    step, fresh, mesh = compiled(DENSE, axes(fsdp=8))
-    with jax.set_mesh(mesh):
-        text = step.jitted.lower(fresh(), packing.place(pack(16, 1), mesh)).compile().as_text()
+    step, fresh, mesh = small.compiled(small.DENSE, small.axes(fsdp=8))
+    text = step.lower(fresh(), packing.place(small.pack(16, 1), mesh)).compile().as_text()
     inside, outside = 0, 0
     for computation in re.split(r"\n(?=%|ENTRY )", text):
         num = len(
@@ -484,7 +399,9 @@ def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
             outside += num
         else:
             inside += num
-    assert outside == 0 and inside >= len(jax.tree.leaves(params_of(DENSE))) - 4  # all but the scales of norms
+    assert (
+        outside == 0 and inside >= len(jax.tree.leaves(small.params_of(small.DENSE))) - 4
+    )  # all but the scales of norms
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------
@@ -499,21 +416,21 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
 
     Every third batch is a small one, with fewer micro-batches in use: that is data, and compiles nothing.
     """
-    mesh = make_mesh(axes(fsdp=2, tensor=4))
-    optimizer = train_step.make_optimizer(ADAMW, DENSE)
-    step = train_step.make_train_step(DENSE, optimizer, "cross_entropy", {}, mesh)
-    state = train_step.init_state(jax.random.key(0), DENSE, optimizer, mesh, params=params_of(DENSE))
-    layout = packing.Layout(ROW, 2, 6)
+    optimizer = train_step.make_optimizer(ADAMW, small.DENSE)
+    learner = small.make(loss="cross_entropy", options={}, sizes=small.axes(fsdp=2, tensor=4), optimizer=optimizer)
+    step, mesh = train_step.jit_train_step(learner), learner.mesh
+    state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
+    layout = packing.Layout(small.ROW, 2, 6)
     whole, part = (
         packing.place(batch.replace(advantage=np.ones_like(batch.advantage)), mesh)
-        for batch in (pack(), packing.pack(trees()[:4], layout))
+        for batch in (small.pack(), packing.pack(small.trees()[:4], layout))
     )
     assert (int(whole.num_micro_batches), int(part.num_micro_batches)) == (5, 3)
 
     def types(state):
         return jax.tree.map(lambda x: (jax.typeof(x), x.sharding, x.committed), state)
 
-    promised = train_step.abstract_state(DENSE, optimizer, mesh)
+    promised = train_step.abstract_state(learner)
     before, losses = types(state), []
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), promised) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.sharding), state
@@ -525,17 +442,19 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
         assert types(state) == before
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
         assert int(state.step) == i + 1 and not whole.tokens.is_deleted()
-    assert step.jitted._cache_size() == 1
+    assert step._cache_size() == 1
     # It starts near log V = 4.2; that it learns 70 random tokens by heart is the point of 20 steps at a rate of 0.02.
     assert losses[0] > 3 and losses[-1] < losses[0] / 3
 
 
 def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
     """By a thread of its own, from shapes alone, on eight devices."""
-    mesh = make_mesh(axes(fsdp=2, tensor=4))
-    step = train_step.make_train_step(DENSE, SGD, "two_sided_clip", CLIP, mesh)
-    state = train_step.init_state(jax.random.key(0), DENSE, SGD, mesh, params=params_of(DENSE))
-    batch = packing.place(pack(), mesh)
+    learner = small.make(sizes=small.axes(fsdp=2, tensor=4), optimizer=optax.sgd(0.1))
+    state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
+    batch, shapes = (
+        packing.place(small.pack(), learner.mesh),
+        packing.abstract(packing.Layout(small.ROW, 2, 6), learner.mesh),
+    )
 
     jax.config.update("jax_log_compiles", True)  # of all threads, unlike the context manager
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
@@ -546,15 +465,15 @@ def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
             work()
         return [record for record in caplog.messages if "Finished XLA compilation of jit(train_step)" in record]
 
-    ahead = threading.Thread(target=step.compile, args=(packing.abstract(packing.Layout(ROW, 2, 6), mesh),))
+    ahead = threading.Thread(target=train_step.compile_train_step, args=(learner, shapes))
     assert len(compilations(lambda: (ahead.start(), ahead.join()))) == 1
-    assert not compilations(lambda: step(state, batch))
+    assert not compilations(lambda: train_step.jit_train_step(learner)(state, batch))
 
 
 def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     """Bit for bit, on eight devices."""
-    step, fresh, mesh = compiled(DENSE, axes(fsdp=2, tensor=4))
-    batch = packing.place(pack(), mesh)
+    step, fresh, mesh = small.compiled(small.DENSE, small.axes(fsdp=2, tensor=4))
+    batch = packing.place(small.pack(), mesh)
 
     def run(state, num):
         for _ in range(num):
@@ -567,16 +486,19 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
         checkpointer.save(2, half, {})
     del half
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
-        number, restored, _ = checkpointer.restore(train_step.abstract_state(DENSE, SGD, mesh))
+        number, restored, _ = checkpointer.restore(
+            train_step.abstract_state(small.make(sizes=small.axes(fsdp=2, tensor=4)))
+        )
     resumed, metrics = run(restored, 2)
     assert number == 2 and int(resumed.step) == 4 and metrics == whole_metrics
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
-    assert step.jitted._cache_size() == 1
+    assert step._cache_size() == 1
 
 
 def test_moments_are_split_as_their_parameters():
-    optimizer = train_step.make_optimizer(ADAMW, MIXED)
-    state = train_step.abstract_state(MIXED, optimizer, make_mesh(axes(expert=2, fsdp=2, tensor=2)))
+    optimizer = train_step.make_optimizer(ADAMW, small.MOE)
+    sizes = small.axes(expert=2, fsdp=2, tensor=2)
+    state = train_step.abstract_state(small.make(small.MOE, sizes=sizes, optimizer=optimizer))
     layout = jax.tree.map(lambda x: x.sharding, state.params)
     for name in ("mu", "nu"):
         assert jax.tree.map(lambda x: x.sharding, optax.tree.get(state.opt_state, name)) == layout
@@ -585,8 +507,8 @@ def test_moments_are_split_as_their_parameters():
 
 def test_parameters_are_born_the_same_on_every_mesh():
     key = jax.random.key(5)
-    expected = jax.jit(transformer.init, static_argnums=1)(key, DENSE)
-    state = train_step.init_state(key, DENSE, SGD, make_mesh(axes(fsdp=2, tensor=4)))
+    expected = jax.jit(transformer.init, static_argnums=1)(key, small.DENSE)
+    state = train_step.init_state(key, small.make(sizes=small.axes(fsdp=2, tensor=4)))
     # The bits drawn are equal; the inverse error function behind a normal may be fused otherwise, one unit off.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected)
     assert int(state.step) == 0 and not np.asarray(optax.tree.get(state.opt_state, "trace")["embed"]).any()

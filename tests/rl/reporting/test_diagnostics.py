@@ -125,3 +125,23 @@ def test_no_advice_without_cause():
     assert diagnostics.advice([stale] * 9) is None  # drift is what staleness is
     assert diagnostics.advice([HEALTHY | {"loss/entropy": float("nan")}] * 9) is None
     assert "groups" in diagnostics.advice([HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0}] * 9)
+
+
+def test_each_piece_of_advice_is_given_once_per_run():
+    """In the first window after it holds; a second pathology later is another piece."""
+    clipped, ended = HEALTHY | {"loss/clip_frac": 0.4}, HEALTHY | {"rollout/truncated_frac": 0.8}
+    adviser = diagnostics.Adviser()
+    lines = [
+        adviser.after(step, values) for step, values in enumerate([HEALTHY] * 7 + [clipped] * 18 + [ended] * 20, 1)
+    ]
+    (first, second), steps = filter(None, lines), [step for step, line in enumerate(lines, 1) if line]
+    assert first.startswith("advice: ") and "clipped" in first and "sampling.max_tokens" in second
+    assert steps == [15, 30]
+
+
+def test_a_solved_run_is_called_solved_and_gets_no_advice():
+    flat = HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0, "loss/entropy": 0.01}
+    solved = diagnostics.advice([HEALTHY] * 9 + [flat | {"rollout/reward": 0.99}] * 5)
+    assert solved.startswith("solved: the mean reward is 0.99") and "raise" not in solved
+    assert "partial credit" in diagnostics.advice([flat | {"rollout/reward": 0.5}] * 9)
+    assert "solved" not in (diagnostics.advice([HEALTHY | {"rollout/reward": 0.99}] * 9) or "")

@@ -24,7 +24,7 @@ if processes > 1:
     jax.distributed.initialize(address, processes, mine)
 from jax.experimental import multihost_utils
 from rl.batch import packing
-from rl.learner import optimizers, train_step
+from rl.learner import objective, optimizers, train_step
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
@@ -32,8 +32,8 @@ model = tiny.model(vocab_size=32, num_layers=1, num_heads=4, num_kv_heads=4)
 mesh = mesh_lib.create({"data": 2 if processes > 1 else 1, "fsdp": -1})
 config = optimizers.OptimizerConfig(1e-2, 2, 0.9, 0.95, 1e-8, 0.01, 1.0, name="muon")
 optimizer = train_step.make_optimizer(config, model)
-state = train_step.init_state(jax.random.key(0), model, optimizer, mesh)
-step = train_step.make_train_step(model, optimizer, "gspo", {"clip_low": 0.5, "clip_high": 0.5}, mesh)
+learner = train_step.Learner(model, optimizer, objective.bind("gspo", {"clip_low": 0.5, "clip_high": 0.5}), mesh)
+state, step = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)
 rng = np.random.default_rng(0)
 trees = []
 for _ in range(8):
