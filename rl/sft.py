@@ -87,13 +87,13 @@ def train(
                 with jax.transfer_guard("disallow"):
                     state, step_metrics = take_step(state, packed)
                 values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                if bad := hosts.agree(diagnostics.not_finite(values)):
+                if bad := hosts.broadcast(diagnostics.not_finite(values)):
                     raise ValueError(
                         f"{bad} is {values[bad]} at warm-up step {step}; the last good checkpoint is step "
                         f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
                     )
                 if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
-                    values["loss/held_out"] = hosts.agree(evaluate(state.params))
+                    values["loss/held_out"] = hosts.broadcast(evaluate(state.params))
                     patience = patience.after(values["loss/held_out"])
                 values |= {
                     "optimizer/learning_rate": float(rate(step - 1)),

@@ -81,7 +81,7 @@ def train(
         writer.truncate("rl", start)
         if hosts.is_first:
             _forget_versions(weights, start)
-        hosts.agree()
+        hosts.broadcast()
         publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
         if hosts.is_first:
             progress.note("starting the rollout server and its workers")
@@ -94,7 +94,7 @@ def train(
         compiler = futures.ThreadPoolExecutor(1)
         stack.callback(compiler.shutdown, wait=False)
         compiled = compiler.submit(train_step.compile_train_step, learner, shapes)
-        stack.push(hosts.tell)
+        stack.push(hosts.report)
 
         def score(step):
             result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
@@ -119,7 +119,7 @@ def train(
                     with jax.transfer_guard("disallow"):
                         state, step_metrics = step_fn(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    if bad := hosts.agree(diagnostics.not_finite(values)):
+                    if bad := hosts.broadcast(diagnostics.not_finite(values)):
                         before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
                         _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
                 with clock("publish"):
@@ -251,7 +251,7 @@ def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: check
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
     checkpointer.wait()
-    if exp.objective.optimizer_steps == 1 and hosts.agree(step - 1 > (checkpointer.latest_step() or 0)):
+    if exp.objective.optimizer_steps == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
         checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state, force=True)
         checkpointer.wait()
     raise ValueError(

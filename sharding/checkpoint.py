@@ -16,7 +16,7 @@ tree, and raises bare `Exception` for a truncated one. The dtype check is there 
 asked beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
 Over several hosts the directory is one that all share. Each writes and reads its own shards; the first seals, and decides for all what
-is saved, restored and moved aside (`hosts.agree`), since a network disk may show the others an older state of things.
+is saved, restored and moved aside (`hosts.broadcast`), since a network disk may show the others an older state of things.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Checkpointer:
         if step % self._every and not force:
             return False
         self.wait()
-        if not self._hosts.agree(self._hosts.is_first and self._is_due(step, state)):
+        if not self._hosts.broadcast(self._hosts.is_first and self._is_due(step, state)):
             return False
         self._last_saved = step
         with _full_disk(self._directory):
@@ -113,7 +113,7 @@ class Checkpointer:
         `abstract_state` has a `jax.ShapeDtypeStruct` with a sharding per leaf.
         """
         self.wait()
-        found, has_changed = self._hosts.agree(self._find(step) if self._hosts.is_first else None)
+        found, has_changed = self._hosts.broadcast(self._find(step) if self._hosts.is_first else None)
         if has_changed:
             self._manager.reload()
         if found is None:

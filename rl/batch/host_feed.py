@@ -1,7 +1,7 @@
 """A packed batch on its way from the first host to the devices of all.
 
 1. The first host alone has the rollouts, and packs them. Which rows do the devices of another host hold? The mesh says so.
-2. Each other host is sent those rows, of the micro-batches in use (`hosts.deal`), and fills up the rest with rows that hold nothing.
+2. Each other host is sent those rows, of the micro-batches in use (`hosts.scatter`), and fills up the rest with rows that hold nothing.
 3. Every host puts its rows on its devices; together these are the global arrays that `train_step` takes.
 
 So a token leaves the first host once, and lies on hosts that compute with it alone. A collective broadcast of the whole batch would send
@@ -26,7 +26,7 @@ def place(
     """Packs the trees of the first host (None on the others) into global arrays on `mesh`; all hosts must call it."""
     if hosts.is_first:
         batch = packing.pack(trees, layout)
-        hosts.deal(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
+        hosts.scatter(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
         return packing.place(batch, mesh)
     header, data = hosts.receive()
     return _assemble(header["num_micro_batches"], data, layout, mesh)

@@ -38,6 +38,7 @@ from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
 from sharding import rules
+from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -108,8 +109,8 @@ def run(main: Callable[[], None]) -> None:
     try:
         app.run(guarded, flags_parser=_parse)
     except (KeyboardInterrupt, ValueError, OSError) as error:
-        message, code, rank = explain(error)
-        if rank == hosts_lib.BUG:
+        message, code, priority = explain(error)
+        if priority == failure.BUG:
             raise
         if os.environ.get("INTELLAX_TRACEBACK"):
             traceback.print_exc()
@@ -121,16 +122,16 @@ OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 
 
 def explain(error: BaseException) -> tuple[str, int, int]:
-    """Returns (message, exit code, rank) for an error that ends the command.
+    """Returns (message, exit code, priority) for an error that ends the command.
 
-    When several hosts fail, the error of the lowest rank (constants in sharding/multihost/hosts.py) is reported as the cause.
+    When several hosts fail, the error of the lowest priority number (sharding/multihost/failure.py) is reported as the cause.
     """
     if isinstance(error, KeyboardInterrupt):
-        return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
+        return failure.INTERRUPTION, 130, failure.INTERRUPTED
     outside = isinstance(error, OSError) and error.errno in OUTSIDE
     if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
-        return str(error), 1, hosts_lib.MISTAKE
-    return f"{type(error).__name__}: {error}".splitlines()[0], 1, hosts_lib.BUG
+        return str(error), 1, failure.MISTAKE
+    return f"{type(error).__name__}: {error}".splitlines()[0], 1, failure.BUG
 
 
 @contextlib.contextmanager

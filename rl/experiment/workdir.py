@@ -41,7 +41,7 @@ def open_workdir(
         raise ValueError("--workdir is empty; give a directory for the run")
     path = pathlib.Path(workdir).absolute()
     if not hosts.is_first:
-        _check_same(hosts.agree(), experiment)
+        _check_same(hosts.broadcast(), experiment)
         yield path
         return
     if path.exists() and not path.is_dir():
@@ -52,7 +52,7 @@ def open_workdir(
         raise ValueError(f"workdir {path} cannot be created: {error.strerror}; give another --workdir") from error
     with _locked(path):
         _claim(path, experiment)
-        hosts.agree(experiment.config.to_json())
+        hosts.broadcast(experiment.config.to_json())
         yield path
 
 
@@ -98,7 +98,7 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
     file = workdir / "weights.key"
     if hosts.is_first and not file.exists():
         rollout_lib.WorkerKey.generate().save(file)
-    hosts.agree()
+    hosts.broadcast()
     return rollout_lib.WorkerKey.load(file)
 
 

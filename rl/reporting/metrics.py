@@ -41,7 +41,7 @@ def of_host(workdir, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter
     """The display and the file of a run, on its first host; elsewhere such as do nothing."""
     progress = Progress(active=hosts.is_first)
     if hosts.count > 1:
-        hosts.at_end.append(progress.stop)
+        hosts.before_exit(progress.stop)
     return progress, MetricsWriter(workdir, active=hosts.is_first)
 
 

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from sharding.broadcast import assemble, destination
 from sharding.download import source as source_lib
 from sharding.format import chunks, delta, digests, journal, manifest
-from sharding.multihost import hosts
+from sharding.multihost import transport
 
 PACK_BYTES = 4 << 20  # patches are collected into objects of about this size: one per chunk would be 60 kB
 PREFETCH_PIECES = 2  # shards on their way from the devices while one is encoded
@@ -197,7 +197,7 @@ def _reported_by_all() -> Iterator[None]:
     finally:
         others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
         if not failed and len(others):
-            raise hosts.Consequence(
+            raise transport.RemoteHostError(
                 f"hosts {others.tolist()} could not publish, so this version is not: see their errors"
             )
 

@@ -1,4 +1,4 @@
-"""Several hosts as one learner: they meet, the first tells, and whatever happens to one, all end with the same line.
+"""Several hosts as one learner: they connect, host 0 decides, and when one fails, all end with the same line.
 
 The fast tests fork processes of a program that has imported `sharding.multihost.hosts` once; no JAX backend is started in them.
 """
@@ -15,8 +15,7 @@ import pytest
 
 from rl.batch import host_feed, packing
 from sharding import mesh as mesh_lib
-from sharding.multihost import cluster
-from sharding.multihost import hosts as hosts_lib
+from sharding.multihost import cluster, transport
 from tests.support import proxy
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -25,13 +24,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROGRAM = """
 import ctypes, json, os, pathlib, signal, socket, sys, time
 import numpy as np
-from sharding.multihost import hosts as hosts_lib
+from sharding.multihost import failure, hosts as hosts_lib, rendezvous, transport
 
 def explain(error):
     if isinstance(error, KeyboardInterrupt):
-        return hosts_lib.INTERRUPTION, 130, hosts_lib.INTERRUPTED
-    ranks = {ValueError: hosts_lib.MISTAKE, hosts_lib.Consequence: hosts_lib.MISTAKE, OSError: hosts_lib.CONSEQUENCE}
-    rank = ranks.get(type(error), hosts_lib.BUG)
+        return failure.INTERRUPTION, 130, failure.INTERRUPTED
+    ranks = {ValueError: failure.MISTAKE, transport.RemoteHostError: failure.MISTAKE, OSError: failure.REMOTE}
+    rank = ranks.get(type(error), failure.BUG)
     return str(error), 1, rank
 
 def join(index, count, timeout_s=20.0, workdir="shared", jax_version=None):
@@ -45,25 +44,25 @@ def join(index, count, timeout_s=20.0, workdir="shared", jax_version=None):
 def hang():  # as in a collective: no bytecode runs here until it is over
     ctypes.CDLL(None).sleep(60)
 
-def talk(index):
+def messages(index):
     with join(index, 3) as hosts:
-        told = [hosts.agree({"step": 7, "of": [hosts.index]}), hosts.agree(None)]
+        values = [hosts.broadcast({"step": 7, "of": [hosts.index]}), hosts.broadcast(None)]
         assert not hosts.is_first or hosts.processes == {0: 2, 1: 1, 2: 0}
         arrays = lambda host: [np.full((3, 2), host, np.int32), np.zeros((0, 4)), np.arange(host, dtype=np.float32)]
         if hosts.is_first:
-            hosts.deal(lambda host: ({"for": host}, arrays(host)))
+            hosts.scatter(lambda host: ({"for": host}, arrays(host)))
         else:
             header, data = hosts.receive()
             assert bytes(data) == b"".join(array.tobytes() for array in arrays(index)) and header["for"] == index
-        time.sleep(0.3 * (index == 0))  # the others wait for the first
-        print(json.dumps([hosts.index, hosts.is_first, told]))
+        time.sleep(0.3 * (index == 0))  # the others wait for host 0
+        print(json.dumps([hosts.index, hosts.is_first, values]))
 
 def mistake(index):
     with join(index, 2):
         hang() if index == 0 else None
         raise ValueError("rl.loss = 'x' is unknown")
 
-def cause_beats_consequence(index):
+def cause_comes_first(index):
     with join(index, 2):
         if index == 0:
             raise OSError("hosts [1] could not publish")
@@ -80,14 +79,14 @@ def killed(index):
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.2)
-        raise RuntimeError("Gloo: connection closed by peer")  # what a collective makes of it
+        raise RuntimeError("Gloo: connection closed by peer")  # as a collective would report it
 
-def killed_while_told(index):
+def killed_during_broadcast(index):
     with join(index, 2) as hosts:
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
-            hosts.agree(0)
+            hosts.broadcast(0)
 
 def first_killed(index):
     with join(index, 2) as hosts:
@@ -113,7 +112,7 @@ def versions(index):
         hang()
 
 def disks(index):
-    hosts_lib.KEY_S = 0.5
+    rendezvous.KEY_S = 0.5
     with join(index, 2, workdir=("here", "elsewhere")[index]):
         hang()
 
@@ -126,14 +125,14 @@ def twice(index):
     with join(min(index, 1), 3):
         hang()
 
-def nobody(index):
+def no_first(index):
     if index == 1:
         with join(index, 2, timeout_s=0.7):
             hang()
 
 os.chdir(sys.argv[1])
-cases = dict(talk=3, mistake=2, cause_beats_consequence=2, bug=2, killed=2, killed_while_told=2, first_killed=2, terminated=2,
-             counts=2, versions=2, disks=2, missing=3, twice=3, nobody=2)
+cases = dict(messages=3, mistake=2, cause_comes_first=2, bug=2, killed=2, killed_during_broadcast=2, first_killed=2, terminated=2,
+             counts=2, versions=2, disks=2, missing=3, twice=3, no_first=2)
 running, ports = {}, []
 for name in cases:
     while True:
@@ -180,8 +179,8 @@ def cases(tmp_path_factory):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_first_tells_and_deals(cases):
-    for index, (code, out, err, _) in enumerate(cases["talk"]):
+def test_host_0_broadcasts_and_scatters(cases):
+    for index, (code, out, err, _) in enumerate(cases["messages"]):
         assert (code, err) == (0, "")
         assert json.loads(out) == [index, index == 0, [{"step": 7, "of": [0]}, None]]
 
@@ -190,24 +189,24 @@ def test_the_first_tells_and_deals(cases):
     ("case", "host", "message", "code"),
     [
         ("mistake", 1, "rl.loss = 'x' is unknown", 1),
-        ("cause_beats_consequence", 1, "the disk is full", 1),
+        ("cause_comes_first", 1, "the disk is full", 1),
         ("bug", 1, "'the missing key'", 1),
-        ("killed", 1, "ended without a word", 1),
-        ("killed_while_told", 1, "ended without a word", 1),
-        ("first_killed", 0, "ended without a word", 1),
+        ("killed", 1, "ended without an error report", 1),
+        ("killed_during_broadcast", 1, "ended without an error report", 1),
+        ("first_killed", 0, "ended without an error report", 1),
         ("terminated", 1, "interrupted; the same command resumes from the last checkpoint", 128 + signal.SIGTERM),
-        ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same everywhere", 1),
-        ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same everywhere", 1),
-        ("disks", 0, "does not see the key of this run in here: give a --workdir on a disk that all hosts share", 1),
-        ("missing", 0, "host(s) 1 of 3 did not come within 2 s; start the same command on every host", 1),
-        ("twice", 0, "was started twice; give each host a topology.process_id of its own", 1),
-        ("nobody", 1, "host 0 did not answer at 127.0.0.1:", 1),
+        ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
+        ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),
+        ("disks", 0, "does not see the key of this run in here; give a --workdir on a disk that all hosts share", 1),
+        ("missing", 0, "host(s) 1 of 3 did not connect within 2 s; start the same command on every host", 1),
+        ("twice", 0, "was started twice; give each host a different topology.process_id", 1),
+        ("no_first", 1, "host 0 did not answer at 127.0.0.1:", 1),
     ],
 )
 def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, code):
     for index, (found, _, err, seconds) in enumerate(cases[case]):
-        if found == -signal.SIGKILL or (case, index) in (("missing", 1), ("nobody", 0)):
-            continue  # the victim, and those that never came
+        if found == -signal.SIGKILL or (case, index) in (("missing", 1), ("no_first", 0)):
+            continue  # the killed host, and hosts that were not started
         lines = err.splitlines()
         assert found == code and seconds < 15, (index, found, err, seconds)
         assert lines[-1].startswith("error: ") and message in lines[-1] and f"host {host}" in lines[-1], (index, err)
@@ -220,27 +219,30 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
     [
         (("localhost:1", 2, 2), "topology.process_id = 2 must be below topology.num_processes = 2"),
         (("localhost", 2, 0), "topology.coordinator = 'localhost' must be HOST:PORT"),
-        (("localhost:1", 0, -1), "topology.num_processes = unset and topology.process_id = unset do not say where"),
+        (
+            ("localhost:1", 0, -1),
+            "topology.num_processes = unset and topology.process_id = unset do not give this process a place",
+        ),
         (("auto", 0, -1), "JAX finds no cluster; set all three"),
-        (("", 2, 0), "mean nothing without topology.coordinator"),
+        (("", 2, 0), "need topology.coordinator"),
     ],
 )
-def test_a_place_that_cannot_be(arguments, message):
+def test_contradicting_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        cluster.standing(*arguments, timeout_s=1.0)
+        cluster.detect(*arguments, timeout_s=1.0)
 
 
-def test_where_a_process_stands(monkeypatch):
-    assert cluster.standing("", 0, -1, 1.0) is None
-    assert cluster.standing("localhost:1", 1, 0, 1.0) is None
-    assert cluster.standing("localhost:1", 2, 1, 1.0)[:3] == ("localhost:1", 1, 2)
+def test_settings_and_variables_give_a_place(monkeypatch):
+    assert cluster.detect("", 0, -1, 1.0) is None
+    assert cluster.detect("localhost:1", 1, 0, 1.0) is None
+    assert cluster.detect("localhost:1", 2, 1, 1.0)[:3] == ("localhost:1", 1, 2)
     for name, value in (("COORDINATOR_ADDRESS", "first:7"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
         monkeypatch.setenv(f"JAX_{name}", value)
-    assert cluster.standing("", 0, -1, 1.0)[:3] == ("first:7", 3, 4)
+    assert cluster.detect("", 0, -1, 1.0)[:3] == ("first:7", 3, 4)
 
 
 def test_a_pod_and_a_slurm_step_are_found(monkeypatch):
-    """Three workers of a TPU slice, of which this is the second; four tasks of Slurm; a machine alone, in both."""
+    """Three workers of a TPU slice, the second of which is this process; four tasks of Slurm; a single machine, in both."""
     with monkeypatch.context() as patch:
         patch.setattr(cluster.cloud_tpu_init, "running_in_cloud_tpu_vm", True)
         patch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
@@ -251,38 +253,38 @@ def test_a_pod_and_a_slurm_step_are_found(monkeypatch):
         ).items():
             patch.setenv(name, value)
         patch.setenv("MEGASCALE_SLICE_ID", "0")
-        address, index, count, device_ids = cluster.standing("", 0, -1, 1.0)
+        address, index, count, device_ids = cluster.detect("", 0, -1, 1.0)
         assert (address.split(":")[0], index, count, device_ids) == ("localhost", 1, 3, None)
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
         patch.setenv("TPU_WORKER_ID", "0")
-        assert cluster.standing("", 0, -1, 1.0) is None
+        assert cluster.detect("", 0, -1, 1.0) is None
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost,b,c")
-        assert cluster.standing("", 0, -1, 1.0) is None  # the CPU of a pod's host, for an export
+        assert cluster.detect("", 0, -1, 1.0) is None  # the CPU of a pod's host, for an export
     variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"}
     for name, value in (variables | {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}).items():
         monkeypatch.setenv(name, value)
-    address, *rest = cluster.standing("", 0, -1, 1.0)
+    address, *rest = cluster.detect("", 0, -1, 1.0)
     assert address.startswith("node3:") and rest == [2, 4, [0]]
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in an allocation
-    assert cluster.standing("", 0, -1, 1.0) is None
+    assert cluster.detect("", 0, -1, 1.0) is None
 
 
-def test_a_stranger_is_not_listened_to(tmp_path):
-    """Bytes that are no message, and messages that claim too much, are no reason to end."""
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 12, hosts_lib._HEAD.pack(2, 1 << 40) + b"{}"):
+def test_malformed_messages_are_refused(tmp_path):
+    """Random bytes, and a header that claims a terabyte, raise an error that the rendezvous ignores."""
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 12, transport.HEAD.pack(2, 1 << 40) + b"{}"):
         one, other = proxy.socket.socketpair()
         with one, other:
             one.sendall(sent)
             one.shutdown(proxy.socket.SHUT_WR)
-            link = hosts_lib._Link.__new__(hosts_lib._Link)
-            link._sock = other
+            connection = transport.Connection.__new__(transport.Connection)
+            connection._sock = other
             with pytest.raises((OSError, EOFError, ValueError)):
-                link.receive(timeout_s=1.0)
+                connection.receive(timeout_s=1.0)
 
 
-def test_dealt_rows_are_the_rows_that_were_packed():
-    """Cut and put together again for the one host that is here: the same global arrays, unused micro-batches included."""
+def test_scattered_rows_are_the_rows_that_were_packed():
+    """Cutting and assembling the rows of the only host gives the same global arrays, unused micro-batches included."""
     rng = np.random.default_rng(0)
     trees = []
     for length in rng.integers(3, 9, 10):
@@ -303,4 +305,4 @@ def test_dealt_rows_are_the_rows_that_were_packed():
                 assert found.sharding == placed.sharding and found.dtype == placed.dtype
                 np.testing.assert_array_equal(jax.device_get(found), jax.device_get(placed), err_msg=name)
         used = sum(field.nbytes for name, field in vars(batch).items() if field is not None and field.ndim)
-        assert len(data) == used * int(batch.num_micro_batches) // 5  # each row once, and none that holds nothing
+        assert len(data) == used * int(batch.num_micro_batches) // 5  # each row once, and no empty row

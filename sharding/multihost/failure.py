@@ -1,0 +1,146 @@
+"""Ends all hosts of a run when one of them fails, with one line that names the host and the cause.
+
+1. A host that fails sends an error report to host 0. A signal makes one as well, even if the main thread is busy elsewhere.
+   For a host that was killed, host 0 makes the report when its connection closes.
+2. Host 0 waits `SETTLE_S` for reports of other hosts, chooses the one with the lowest priority number, and sends it to all.
+3. Each host prints that one line and exits immediately, even if its main thread hangs in a collective.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from sharding.multihost import transport
+
+# Priorities of error reports. If several hosts fail, the report with the lowest number is the cause.
+MISTAKE, INTERRUPTED, DIED, BUG, REMOTE = range(5)
+SETTLE_S = 1.0  # a collective can break on one host before another host reports the cause
+INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
+
+Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority
+
+
+def as_bug(error: BaseException) -> tuple[str, int, int]:
+    """Returns (message, exit code, priority) of an error about which nothing else is known."""
+    return str(error), 1, BUG
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class ErrorReport:
+    """The reason why a host ends."""
+
+    priority: int
+    host: int
+    message: str
+    code: int  # exit code of all hosts
+
+
+class Shutdown:
+    """The end of this host and of all others. `connections` and `names`, by host, are filled by the rendezvous."""
+
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        explain: Explain,
+        connections: dict[int, transport.Connection],
+        names: dict[int, str],
+    ):
+        self.cleanups: list[Callable[[], None]] = []  # called before the process exits
+        self._index, self._count, self._explain = index, count, explain
+        self._connections, self._names = connections, names
+        self._reports: list[ErrorReport] = []
+        self._lock, self._exiting = threading.Lock(), threading.Lock()
+        self._traceback = ""
+
+    def report(self, error: BaseException) -> None:
+        """Reports an error of this host and returns; all hosts end soon after."""
+        message, code, priority = self._explain(error)
+        if isinstance(error, transport.RemoteHostError):
+            priority = REMOTE
+        elif priority >= BUG:
+            self._traceback = "".join(traceback.format_exception(error))
+        self.submit(ErrorReport(priority, self._index, message, code))
+
+    def fail(self, error: BaseException) -> None:
+        """Reports an error of this host and ends it. Does not return."""
+        self.report(error)
+        time.sleep(30)  # the threads of the connections end the process
+        message, code, _ = self._explain(error)
+        self.exit(self._end(self._index, message, code))
+
+    def submit(self, report: ErrorReport) -> None:
+        """Sends a report to host 0. On host 0, records it; the first one starts the end of all hosts."""
+        if self._index and 0 in self._connections:
+            header = {"kind": "cause", "rank": report.priority, "message": report.message, "code": report.code}
+            with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
+                self._connections[0].send(header)
+            return
+        with self._lock:
+            self._reports.append(report)
+            if len(self._reports) == 1:
+                threading.Thread(target=self._settle, name="settle", daemon=True).start()
+
+    def lost(self, host: int) -> None:
+        """Handles a connection to `host` that closed although the run is not over."""
+        message = (
+            "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
+        )
+        if self._index:
+            self.exit(self._end(host, message, 1))
+        else:
+            self.submit(ErrorReport(DIED, host, message, 1))
+
+    def exit(self, end: dict) -> None:
+        """Prints the line of `end` and exits with its code. Does not return; a second caller blocks until the exit."""
+        self._exiting.acquire()
+        for clean_up in self.cleanups:
+            clean_up()
+        if end["host"] == self._index and self._traceback:
+            print(self._traceback, file=sys.stderr, end="")
+        print(end["line"], file=sys.stderr, flush=True)
+        # Threads in a collective cannot be joined, and JAX's own exit would wait for the other hosts.
+        os._exit(end["code"])
+
+    def watch_signals(self) -> None:
+        """Makes SIGTERM and Ctrl-C end all hosts, even while the main thread is blocked."""
+        reader, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        # Without a handler Python would not write the signal's number to the wakeup socket.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+        def watch():
+            while True:
+                number = reader.recv(1)[0]
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    self.submit(ErrorReport(INTERRUPTED, self._index, INTERRUPTION, 128 + number))
+
+        threading.Thread(target=watch, name="signals", daemon=True).start()
+
+    def _settle(self) -> None:
+        time.sleep(SETTLE_S)
+        cause = min(self._reports)
+        end = self._end(cause.host, cause.message, cause.code)
+
+        def send(connection):
+            with contextlib.suppress(OSError):
+                connection.send(end)
+
+        threads = [threading.Thread(target=send, args=[c], daemon=True) for c in self._connections.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2.0)
+        self.exit(end)
+
+    def _end(self, host: int, message: str, code: int) -> dict:
+        line = f"error: host {host} of {self._count} ({self._names.get(host, 'unknown')}): {message}"
+        return {"kind": "end", "host": host, "line": line, "code": code}

@@ -1,0 +1,143 @@
+"""Connects the hosts of a run to host 0.
+
+1. Host 0 listens one port above JAX's coordinator and sends a nonce to each connection.
+2. Another host answers with its index, its settings, and an HMAC of the nonce under a key in the working directory. The HMAC
+   proves that it belongs to this run and sees the same disk.
+3. Host 0 checks these. It returns when all hosts are connected, or raises ValueError with the missing host or the mismatch.
+"""
+
+import dataclasses
+import hmac
+import os
+import pathlib
+import secrets
+import socket
+import time
+
+import jax
+
+from sharding.multihost import transport
+
+KEY_S = 20.0  # a network disk may show a new file late
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """The place where hosts meet. `join` fills `connections` and `names`, both by host index."""
+
+    index: int
+    count: int
+    connections: dict[int, transport.Connection]
+    names: dict[int, str]
+    address: tuple[str, int]  # host and port of JAX's coordinator
+    workdir: pathlib.Path  # on a disk that all hosts share
+    timeout_s: float
+
+    def join(self) -> None:
+        """Returns when this host is connected to host 0, or, on host 0, when all others are.
+
+        On an error `connections` has the hosts that were connected so far. Raises ValueError if a host is missing after
+        `timeout_s` or if settings differ.
+        """
+        if self.index:
+            self._connect()
+        else:
+            self._accept_all()
+
+    def _accept_all(self) -> None:
+        key, deadline_s = make_key(self.workdir), time.monotonic() + self.timeout_s
+        transport.listen(self.address[1]).close()  # JAX kills the process if its own port is taken
+        with transport.listen(_port_after(self.address[1])) as listener:
+            while missing := sorted(set(range(self.count)) - {0} - self.connections.keys()):
+                listener.settimeout(max(0.01, deadline_s - time.monotonic()))
+                try:
+                    connection = transport.Connection(listener.accept()[0])
+                    nonce = secrets.token_hex(16)
+                    connection.send({"nonce": nonce})
+                    hello = connection.receive(timeout_s=KEY_S + 10)[0]
+                except TimeoutError:
+                    if time.monotonic() > deadline_s:
+                        raise ValueError(
+                            f"host(s) {', '.join(map(str, missing))} of {self.count} did not connect within {self.timeout_s:.0f} s; "
+                            f"start the same command on every host, or correct topology.num_processes"
+                        ) from None
+                    continue
+                except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser
+                    continue
+                if isinstance(hello, dict):
+                    self._admit(connection, hello, _proof(key, nonce))
+
+    def _admit(self, connection: transport.Connection, hello: dict, proof: str) -> None:
+        index, name = hello.get("index"), str(hello.get("name"))[:80]
+        host = f"host {index} ({name})"
+        if isinstance(index, int):
+            self.connections.setdefault(index, connection)  # even if rejected: it has to receive the error
+        if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
+            raise ValueError(
+                f"{host} does not see the key of this run in {self.workdir}; give a --workdir on a disk that all hosts share"
+            )
+        for field, setting, expected in (
+            ("count", "topology.num_processes", self.count),
+            ("jax", "jax", jax.__version__),
+        ):
+            if hello.get(field) != expected:
+                raise ValueError(
+                    f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}; make them the same on all hosts"
+                )
+        if not isinstance(index, int) or not 0 < index < self.count or self.connections[index] is not connection:
+            text = f"{host} was started twice; give each host a different topology.process_id"
+            line = f"error: host 0 of {self.count} ({self.names[0]}): {text}"
+            connection.send({"kind": "end", "host": 0, "line": line, "code": 1})
+            raise ValueError(text)
+        self.names[index] = name
+
+    def _connect(self) -> None:
+        host, port = self.address[0], _port_after(self.address[1])
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                connection = transport.Connection(socket.create_connection((host, port), timeout=5))
+                nonce = str(connection.receive(timeout_s=5)[0]["nonce"])
+                break
+            except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
+                if time.monotonic() > deadline_s:
+                    raise ValueError(
+                        f"host 0 did not answer at {host}:{port} within {self.timeout_s:.0f} s ({error}); start the same command "
+                        f"there, or correct topology.coordinator"
+                    ) from None
+                time.sleep(0.2)
+        self.connections[0] = connection
+        proof = _proof(_wait_for_key(self.workdir), nonce)
+        hello = {"index": self.index, "count": self.count, "jax": jax.__version__, "proof": proof}
+        connection.send(hello | {"name": self.names[self.index]})
+
+
+def make_key(workdir: pathlib.Path) -> bytes:
+    """Returns the secret key of the run in `workdir`, made if it does not exist. Raises ValueError if `workdir` is a file."""
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir {workdir} is a file; give a directory")
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = workdir / ".hosts"
+    if not file.exists():
+        temporary = workdir / ".hosts.tmp"
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+            stream.write(secrets.token_bytes(32))
+        temporary.rename(file)
+    return file.read_bytes()
+
+
+def _wait_for_key(workdir: pathlib.Path) -> bytes:
+    """Returns the key that host 0 made; empty if it does not appear within KEY_S."""
+    file, deadline_s = workdir / ".hosts", time.monotonic() + KEY_S
+    while not file.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return file.read_bytes() if file.exists() else b""
+
+
+def _proof(key: bytes, nonce: str) -> str:
+    return hmac.digest(key, nonce.encode(), "sha256").hex()
+
+
+def _port_after(port: int) -> int:
+    """The port on which host 0 listens if JAX's coordinator has `port`; Slurm may choose the highest one."""
+    return port + 1 if port < 65535 else port - 1
