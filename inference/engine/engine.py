@@ -1,4 +1,4 @@
-"""The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, with what RL needs added.
+"""The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, extended for RL.
 
 1. `prefill_batch` computes the keys and values of prompts of one length bucket. A prompt longer than `prefill_chunk` goes
    through `prefill_chunk`, one chunk per call, so that decoding never waits for all of it. Neither samples: the first
@@ -109,7 +109,7 @@ class Engine(engine_api.Engine):
     ):
         """Creates an engine on `mesh`, over devices of this process; None: its first device.
 
-        `params`, laid out on the mesh, are only what `load_params` returns.
+        `params`, laid out on the mesh, are returned by `load_params` and not used otherwise.
 
         Raises:
           ValueError: the sizes do not fit the mesh, or experts of a model without any are to be recorded.

@@ -1,25 +1,23 @@
-"""TOPLOC proofs: what the hidden states were, in 258 bytes per 32 tokens (wire format of toploc 0.1.6).
+"""TOPLOC proofs: commitments to hidden states, 258 bytes per 32 tokens, in the wire format of toploc 0.1.6.
 
-In time:
-1. The engine keeps the final-norm hidden state of every row it samples from: row j is the state that produced
-   output token j. 32 rows are one chunk; the last chunk may be shorter.
-2. Per chunk, take the k = 128 values of largest magnitude in bf16; ties go to the lowest index. On the host this
-   is `np.partition`; inside a jitted program it is `topk_indices`, so only k indices and k values leave the device
-   (proof_window.py, part of the decode program).
-3. Fold the indices by the largest m <= p = 65497 that keeps them distinct, and interpolate the one polynomial f of
-   degree < k with f(index mod m) = the value's 16 bits, mod p.
+1. The engine keeps the final-norm hidden state of every row that it samples from: row j produced output token j. 32 rows
+   are a chunk; the last chunk may be shorter.
+2. Of each chunk, the k = 128 values of largest magnitude in bf16 are taken; ties go to the lowest index. On the host this
+   is `np.partition`. On the device it is `topk_indices` (used by window.py), so that only k indices and values are fetched.
+3. The indices are folded by the largest m <= p = 65497 that keeps them distinct. The one polynomial f of degree < k with
+   f(index mod m) = the value's 16 bits, mod p, is interpolated.
 4. The proof is m, then the coefficients from c0 upward, all big-endian uint16.
-5. A verifier recomputes hidden states by one prefill, takes its own top k, evaluates f there and compares
-   exponent, sign and mantissa. A refusal is a value with a reason code; nothing a stranger sends raises here.
+5. A verifier recomputes the hidden states by one prefill, takes its own top k, evaluates f there and compares exponents,
+   signs and mantissas. A rejection is a value with a reason code; malformed proofs never raise.
 
-The check is one vote beside the replay of the sampling noise, never alone: at the deployed thresholds hidden states
-dominated by a few massive channels pass for one another. A universal forgery has to be a constant polynomial: any
-other of degree < 128 takes one value at most 127 times in 65497, so it cannot sit near "a typical large activation"
-at indices its author does not know. Hence constant-like polynomials are refused and signs are compared.
+The check is one vote in addition to the replay of the sampling noise: at the deployed thresholds, hidden states dominated by
+a few massive channels pass for one another. A forgery that passes everywhere has to be a constant polynomial, because any
+other of degree < 128 takes one value at most 127 times in 65497, and its author does not know the indices. Hence
+constant-like polynomials are rejected and signs are compared.
 
 Left out:
 - The polynomial as a jitted program: 4.6 ms against 8.6 ms for 128 chunks on 2 CPU cores, but it compiles 0.3 s per
-  batch shape and queues behind the decode steps on an accelerator. numpy runs in any thread.
+  batch shape and queues after the decode steps on an accelerator. numpy runs in any thread.
 - `jax.lax.top_k` of bf16: it sorts, 1.7 s for the same chunks. (Of float32, XLA on a CPU keeps a heap.)
 - The reference's list path with an unhashed modulus, its null proofs, and float16: each crashed or misjudged.
 
@@ -29,22 +27,24 @@ All arithmetic mod p fits uint32, (p - 1)^2 + (p - 1) < 2^32, or is an exact int
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PRIME = 65497  # the field of toploc 0.1.6; the largest modulus that folds indices, too
+PRIME = 65497  # the field of toploc 0.1.6, and the largest modulus of indices
 MIN_MODULUS = 2**15  # exclusive; the reference's Python helper stops its downward search here
 _INDEX_BITS = 28  # of an index in a chunk; with 15 of magnitude and 20 of chunk number it fits an int64
 _GUESS_SLACK = 24  # bf16 patterns below the k-th magnitude of an earlier chunk, a fifth of an octave
-BATCH = 128  # chunks interpolated together: enough to amortise numpy's calls, and 16 MiB of float64 scratch
-NO_AGREEMENT = 2.0**64  # mantissa statistics where no exponent agrees, as the reference reports it; JSON-safe
+BATCH = 128  # chunks interpolated together: enough to amortize numpy's calls, and 16 MiB of float64 scratch
+NO_AGREEMENT = 2.0**64  # mantissa statistics if no exponent agrees, as in the reference; JSON-safe
 
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The worst a proof may look and still pass. Counts are per 128 coefficients and scale with shorter proofs."""
+    """The largest differences that a valid proof may have. Counts are per 128 coefficients and scale with shorter proofs."""
 
     exp_mismatches: int  # positions whose exponent differs
     mantissa_mean: float  # of |difference| in units of 1/128, where the exponent agrees
@@ -63,12 +63,12 @@ THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
 
 @dataclasses.dataclass(frozen=True)
 class ProofResult:
-    """The verdict on one chunk. `reason` is "ok" or the first rule broken, in this order:
+    """The result for one chunk. `reason` is "ok" or the first rule broken, in this order:
 
-    "empty" (no rows to verify), "count" (proofs are not one per chunk), "length" (not 2 + 2k bytes), "modulus",
-    "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own hidden states, so no fault of
-    the prover), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign", "mantissa".
-    A proof that was never evaluated carries the worst statistics.
+    "empty" (no rows to verify), "count" (not one proof per chunk), "length" (not 2 + 2k bytes), "modulus",
+    "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own hidden states, so not the
+    prover's fault), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign", "mantissa".
+    A proof that was not evaluated has the worst statistics.
     """
 
     accepted: bool
@@ -80,43 +80,24 @@ class ProofResult:
 
 
 def build_proofs(hidden_TD, *, chunk: int = 32, topk: int = 128) -> list[bytes]:
-    """One proof per `chunk` rows of hidden_TD (bf16, or float32, which is rounded to nearest even bf16).
+    """Returns one proof per `chunk` rows of hidden_TD (bf16, or float32, which is rounded to nearest even bf16).
 
-    A chunk of rows * D < topk values has a proof of rows * D coefficients. ValueError on NaN or inf.
+    A chunk of fewer than topk values has a proof of that many coefficients, one with NaN or inf the proof b"" (see `encode`).
     """
-    proofs = build_proofs_batch([hidden_TD], chunk=chunk, topk=topk)[0]
-    if b"" in proofs:
-        raise ValueError(
-            f"hidden states of chunk {proofs.index(b'')} hold NaN or inf (or no modulus keeps its indices apart): no "
-            "verifier would accept a proof of them; drop the sequence and check the weights"
-        )
+    tops = _top_values(list(_chunks(_bf16_bits(hidden_TD), chunk)), topk)
+    proofs = []
+    for _, same in itertools.groupby(tops, key=lambda top: len(top[0])):  # only the last chunk can have fewer values
+        indices, bits = zip(*same, strict=True)
+        proofs += encode(np.stack(indices), np.stack(bits))
     return proofs
 
 
-def build_proofs_batch(hiddens, *, chunk: int = 32, topk: int = 128) -> list[list[bytes]]:
-    """`build_proofs` of several sequences at once: short ones share the interpolation (18 times one chunk's cost
-    for 128 of them).
-
-    A chunk that holds NaN or inf has the proof b"", and nothing is raised: one bad sequence must not take its
-    neighbours, or a thread, with it. Every verifier refuses b"" as "length".
-    """
-    blocks = [list(_chunks(_bf16_bits(hidden_TD), chunk)) for hidden_TD in hiddens]
-    top = _top_values([bits_M for sequence in blocks for bits_M in sequence], topk)
-    encoded: list[bytes] = [b""] * len(top)
-    for members in _batches(range(len(top)), top):
-        proofs = encode(np.stack([top[n][0] for n in members]), np.stack([top[n][1] for n in members]))
-        for n, proof in zip(members, proofs, strict=True):
-            encoded[n] = proof
-    ends = np.cumsum([len(sequence) for sequence in blocks]).tolist()
-    return [encoded[end - len(sequence) : end] for end, sequence in zip(ends, blocks, strict=True)]
-
-
 def encode(indices_Nk, bits_Nk) -> list[bytes]:
-    """N proofs from the top-k indices (row * D + column) and their bf16 bit patterns, e.g. from `topk_indices`.
+    """Returns N proofs of top-k indices (row * D + column) and their bf16 bit patterns, e.g. from `topk_indices`.
 
-    b"" for a row that holds NaN or inf: those have the largest magnitude patterns, so if a chunk holds one then its
-    top k do. Also for indices that no modulus keeps apart, which nobody has seen: a bad row must not take its neighbours,
-    or a thread, with it.
+    The proof is b"" for a row with NaN or inf: those have the largest magnitude patterns, so the top k of such a chunk contain
+    one. The same for indices that no modulus keeps distinct, which was never observed. Every verifier rejects b"" as
+    "length". Nothing is raised, because one bad row must not affect other rows, or end a thread.
     """
     indices_Nk, bits_Nk = np.asarray(indices_Nk, np.int64), np.asarray(bits_Nk, np.uint16)
     assert indices_Nk.shape == bits_Nk.shape and indices_Nk.ndim == 2
@@ -134,14 +115,14 @@ def encode(indices_Nk, bits_Nk) -> list[bytes]:
     return proofs
 
 
-def topk_indices(bits_NM, k: int):
-    """The k largest magnitudes of each row of bf16 values, given as their bits (uint16), inside a jitted program.
+def topk_indices(bits_NM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Finds the k largest magnitudes of each row of bf16 values, given as their bits (uint16), inside a jitted program.
 
-    Returns (indices_Nk int32, bits_Nk uint16), the same set as the host path, ties included, in no promised order: the
-    polynomial does not depend on it. A partly filled chunk must be zero after its last row: zeros tie and the lowest
-    index wins, so padding enters only when rows * D < k, and then with indices behind the real values.
+    Returns (indices_Nk int32, bits_Nk uint16): the same set as the host path, ties included, in any order, on which the
+    polynomial does not depend. A partly filled chunk must be zero after its last row: zeros tie and the lowest index wins,
+    so padding is chosen only if rows * D < k, and then with indices after the real values.
 
-    A CPU keeps a heap of k (XLA's TopK); elsewhere `jax.lax.top_k` would sort all M, and k-th magnitudes are counted out.
+    A CPU keeps a heap of k (XLA's TopK). Elsewhere `jax.lax.top_k` would sort all M, so the k-th magnitude is found by counting.
     """
     assert bits_NM.dtype == jnp.uint16 and k <= bits_NM.shape[1]
     indices_Nk = jax.lax.platform_dependent(
@@ -151,7 +132,7 @@ def topk_indices(bits_NM, k: int):
 
 
 def _by_heap(magnitude_NM, k: int):
-    # float32, for which TopK is fast; the lower index wins a tie there
+    # float32, for which TopK is fast; the lower index wins a tie
     return jax.lax.top_k(magnitude_NM.astype(jnp.float32), k)[1]
 
 
@@ -167,7 +148,7 @@ def _by_counting(magnitude_NM, k: int):
     threshold_N1 = jax.lax.fori_loop(0, 15, bisect, jnp.zeros((magnitude_NM.shape[0], 1), jnp.int32))
     above_NM = jnp.cumsum(magnitude_NM > threshold_N1, axis=1, dtype=jnp.int32)
     ties_NM = jnp.cumsum(magnitude_NM == threshold_N1, axis=1, dtype=jnp.int32)
-    # How many of positions 0..i are chosen; the j-th choice is where this count first reaches j.
+    # The number of positions 0..i that are chosen; the j-th choice is where this count first reaches j.
     chosen_NM = above_NM + jnp.minimum(ties_NM, k - above_NM[:, -1:])
     return jax.vmap(lambda chosen_M: jnp.searchsorted(chosen_M, jnp.arange(1, k + 1)))(chosen_NM).astype(jnp.int32)
 
@@ -175,52 +156,49 @@ def _by_counting(magnitude_NM, k: int):
 def verify_proofs(
     hidden_TD, proofs, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
 ) -> list[ProofResult]:
-    """One verdict per chunk of the verifier's own hidden_TD, never an empty list: all(...) over it is not vacuous.
-
-    `proofs` is untrusted and may be anything; what `split` returned goes straight in.
-    """
+    """Verifies the proofs of one sequence; see `verify_proofs_batch`."""
     return verify_proofs_batch([hidden_TD], [proofs], chunk=chunk, topk=topk, thresholds=thresholds)[0]
 
 
 def verify_proofs_batch(
-    hiddens, proofs_of, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
+    hiddens: Iterable, proofs_of: Iterable, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
 ) -> list[list[ProofResult]]:
-    """`verify_proofs` of several sequences at once: the chunks of short ones are evaluated together."""
-    results: list[list[ProofResult | None]] = []
-    blocks, claims, places = [], [], []  # of chunks that have a proof, whatever it may be
-    for sequence, (hidden_TD, proofs) in enumerate(zip(hiddens, proofs_of, strict=True)):
+    """Verifies the proofs of several sequences together, against the verifier's own hidden states [T, D] of each.
+
+    Returns one result per chunk, never an empty list, so that all(...) over it is not vacuous. `proofs_of` is untrusted:
+    each entry may be anything, including the return value of `split`.
+    """
+    results: list[list[ProofResult]] = []
+    blocks, proofs, places = [], [], []  # of sequences with as many proofs as chunks
+    for sequence, (hidden_TD, claimed) in enumerate(zip(hiddens, proofs_of, strict=True)):
         own = list(_chunks(_bf16_bits(hidden_TD), chunk))
-        if isinstance(proofs, list | tuple) and len(proofs) == len(own) > 0:
-            results.append([None] * len(own))
+        results.append([_rejected("count", min(topk, bits_M.size)) for bits_M in own] or [_rejected("empty", 0)])
+        if isinstance(claimed, list | tuple) and len(claimed) == len(own) > 0:
             places += [(sequence, n) for n in range(len(own))]
             blocks += own
-            claims += proofs
-        else:
-            results.append([_refused("count", min(topk, bits_M.size)) for bits_M in own] or [_refused("empty", 0)])
-    for (sequence, n), result in zip(places, _verify(blocks, claims, topk, thresholds), strict=True):
+            proofs += claimed
+    for (sequence, n), result in zip(places, _verify(blocks, proofs, topk, thresholds), strict=True):
         results[sequence][n] = result
     return results
 
 
 def _verify(blocks: list[np.ndarray], proofs: list, topk: int, thresholds: Thresholds) -> list[ProofResult]:
+    """Returns the result of each chunk of the verifier's values with its proof."""
     top = _top_values(blocks, topk)
-    results: list[ProofResult | None] = [None] * len(blocks)
-    whole = []
+    results = [_rejected("length", len(bits_k)) for _, bits_k in top]
+    by_k: dict[int, list[int]] = {}  # chunks with proofs of one length: all, except short tails of very small models
     for n, (proof, (_, bits_k)) in enumerate(zip(proofs, top, strict=True)):
         if isinstance(proof, bytes) and len(proof) == 2 + 2 * len(bits_k):
-            whole.append(n)
-        else:
-            results[n] = _refused("length", len(bits_k))
-    for members in _batches(whole, top):
+            by_k.setdefault(len(bits_k), []).append(n)
+    batches = [same[start : start + BATCH] for same in by_k.values() for start in range(0, len(same), BATCH)]
+    for members in batches:
         num_values = np.array([blocks[n].size for n in members])
         indices_Nk, own_Nk = np.stack([top[n][0] for n in members]), np.stack([top[n][1] for n in members])
         wire = np.frombuffer(b"".join(proofs[n] for n in members), ">u2").reshape(len(members), -1).astype(np.uint32)
         reasons = _reasons(wire, own_Nk, num_values)
-        sound = [i for i, reason in enumerate(reasons) if not reason]
         for i, reason in enumerate(reasons):
-            if reason:
-                results[members[i]] = _refused(reason, own_Nk.shape[1])
-        if sound:
+            results[members[i]] = _rejected(reason, own_Nk.shape[1])
+        if sound := [i for i, reason in enumerate(reasons) if not reason]:
             x_Nk = (indices_Nk[sound] % wire[sound, :1]).astype(np.uint32)
             claimed_Nk = _evaluate(wire[sound, 1:], *_powers(x_Nk))
             for i, result in zip(sound, _compare(claimed_Nk, own_Nk[sound], thresholds), strict=True):
@@ -228,13 +206,13 @@ def _verify(blocks: list[np.ndarray], proofs: list, topk: int, thresholds: Thres
     return results
 
 
-def join(proofs: list[bytes]) -> bytes:
-    """The `proofs` column of a rollout: the proofs of one sequence, end to end."""
+def join(proofs: Sequence[bytes]) -> bytes:
+    """Concatenates the proofs of one sequence: the `proofs` column of a rollout."""
     return b"".join(proofs)
 
 
 def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: int = 128) -> list[bytes] | str:
-    """Undo `join` for a sequence of `num_rows` rows; a reason instead of a list where the length is not exact."""
+    """Undoes `join` for a sequence of `num_rows` rows. Returns a reason instead if the length is not exact."""
     num_values = [min(chunk, num_rows - start) * hidden_dim for start in range(0, num_rows, chunk)]
     lengths = [2 + 2 * min(topk, values) for values in num_values]
     if not isinstance(data, bytes) or len(data) != sum(lengths):
@@ -251,7 +229,7 @@ def _bf16_bits(hidden_TD) -> np.ndarray:
     hidden_TD = np.asarray(hidden_TD)
     if hidden_TD.ndim != 2 or hidden_TD.dtype not in (jnp.bfloat16, np.float32):
         raise ValueError(
-            f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}: proofs are of [T, D] bfloat16 (or float32, "
+            f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}, but must be [T, D] in bfloat16 (or float32, "
             "which is rounded); pass the final-norm output of the model"
         )
     if hidden_TD.dtype == np.float32:
@@ -259,16 +237,16 @@ def _bf16_bits(hidden_TD) -> np.ndarray:
     return np.ascontiguousarray(hidden_TD).view(np.uint16)
 
 
-def _chunks(bits_TD: np.ndarray, chunk: int):
+def _chunks(bits_TD: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
     return (bits_TD[start : start + chunk].reshape(-1) for start in range(0, len(bits_TD), chunk))
 
 
 def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per chunk (indices ascending, bits) of its min(topk, M) largest magnitudes; ties go to the lowest index.
+    """Returns (indices ascending, bits) of the min(topk, M) largest magnitudes per chunk; ties go to the lowest index.
 
-    A guess at the k-th magnitude, from an earlier chunk, leaves a few hundred candidates of a chunk in three passes;
-    a guess that leaves fewer than k is made good by a partition. The candidates of all chunks are then ranked
-    together, in one sort. The guess cannot change the result.
+    A guess at the k-th magnitude, from an earlier chunk, leaves a few hundred candidates of a chunk in three passes.
+    If it leaves fewer than k, a partition finds them. The candidates of all chunks are then ranked together, in one
+    sort. The guess cannot change the result.
     """
     if not blocks:
         return []
@@ -304,19 +282,11 @@ def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, n
     return [(indices_k, bits_M[indices_k]) for indices_k, bits_M in zip(indices, blocks, strict=True)]
 
 
-def _batches(chunks, top) -> list[list[int]]:
-    """Chunks in batches of one k: all alike, but for the short tails of models so small that rows * D < topk."""
-    by_k: dict[int, list[int]] = {}
-    for n in chunks:
-        by_k.setdefault(len(top[n][0]), []).append(n)
-    return [same[start : start + BATCH] for same in by_k.values() for start in range(0, len(same), BATCH)]
-
-
 # ---- the polynomial -------------------------------------------------------------------------------------------------
 
 
 def _injective_modulus(indices_Nk: np.ndarray) -> np.ndarray:
-    """The largest modulus that keeps each row's indices apart; 0 where none above MIN_MODULUS does."""
+    """Returns the largest modulus that keeps each row's indices distinct; 0 if none above MIN_MODULUS does."""
     modulus_N, left = np.full(len(indices_Nk), PRIME), np.arange(len(indices_Nk))
     while len(left):
         folded = np.sort(indices_Nk[left] % modulus_N[left, None], axis=1)
@@ -336,11 +306,11 @@ def _inverses() -> np.ndarray:
 
 
 def _interpolate(x_Nk: np.ndarray, y_Nk: np.ndarray) -> np.ndarray:
-    """Coefficients, lowest degree first, of the polynomial through k points per row, mod p.
+    """Returns the coefficients, lowest degree first, of the polynomial through k points per row, mod p.
 
     Lagrange with A(x) = prod_i (x - x_i) = sum_j a_j x^j: f = sum_i w_i A(x) / (x - x_i), w_i = y_i / A'(x_i). By
     synthetic division the coefficient j of A(x) / (x - x_i) is sum_m a_{j+m+1} x_i^m, so with the moments
-    u_m = sum_i w_i x_i^m it is f_j = sum_m a_{j+m+1} u_m: no k x k loop is left in Python.
+    u_m = sum_i w_i x_i^m it is f_j = sum_m a_{j+m+1} u_m. No k x k loop is left in Python.
     """
     N, k = x_Nk.shape
     powers_Nki, giant_Nk = _powers(x_Nk)
@@ -359,7 +329,7 @@ def _interpolate(x_Nk: np.ndarray, y_Nk: np.ndarray) -> np.ndarray:
 
 
 def _evaluate(coefficients_Nj: np.ndarray, powers_Nki: np.ndarray, giant_Nk: np.ndarray) -> np.ndarray:
-    """f at k points per row: Horner in x^16 over inner sums of 16 terms, one exact float64 product for all of them."""
+    """Evaluates f at k points per row: Horner in x^16 over inner sums of 16 terms, in one exact float64 product."""
     N, num = coefficients_Nj.shape
     steps = -(-num // 16)
     padded = np.zeros((N, steps * 16))
@@ -372,7 +342,7 @@ def _evaluate(coefficients_Nj: np.ndarray, powers_Nki: np.ndarray, giant_Nk: np.
 
 
 def _powers(x_Nk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(x^0 .. x^15 in float64 on the last dim, x^16 in uint32), mod p."""
+    """Returns (x^0 .. x^15 in float64 on the last dim, x^16 in uint32), mod p."""
     powers = np.empty((*x_Nk.shape, 17), np.uint32)
     powers[..., 0] = 1
     powers[..., 1] = x_Nk % PRIME
@@ -382,7 +352,7 @@ def _powers(x_Nk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _monic_product(x_Nk: np.ndarray) -> np.ndarray:
-    """a_0 .. a_k of prod_i (x - x_i). Coefficients run down the rows: each factor then is one in-place shifted add."""
+    """Returns a_0 .. a_k of prod_i (x - x_i). Coefficients are rows, so that each factor is one in-place shifted add."""
     N, k = x_Nk.shape
     negative_kN = ((PRIME - x_Nk) % PRIME).T.copy()
     a_kN = np.zeros((k + 1, N), np.uint32)
@@ -394,7 +364,7 @@ def _monic_product(x_Nk: np.ndarray) -> np.ndarray:
 
 
 def _reduce(x: np.ndarray) -> np.ndarray:
-    """x mod p of uint32: numpy divides in SIMD but not by %, which takes 2.6 times as long."""
+    """Returns x mod p of uint32. numpy's // uses SIMD and its % does not, which takes 2.6 times as long."""
     return x - x // np.uint32(PRIME) * np.uint32(PRIME)
 
 
@@ -402,11 +372,11 @@ def _mod(exact: np.ndarray) -> np.ndarray:
     return (exact.astype(np.uint64) % PRIME).astype(np.uint32)
 
 
-# ---- the verdict ----------------------------------------------------------------------------------------------------
+# ---- the comparison -------------------------------------------------------------------------------------------------
 
 
 def _reasons(wire_Nc: np.ndarray, own_Nk: np.ndarray, num_values: np.ndarray) -> list[str]:
-    """Per proof of the right length the first rule it breaks before it is evaluated, or ""."""
+    """Returns, for each proof of the right length, the first rule that it breaks before it is evaluated, or ""."""
     modulus_N, coefficients_Nk = wire_Nc[:, 0], wire_Nc[:, 1:]
     # Indices below p are distinct unfolded, so a chunk of at most p values leaves the prover no choice.
     lowest_N = np.where(num_values <= PRIME, PRIME, MIN_MODULUS + 1)
@@ -416,7 +386,7 @@ def _reasons(wire_Nc: np.ndarray, own_Nk: np.ndarray, num_values: np.ndarray) ->
     reasons = [""] * len(wire_Nc)
     for reason, broken_N in (
         ("modulus", (modulus_N < lowest_N) | (modulus_N > PRIME)),
-        ("coefficient", (coefficients_Nk >= PRIME).any(axis=1)),  # c and c + p are one polynomial: one spelling each
+        ("coefficient", (coefficients_Nk >= PRIME).any(axis=1)),  # c and c + p would be two spellings of one proof
         ("non_finite", _non_finite(own_Nk).any(axis=1)),
         ("constant", (own_Nk == own_Nk[:, :1]).all(axis=1)),
         ("low_entropy", distinct_N < 3 * coefficients_Nk.shape[1] // 4),
@@ -450,7 +420,7 @@ def _compare(claimed_Nk: np.ndarray, own_Nk: np.ndarray, thresholds: Thresholds)
     return results
 
 
-def _refused(reason: str, k: int) -> ProofResult:
+def _rejected(reason: str, k: int) -> ProofResult:
     return ProofResult(False, reason, k, NO_AGREEMENT, NO_AGREEMENT, k)
 
 

@@ -1,11 +1,11 @@
-"""The hidden states that a proof covers, kept and reduced on the device: a ring per slot, and its top values.
+"""The proof windows of running sequences: 32 hidden states each, kept in a ring on the device and reduced there.
 
 1. Every decode step writes each slot's last hidden state into its ring of two windows (`write`).
-2. At the end of a call, `finished` says which windows it completed, and which partly filled ones closed a sequence.
-3. `reduce` takes the top values of those (toploc.py) in groups of `GROUP`, as many groups as there is work for: a call
-   that finishes no window runs none, and hidden states never leave the device.
-4. The host makes proofs of the indices and values (`encode`). Where it ends a sequence that the device would go on with
-   (a stop string), it asks for the tail's `top_values` itself.
+2. At the end of a call, `finished` finds the windows that it completed, and the partly filled ones of sequences that ended.
+3. `reduce` takes the top values of those (toploc.py) in groups of `GROUP`: a call that finishes no window runs no group,
+   and hidden states never leave the device.
+4. The host makes proofs of the indices and values (`encode`). If it ends a sequence that the device would continue (at a
+   stop string), it calls `top_values` for the last window itself.
 
 Letters: B slots, W rows of a window, D model, k values of a proof, N windows.
 """
@@ -25,57 +25,57 @@ GROUP = 8  # windows reduced together
 
 
 def create(num_slots: int, model_dim: int) -> jax.Array:
-    """Rings of all slots, [B, 2, W, D]; row j of a sequence lies in window (j // W) % 2.
+    """Creates the rings of all slots, [B, 2, W, D]; row j of a sequence is in window (j // W) % 2.
 
-    The bits of bfloat16: XLA on a CPU scatters bfloat16 by way of a float32 copy of the whole ring, at every step.
+    They contain the bits of bfloat16: XLA on a CPU scatters bfloat16 through a float32 copy of the whole ring, at every step.
     """
     return jnp.zeros((num_slots, NUM_WINDOWS, WINDOW, model_dim), jnp.uint16)
 
 
 def write(ring_B2WD: jax.Array, hidden_BD: jax.Array, row_B: jax.Array, where_B: jax.Array) -> jax.Array:
-    """Row `row_B` of each sequence, in the slots where `where_B`."""
+    """Writes hidden states as row `row_B` of each sequence, in the slots where `where_B` is True."""
     slot_B = jnp.where(where_B, jnp.arange(len(row_B)), len(row_B))  # past the end: dropped
     bits_BD = jax.lax.bitcast_convert_type(hidden_BD.astype(jnp.bfloat16), jnp.uint16)
     return ring_B2WD.at[slot_B, row_B // WINDOW % NUM_WINDOWS, row_B % WINDOW].set(bits_BD, mode="drop")
 
 
 def num_top(model_dim: int) -> int:
-    """k, smaller only in models whose window has fewer values."""
+    """k: `TOP`, or fewer in models whose window has fewer values."""
     return min(TOP, WINDOW * model_dim)
 
 
 def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a call that brought sequences from `before` to `after` rows finished: (is it there, window, rows), [2, B] each.
+    """Returns (is_finished, window, rows), [2, B] each, of a call that grew sequences from `before` to `after` rows.
 
-    First the window that was completed, then the one that a sequence which ended leaves partly filled.
+    First the window that it completed, then the partly filled one of a sequence that ended. A call completes at most one window.
     """
     window_2B = jnp.stack([after_B // WINDOW - 1, after_B // WINDOW])
     rows_2B = jnp.stack([jnp.full_like(after_B, WINDOW), after_B % WINDOW])
-    there_2B = jnp.stack([after_B // WINDOW > before_B // WINDOW, ended_B & (after_B % WINDOW > 0)])
-    return there_2B, window_2B, rows_2B
+    is_finished_2B = jnp.stack([after_B // WINDOW > before_B // WINDOW, ended_B & (after_B % WINDOW > 0)])
+    return is_finished_2B, window_2B, rows_2B
 
 
-def reduce(ring_B2WD: jax.Array, there_2B: jax.Array, window_2B: jax.Array, rows_2B: jax.Array):
-    """(indices int32, bits uint16) [2, B, k] of the windows that are there; zeros elsewhere."""
-    _, B = there_2B.shape
-    there, window, rows = there_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
+def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array, rows_2B: jax.Array):
+    """Returns (indices int32, bits uint16) [2, B, k] of the finished windows; zeros elsewhere."""
+    _, B = is_finished_2B.shape
+    is_finished, window, rows = is_finished_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
     size = -(-2 * B // GROUP) * GROUP
-    order = jnp.nonzero(there, size=size, fill_value=2 * B)[0]
+    order = jnp.nonzero(is_finished, size=size, fill_value=2 * B)[0]
     k = num_top(ring_B2WD.shape[-1])
     out = jnp.zeros((2 * B, k), jnp.int32), jnp.zeros((2 * B, k), jnp.uint16)
 
     def group(i, out):
         at = jax.lax.dynamic_slice(order, (i * GROUP,), (GROUP,))
-        # Behind a barrier: fused with what follows, the gather of single rows makes libtpu 0.0.42 abort.
+        # A barrier, because libtpu 0.0.42 aborts if the gather of single rows is fused with its consumers.
         tops = jax.lax.optimization_barrier(top_values(ring_B2WD, at % B, window[at], rows[at]))
         return tuple(x.at[at].set(top, mode="drop") for x, top in zip(out, tops, strict=True))
 
-    num_groups = -(-there.sum() // GROUP)
+    num_groups = -(-is_finished.sum() // GROUP)
     return tuple(x.reshape(2, B, k) for x in jax.lax.fori_loop(0, num_groups, group, out))
 
 
 def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, rows_N: jax.Array):
-    """(indices int32, bits uint16) [N, k] of the first `rows` of each window, all of which are still in the ring."""
+    """Returns (indices int32, bits uint16) [N, k] of the first `rows` of windows that are still in the ring."""
     bits_NWD = ring_B2WD[slot_N, window_N % NUM_WINDOWS]
     filled_NW = jnp.arange(WINDOW)[None] < rows_N[:, None]
     bits_NM = jnp.where(filled_NW[..., None], bits_NWD, jnp.uint16(0)).reshape(len(slot_N), -1)
@@ -83,9 +83,11 @@ def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, row
 
 
 def encode(rows_N: Sequence[int], indices_Nk: np.ndarray, bits_Nk: np.ndarray, model_dim: int) -> list[bytes]:
-    """The proofs of N windows of `rows` rows each, from their top values; b"" where toploc cannot make one."""
+    """Returns the proofs of N windows of `rows` rows each, from their top values; b"" as in `toploc.encode`."""
     proofs = [b""] * len(rows_N)
-    size_N = np.minimum(np.asarray(rows_N) * model_dim, indices_Nk.shape[1])  # a short tail of a small model has fewer
+    size_N = np.minimum(
+        np.asarray(rows_N) * model_dim, indices_Nk.shape[1]
+    )  # a short last window of a small model has fewer
     for size in np.unique(size_N).tolist():
         members = np.flatnonzero(size_N == size)
         indices, bits = indices_Nk[members], bits_Nk[members]

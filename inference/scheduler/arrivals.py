@@ -1,11 +1,11 @@
-"""When requests arrive: how long an idle engine gathers them, and if another is likely soon.
+"""The arrival of requests: how long an idle engine gathers them, and if another is likely soon.
 
 Pure: times are arguments, in seconds of any monotonic clock.
 """
 
 GAP_S = 0.005  # an idle engine starts once no request came for this long,
 GATHER_S = 0.03  # or once it has gathered requests for this long
-RECENT_S = 0.25  # another request is likely if the last one is no older
+RECENT_S = 0.25  # after a request, another is likely for this long
 
 
 class ArrivalWindow:

@@ -124,10 +124,12 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
     for start in range(0, len(rollouts), 64):
         batch = rollouts[start : start + 64]
         found = _prefiller(double.dtype).replay(batch)
-        for one, proofs in zip(found, toploc.build_proofs_batch([one.hidden_ND for one in found]), strict=True):
+        for one in found:
             logprobs = np.zeros(len(one.rollout.tokens), np.float32)
             logprobs[one.positions_N] = np.minimum(one.logp_N, 0)
-            changed = dataclasses.replace(one.rollout, logprobs=logprobs, proofs=toploc.join(proofs))
+            changed = dataclasses.replace(
+                one.rollout, logprobs=logprobs, proofs=toploc.join(toploc.build_proofs(one.hidden_ND))
+            )
             out.append(rollout_lib.sign(changed, NODE))
     return out
 

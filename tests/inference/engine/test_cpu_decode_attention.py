@@ -61,6 +61,18 @@ def test_it_is_attention(K, G, C, V, how):
         np.testing.assert_allclose(got[b, 0], expected(new[0][b, 0], k[b], v[b], position, **how), rtol=0, atol=3e-6)
 
 
+@pytest.mark.parametrize("window", [0, 1, 5, 20])
+def test_the_cache_layout_of_other_devices_is_the_same_attention(window):
+    _, new, positions, k, v = case(2, 2, 32, 32)
+    out, (keys, values) = kv_cache.attend_at(jnp.asarray(positions))((jnp.zeros_like(k), v), *new, window=window)
+    np.testing.assert_array_equal(np.asarray(keys)[np.arange(4), :, positions], new[1][:, 0])  # written, and no other
+    assert np.count_nonzero(np.asarray(keys).any(axis=(1, 3))) == 4
+    out, _ = kv_cache.attend_at(jnp.asarray(positions))((k, v), *new, window=window)
+    for b, position in enumerate(positions):
+        wanted = expected(new[0][b, 0], k[b], v[b], position, window=window)
+        np.testing.assert_allclose(out[b, 0], wanted, rtol=0, atol=3e-6)  # as above
+
+
 def test_the_new_token_is_written_and_nothing_else():
     blocks, new, positions, k, v = case(2, 2, 8, 8)
     _, after = step(blocks, new, positions)

@@ -20,6 +20,7 @@ from inference.engine import (
     cpu_decode_attention,
     jetstream_shim,  # noqa: F401  (before jetstream itself)
     kv_cache,
+    sampler,
 )
 from inference.engine import decode_state as state_lib
 from inference.engine import engine as engine_lib
@@ -163,8 +164,11 @@ def test_logprobs_are_those_of_teacher_forcing(ask):
     expected = log_softmax(logits_JV / (ask.temperature or 1.0))[np.arange(40), tokens]
     # float32 on both sides, sums over 96 masked keys against sums over the keys there are: measured 2.4e-6.
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
-    if ask.temperature == 0:
-        np.testing.assert_array_equal(tokens, logits_JV.argmax(axis=-1))
+    # Token j is at position len(prompt) + j: the argmax with the noise of exactly that position.
+    positions = np.arange(len(ask.prompt), len(ask.prompt) + 40)
+    noise_JV = np.asarray(sampler.noise(np.full(40, ask.seed, np.uint32), positions, MODEL.vocab_size))
+    noised_JV = logits_JV / ask.temperature + noise_JV if ask.temperature else logits_JV
+    np.testing.assert_array_equal(tokens, noised_JV.argmax(axis=-1))
 
 
 def test_filtered_logprobs_are_normalised_over_what_is_kept():
