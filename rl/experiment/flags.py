@@ -1,6 +1,6 @@
-"""The flags of a command of `rl`: a config file, fields of it, a working directory. A mistake in them is told in one line.
+"""The flags of commands that read a config: a config file, its fields, and a work directory. A mistake becomes one line.
 
-A config file is a program of the user's, which may fail in any way; the line says where in it.
+A config file is a program of the user, which may fail in any way; the line gives the place in it.
 """
 
 import re
@@ -12,15 +12,14 @@ from ml_collections import config_flags
 
 from rl.experiment import rules
 
-CONFIG_HELP = (
-    "the experiment, a file of configs/; --config.FIELD=VALUE sets a field of it (configs/base.py has all of them)"
-)
+CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field (configs/base.py has all of them)"
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines `--config` and, unless `needs_workdir` is False, `--workdir`; both are required."""
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
     if needs_workdir:
-        words = "where the run lives: checkpoints, weights, rollouts, metrics, report"
+        words = "directory of the run: checkpoints, weights, rollouts, metrics, report"
         flags.DEFINE_string("workdir", None, words, flag_values=values)
     names = ["config", "workdir"] if needs_workdir else ["config"]
     flags.mark_flags_as_required(names, flag_values=values)
@@ -29,11 +28,11 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
 
 
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """absl's parser; returns the arguments that are no flags. ValueError: one line of value, rule and remedy."""
+    """Parses with absl and returns the arguments that are not flags; ValueError has one line for any mistake."""
     try:
         rest = values(argv)
-        _ = values.config.seed  # ml_collections reports a file that it could not load only when asked for a field
-    except SystemExit:  # absl's after --help, as if that had been a mistake
+        _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read
+    except SystemExit:  # of absl after --help, with the exit code of a mistake
         raise SystemExit(0) from None
     except Exception as error:
         raise ValueError(_explained(error)) from error
@@ -43,45 +42,49 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
 
 def _explained(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no config file {error.filename}; configs/ holds the experiments"
+        return f"config file {error.filename} does not exist; choose one of configs/"
     if isinstance(error, SyntaxError):
         return f"the config file cannot be read: {error.filename}, line {error.lineno}: {error.msg}"
-    if isinstance(error, OSError):  # ml_collections' own, around that of the file
-        return f"the config file cannot be read: {str(error).rpartition('] ')[2]}; configs/ holds the experiments"
+    if isinstance(error, OSError):  # of ml_collections, around that of the file
+        return f"the config file cannot be read: {str(error).rpartition('] ')[2]}; choose one of configs/"
     cause = error.args[0] if error.args else error
     if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
         cause = cause.args[0]
     text = str(cause).strip()
     if missing := re.findall(r"Flag --(\w+) must have a value other than None", text):
-        return f"{' and '.join(f'--{name}' for name in missing)} must be given; --help tells the flags"
+        return f"{' and '.join(f'--{name}' for name in missing)} must be given; --help lists the flags"
     if unknown := re.match(r'Key "(\w+)" does not exist and cannot be added', text):  # in a config file
-        name, place = unknown[1], _place("".join(traceback.format_exception(error)))
         hint = re.search(r"Did you mean.*", text)
-        return (
-            f"{place}: the config has no field {name!r}; {hint[0] if hint else 'see configs/base.py for all of them'}"
-        )
+        return f"{_place(_trace(error))}: {_no_field(unknown[1], hint[0] if hint else '')}"
     if isinstance(cause, AttributeError | str) and "has no attribute 'get_config" in text:
-        return "the config file has no function get_config(), which returns the config; see configs/quickstart.py"
+        return "the config file does not define get_config(), which returns the config; copy configs/quickstart.py"
     if "Traceback (most recent call last)" in text:  # of get_config, as ml_collections quotes it
         return _in_config_file(text)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
-        return _in_config_file("".join(traceback.format_exception(error)))
+        return _in_config_file(_trace(error))
     field, _, hint = text.partition("\n")
     if isinstance(error, (AttributeError, KeyError)):
-        name = field.strip("'\"")
-        return f"the config has no field {name!r}; {hint or 'see configs/base.py for all of them'}"
+        return _no_field(field.strip("'\""), hint)
     return text.replace("\n", " ")
+
+
+def _no_field(name: str, hint: str) -> str:
+    return f"the config has no field {name!r}; {hint or 'configs/base.py lists all fields'}"
+
+
+def _trace(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _in_config_file(trace: str) -> str:
     """Place and message of an error that was raised while a config file ran."""
     lines = [line for line in trace.strip().splitlines() if line.strip()]
     kind, _, words = lines[-1].partition(": ")
-    return f"the config file cannot be used: {_place(trace)}: {words or kind}"
+    return f"the config file failed: {_place(trace)}: {words or kind}"
 
 
 def _place(trace: str) -> str:
-    """The last line of a traceback that is no library's."""
+    """The innermost line of a traceback outside of libraries."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     file, line = next((p for p in reversed(places) if "site-packages" not in p[0]), ("?", "?"))
     return f"{file}, line {line}"

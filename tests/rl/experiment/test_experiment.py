@@ -86,7 +86,7 @@ def test_the_documented_commands_resolve(command):
 
 CONFIG_FILES = {
     "bad_syntax": ("def get_config(:\n", r"bad_syntax.py, line 1: invalid syntax"),
-    "no_function": ("x = 1\n", "has no function get_config"),
+    "no_function": ("x = 1\n", "does not define get_config"),
     "mistyped": (
         "from configs import quickstart\n\n\ndef get_config():\n    c = quickstart.get_config()\n    c.rl.num_stepz = 3\n",
         "mistyped.py, line 6: the config has no field 'num_stepz'; Did you mean \"num_steps\"",
@@ -120,13 +120,13 @@ def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path)
         ("loss_options.grpo.clip_low=0.1", "rl.loss is 'two_sided_clip'; set rl.loss = 'grpo'"),
         ("lora.alpha=8", "set lora.rank above 0"),
         ("objective.kl_estimator=k2", "set objective.kl_coef above 0"),
-        ("optimizer.momentum=0.9", "'muon' and 'sgd' have a momentum"),
+        ("optimizer.momentum=0.9", "set optimizer.name = 'muon' or 'sgd'"),
         ("optimizer.final_rate=0.1", "set optimizer.schedule"),
         ("topology.relay_port=8200", "set topology.mode = 'remote'"),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(override, words):
-    with pytest.raises(ValueError, match=f"config.{override.partition('=')[0]} is set and nothing reads it: .*{words}"):
+    with pytest.raises(ValueError, match=f"config.{override.partition('=')[0]} has no effect here; .*{words}"):
         parsed("--config=configs/quickstart.py", "--workdir=w", f"--config.{override}")
 
 
@@ -154,36 +154,45 @@ def resolved(**changes):
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
         ({"topology__mode": "remote"}, "needs inference servers; set topology.servers"),
         ({"objective__policy_coef": 0.0}, "leaves nothing to learn from"),
-        ({"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0}, "name another in objective.reference_model"),
-        ({"objective__reference_model": "dir"}, "nothing reads it; set objective.teacher_coef"),
+        (
+            {"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0},
+            "teacher is the policy itself; set objective.reference_model",
+        ),
+        ({"objective__reference_model": "dir"}, "reference_model has no effect; set objective.teacher_coef"),
         ({"objective__entropy_coef": -0.1}, "entropy_coef = -0.1 must be at least 0"),
         ({"rl__loss": "decoupled_ppo"}, "set objective.old_logprobs = 'learner'"),
         ({"rl__loss": "gspo", "rl__average": "samples"}, "set rl.average = 'tokens'"),
-        ({"rl__samples_per_prompt": 1}, "nothing to be compared with"),
+        ({"rl__samples_per_prompt": 1}, "the advantage of a group of one is always 0"),
         ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 must lie in 1..12"),
         ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
         ({"warmup__patience": 2}, "set warmup.eval_every"),
-        ({"optimizer__schedule": "cosine", "optimizer__total_steps": 20}, "its floor for the rest of the run"),
+        (
+            {"optimizer__schedule": "cosine", "optimizer__total_steps": 20},
+            "its floor for the rest of the run; set it to 140",
+        ),
         ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan must be at least 0"),
         ({"optimizer__beta2": 1.0}, r"optimizer.beta2 = 1.0 must be in \[0, 1\)"),
         ({"sampling__top_p": 0.0}, r"sampling.top_p = 0.0 must be in \(0, 1\]"),
-        ({"sampling__max_tokens": 64}, "must exceed sampling.max_tokens"),
+        ({"sampling__max_tokens": 64}, "= 64 leaves no room for a prompt: it must exceed sampling.max_tokens = 64"),
         ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
         ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
-        ({"topology__mode": "remote", "topology__servers": ("http://a:99999",)}, "'http://a:99999', which is no URL"),
-        ({"topology__workers": ("zz",)}, "'zz', which is no public key"),
+        (
+            {"topology__mode": "remote", "topology__servers": ("http://a:99999",)},
+            "'http://a:99999', which is not a URL",
+        ),
+        ({"topology__workers": ("zz",)}, "'zz', which is not a public key"),
         (
             {"topology__workers": ("ab" * 32,)},
-            "starts workers with keys of their own, which it would turn away; leave it out",
+            "starts workers with new keys, which topology.workers would reject; remove",
         ),
         ({"model__experts_per_token": 2}, "set model.num_experts"),
         ({"model__num_experts": 4, "model__experts_per_token": 2}, "expert_ffn_dim = 0 must be at least 1"),
         ({"model__window": 8}, "model.layer_pattern"),
-        ({"model__rope_factor": 8.0}, "stretches nothing"),
+        ({"model__rope_factor": 8.0}, "model.rope_factor has no effect; set model.rope_scaling"),
         ({"model__ffn_dim": -3}, "ffn_dim = -3 must be at least 1"),
         ({"model__max_positions": 16}, "exceeds model.max_positions"),
-        ({"objective__router_balance_coef": 0.1}, "the model has none"),
+        ({"objective__router_balance_coef": 0.1}, "the model has no experts to balance"),
         ({"objective__kl_coef": -1.0}, "^objective.kl_coef = -1.0 must be at least 0"),
         ({"optimizer__schedule": "cosin"}, "optimizer.schedule = 'cosin' is unknown"),
         ({"tokenizer_date": "2026-02-30"}, "'2026-02-30' is no day; write it as YYYY-MM-DD"),
@@ -205,13 +214,16 @@ def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(f
     learner = {"objective__old_logprobs": "learner"}
     check(**learner)
     check(**learner, objective__kl_coef=0.1, objective__kl_reference="reference")
-    for changes in (
-        {},
-        learner | {"rl__loss": "decoupled_ppo"},
-        learner | {"rl__loss": "truncated_importance_sampling"},
-        learner | {"objective__kl_coef": 0.1},
+    other = "choose a rl.loss other than"
+    for changes, remedy in (
+        ({}, "set objective.old_logprobs = 'learner'"),
+        (learner | {"rl__loss": "decoupled_ppo"}, other),
+        (learner | {"rl__loss": "truncated_importance_sampling"}, other),
+        (learner | {"objective__kl_coef": 0.1}, "set objective.kl_reference = 'reference'"),
     ):
-        with pytest.raises(ValueError, match=f"sampling.{next(reversed(filtered))} = .*off from the start"):
+        with pytest.raises(
+            ValueError, match=f"sampling.{next(reversed(filtered))} = .*ratios to the sampler are wrong; .*or {remedy}"
+        ):
             check(**changes)
     rules.check_trainable(resolved(sampling__temperature=0.7).config)
 

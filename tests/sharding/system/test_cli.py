@@ -79,5 +79,5 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     assert (
         missing.returncode == 2
         and line.startswith("error: --config")
-        and line.endswith(" must be given; --help tells the flags")
+        and line.endswith(" must be given; --help lists the flags")
     )
