@@ -80,7 +80,7 @@ def train(
         progress.note("compiling the warm-up step")
         # Before the display's clock starts: it derives the rate from the first step.
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
-        with progress.phase("warm-up", total=num_steps, unit="step", initial=start) as bar:
+        with progress.phase("warm-up", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 packed = host_feed.place(source.batch(step) if source else None, layout, mesh, hosts)

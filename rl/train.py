@@ -107,7 +107,7 @@ def train(
         compiled.result()
 
         adviser = diagnostics.Adviser()
-        with progress.phase("rl", total=num_steps, unit="step", initial=start) as bar:
+        with progress.phase("rl", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 clock, is_last, is_scored = _Clock(), step == num_steps, _is_scored(config, step)
                 with clock("wait"):

@@ -50,7 +50,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
 
     rollout/all_lowest_frac, rollout/all_highest_frac: groups whose rewards all equal the least (greatest) of the batch.
     rollout/length_p10, _p50, _p90 in tokens, rollout/length_of_best: mean length of samples above their group's mean.
-    sync/lag_0, sync/lag_1, ...: histogram of how many versions a sample's oldest token lags behind the batch, as fractions
+    sync/lag_0, sync/lag_1, ...: histogram of the lag in versions of a sample's oldest token, as fractions
     of the samples; the last bin, 8, counts all above it, too.
     """
     rewards = [np.array([r.reward for r in group]) for group in groups]

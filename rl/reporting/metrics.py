@@ -1,18 +1,16 @@
-"""Numbers of a run: where they are kept, how they are added up, what the terminal shows.
+"""Writes the metrics of a run to files, and shows its progress on the terminal.
 
-  1. `MetricsWriter(workdir)` opens `<workdir>/metrics.jsonl` and cuts off a last line torn by a kill.
-  2. On resume `truncate(phase, step)` drops what came after the checkpoint: no step stands twice.
-  3. `write(step, phase, values)` appends one JSON line, and one TensorBoard point per value.
-  4. `Progress` shows every phase alike: a live bar under one line per step, or plain lines off a terminal.
-  5. `read` gives the lines back, `reduce` makes one dict of several, `summary_table` closes the run.
+1. `MetricsWriter(workdir)` opens `<workdir>/metrics.jsonl` and removes a last line that a kill left incomplete.
+2. On resume `truncate(phase, step)` removes the lines after the checkpoint, so that no step occurs twice.
+3. `write(step, phase, values)` appends one JSON line, and one TensorBoard point per value. `read` returns the lines.
+4. `Progress` shows each phase as a live bar under one line per step, or as plain lines if the output is not a terminal.
 
-A metric is a scalar named by place: `loss/...`, `optimizer/...`, `rollout/...`, `sync/...`, `trust/...`, `time/...`. Whatever
-depends on the clock lives under `time/`: drop it, and two identical runs have the same lines, byte for byte.
-`time/<what>_s` are seconds of the main loop and do not overlap; `time/step_s` is the whole step. The last
-part of a name says how it is reduced: `num_*` and `time/*_s` by sum, `*_max`, `*_min`, all others by mean.
+The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, or `time/`. All metrics that depend
+on the clock are under `time/`: without them, two identical runs have the same lines, byte for byte. `time/<name>_s` are seconds
+of the main loop and do not overlap; `time/step_s` is the whole step.
 
-Left out: W&B and Prometheus (both can follow metrics.jsonl; neither may delay a step), histograms (the
-rollouts are on disk), asynchrony (a line costs microseconds). Values are on the host: fetch them first.
+Left out: W&B and Prometheus (both can follow metrics.jsonl; neither may delay a step), histograms (the rollouts are on disk),
+asynchronous writes (a line takes microseconds).
 """
 
 import atexit
@@ -24,31 +22,31 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 import rich.console
-import rich.live
-import rich.progress_bar
-import rich.spinner
-import rich.table
+import rich.progress
 import rich.text
 import tensorboardX
 
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
+PLAIN_LINE_S = 5.0  # at most one line per phase in this time, where the output is not a terminal
 
-def of_host(workdir, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter"]:
-    """The display and the file of a run, on its first host; elsewhere such as do nothing."""
+
+def of_host(workdir: str | os.PathLike, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter"]:
+    """Returns the display and the metrics file of a run. On hosts other than host 0 both do nothing."""
     progress = Progress(active=hosts.is_first)
-    if hosts.count > 1:
-        hosts.before_exit(progress.stop)
+    hosts.before_exit(progress.stop)
     return progress, MetricsWriter(workdir, active=hosts.is_first)
 
 
 class MetricsWriter:
-    """Appends to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`; `active` on one host."""
+    """Appends to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`. Not `active`: does nothing."""
 
-    def __init__(self, workdir, *, tensorboard: bool = True, active: bool = True):
+    def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard
         self._writers, self._purge_steps, self._num_opened = {}, {}, 0
@@ -57,12 +55,13 @@ class MetricsWriter:
             self._open()
 
     def write(self, step: int, phase: str, values: dict[str, float]) -> None:
+        """Appends the metrics of a step. Values must be on the host. Raises ValueError for a name without an area."""
         if not self._active:
             return
         if bare := [name for name in values if "/" not in name]:
-            raise ValueError(f"metrics {bare} have no place; name them loss/..., rollout/..., time/... or so")
+            raise ValueError(f"metrics {bare} have no area; name them loss/..., rollout/..., time/... or similar")
         values = {name: float(values[name]) for name in sorted(values)}
-        line = {"phase": phase, "step": int(step)}
+        line: dict[str, Any] = {"phase": phase, "step": int(step)}
         line |= {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -72,11 +71,10 @@ class MetricsWriter:
                 writer.add_scalar(name, value, int(step))
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Drops the lines of `phase` with step > `after_step`; a reader sees the old file or the new one."""
+        """Removes the lines of `phase` with step > `after_step`. A reader gets the old file or the new one."""
         if not self._active:
             return
-        lines = _lines(self.path)
-        kept = [text for record, text in lines if record["phase"] != phase or record["step"] <= after_step]
+        kept = [text for record, text in _lines(self.path) if record["phase"] != phase or record["step"] <= after_step]
         self._file.close()
         atomic_file.write(self.path, "".join(text + "\n" for text in kept).encode())
         self._open()
@@ -85,6 +83,7 @@ class MetricsWriter:
         self._purge_steps[phase] = after_step + 1  # TensorBoard then hides the older points from there on
 
     def close(self) -> None:
+        """Closes all files."""
         if self._active:
             self._file.close()
         for writer in self._writers.values():
@@ -108,167 +107,165 @@ class MetricsWriter:
         return self._writers[phase]
 
 
-def read(path) -> list[dict]:
-    """The whole lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`; no torn end."""
+def read(path: str | os.PathLike) -> list[dict]:
+    """Returns the lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`, without an incomplete last one.
+
+    Raises ValueError for a malformed line, with its number.
+    """
     return [record for record, _ in _lines(pathlib.Path(path))]
 
 
-def reduce(rows: list[dict[str, float]]) -> dict[str, float]:
-    """One dict from several (micro-batches, rollouts, hosts); each name over the rows that have it."""
-    columns = collections.defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            columns[name].append(float(value))
-    return {name: _reduction(name)(column) for name, column in columns.items()}
-
-
 def sampler_kl(values: dict[str, float]) -> str:
-    """The metric that says how far the learner is from the sampler. Where ratios are taken against the learner's own old policy,
-    `loss/mismatch_kl` says what the batch's steps changed, and this is a metric of its own."""
+    """The name of the metric for the mismatch KL of learner and sampler.
+
+    If importance ratios are taken against the learner's own old policy, `loss/mismatch_kl` is the change by the batch's
+    steps, and `loss/sampler_kl` is a metric of its own.
+    """
     return "loss/sampler_kl" if "loss/sampler_kl" in values else "loss/mismatch_kl"
 
 
 class Progress:
-    """The one display of a run; hosts other than the first pass `active=False`.
+    """The display of a run. Not `active` (on hosts other than host 0): shows nothing.
 
     Example:
         progress = Progress()
-        progress.note("compiling train_step for [8, 256]")     # until the next line of any kind
+        progress.note("compiling train_step for [8, 256]")     # shown with a timer until the next line
         with progress.phase("rl", total=150, initial=resumed_step) as bar:
             bar.update(step, {"reward": 0.433, "loss": -0.0123, "tok/s": 8123.0})
     prints
         rl  step  12/150  reward 0.433  loss -0.0123  tok/s 8.1k  1.21 s/step  eta 2:47
 
-    Phases nest. An update without values only moves the bar: evaluation counts its tasks so. Colab and log
-    files are no terminals and get plain lines: the first, the last, and one per `every_s` in each phase.
+    Outputs that are not a terminal, such as Colab and log files, get plain lines: the first and the last of a phase, and at
+    most one per PLAIN_LINE_S in between.
     """
 
-    def __init__(self, *, every_s: float = 5.0, stream=None, active: bool = True, clock=time.monotonic):
-        self._stream, self._every_s, self._active, self._clock = stream or sys.stdout, every_s, active, clock
-        self._bars, self._note, self._live = [], None, None
-        if active and self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            console = rich.console.Console(file=self._stream, markup=False, highlight=False, emoji=False)
-            self._live = rich.live.Live(get_renderable=self._render, console=console, transient=True)
-            atexit.register(self._live.stop)  # gives the cursor back when a note was the last thing shown
+    def __init__(
+        self, *, stream: TextIO | None = None, active: bool = True, clock: Callable[[], float] = time.monotonic
+    ):
+        self._stream, self._active, self._clock = stream or sys.stdout, active, clock
+        self._is_live = active and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._display = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", style="bold", markup=False),
+            rich.progress.BarColumn(32),
+            _Status(),
+            console=rich.console.Console(file=self._stream, markup=False, highlight=False, emoji=False),
+            transient=True,
+            disable=not self._is_live,
+        )
+        self._note: tuple[str, float, rich.progress.TaskID] | None = None
+        if self._is_live:
+            atexit.register(self.stop)  # restores the cursor if a note was the last line shown
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, total: int | None = None, unit: str = "step", initial: int = 0):
-        """A phase of `total` steps, of which a resumed run has done `initial`."""
-        bar = Bar(name, total, unit, initial, self._clock, self._show)
-        self._bars.append(bar)
+    def phase(self, name: str, *, total: int, initial: int = 0) -> Iterator["Bar"]:
+        """Yields the bar of a phase of `total` steps, of which a resumed run has done `initial`."""
+
+        def show(is_last: bool = False) -> None:
+            self._display.update(task, completed=bar.step)
+            if self._is_live or is_last or bar.is_due(self._clock()):
+                bar.shown_step, bar.shown_s = bar.step, self._clock()
+                self.say(bar.line())
+
+        bar = Bar(name, total, initial, self._clock, show)
+        task = self._display.add_task(name, total=total, completed=initial, status=bar.status)
         self.say()
         try:
             yield bar
         finally:
-            self._bars.remove(bar)
-            self.say(*([] if bar.shown else [bar.line()]))
+            if bar.step != bar.shown_step:
+                show(is_last=True)
+            self._display.remove_task(task)
+            self.say()
 
     def note(self, text: str) -> None:
-        """Says what will take long; a terminal shows a spinner, and afterwards the time it took."""
-        self.say(*([] if self._live else [text]))
-        if self._live:
-            self._note = (text, self._clock(), rich.spinner.Spinner("dots"))
-            self._live.start(refresh=True)
+        """Shows a text until the next line. A terminal shows it with a timer, and then prints it with the time it took."""
+        self.say(*([] if self._is_live else [text]))
+        if self._is_live:
+            begun_s = self._clock()
+            task = self._display.add_task(text, total=None, status=lambda: format_seconds(self._clock() - begun_s))
+            self._note = (text, begun_s, task)
+            self._display.start()
 
     def say(self, *lines: str) -> None:
-        """Prints lines above the bars; a note has then come to its end."""
+        """Prints lines above the bars, and ends a note."""
         if self._note:
-            (text, started, _), self._note = self._note, None
-            lines = (f"{text}  {self._clock() - started:.1f} s", *lines)
+            (text, begun_s, task), self._note = self._note, None
+            self._display.remove_task(task)
+            lines = (f"{text}  {self._clock() - begun_s:.1f} s", *lines)
         for line in lines if self._active else ():
-            if self._live:
-                self._live.console.print(rich.text.Text(line), soft_wrap=True)
+            if self._is_live:
+                self._display.console.print(rich.text.Text(line), soft_wrap=True)
             else:
-                self._stream.write(line + "\n")
-                self._stream.flush()
-        if self._live:
-            self._live.start(refresh=True) if self._bars else self._live.stop()
+                print(line, file=self._stream, flush=True)
+        self._display.start() if self._display.tasks else self._display.stop()
 
     def stop(self) -> None:
-        """Gives the terminal back, before a process ends that takes leave of nobody."""
-        if self._live:
-            self._live.stop()
-
-    def _show(self, bar, now):
-        due = bar.first or bar.step == bar.total or now - bar.shown_at >= self._every_s
-        bar.shown = bool(bar.values) if self._live else due
-        bar.shown_at = now if bar.shown else bar.shown_at
-        self.say(*([bar.line()] if bar.shown else []))
-
-    def _render(self):
-        grid = rich.table.Table.grid(padding=(0, 2))
-        for bar in list(self._bars):
-            pulse = rich.progress_bar.ProgressBar(total=bar.total, completed=bar.step, width=32)
-            texts = [f"{bar.step}/{bar.total}" if bar.total else str(bar.step), *bar.pace()]
-            grid.add_row(rich.text.Text(bar.name, style="bold"), pulse, rich.text.Text("  ".join(texts)))
-        if self._note is None:
-            return grid
-        text, started, spinner = self._note
-        spinner.update(text=rich.text.Text(f"{text}  {format_seconds(self._clock() - started)}"))
-        return rich.console.Group(grid, spinner)
+        """Removes the bars and restores the cursor."""
+        self._display.stop()
 
 
 class Bar:
-    """Handle of an open phase: `update(step, values)`, with `step` the number of steps done so far."""
+    """An open phase of `Progress`. `shown_step` and `shown_s` are those of its last line."""
 
-    def __init__(self, name, total, unit, initial, clock, show):
-        self.name, self.total, self.unit, self.step = name, total, unit, initial
-        self.values, self.first, self.shown, self.shown_at = {}, False, True, 0.0
-        self._clock, self._show, self._widths, self._started, self._num_updates = clock, show, {}, clock(), 0
-        self._marks = collections.deque([(self._started, initial)], maxlen=20)
+    def __init__(self, name: str, total: int, initial: int, clock: Callable[[], float], show: Callable[[], None]):
+        self.step = self.shown_step = initial
+        self.shown_s = 0.0
+        self._name, self._total, self._clock, self._show = name, total, clock, show
+        self._values: dict[str, float] = {}
+        self._widths: dict[str, int] = {}
+        self._num_updates, self._begun_s = 0, clock()
+        self._marks = collections.deque([(self._begun_s, initial)], maxlen=20)
 
-    def update(self, step: int, values: dict[str, float] | None = None) -> None:
-        now = self._clock()
+    def update(self, step: int, values: dict[str, float]) -> None:
+        """Sets the number of steps done so far, and shows the values of the last one if a line is due."""
         if self._num_updates == 1:
-            self._marks.popleft()  # the first step compiled: from the second on it no longer counts
-        self._marks.append((now, step))
+            self._marks.popleft()  # the first step compiles: from the second one on it does not count
+        self._marks.append((self._clock(), step))
         self._num_updates += 1
-        self.step, self.values = step, dict(values or {})
-        self.first, self.shown = self._num_updates == 1, False
-        self._show(self, now)
+        self.step, self._values = step, values
+        self._show()
+
+    def is_due(self, now_s: float) -> bool:
+        """Returns True if a plain output gets a line now."""
+        return self._num_updates == 1 or self.step == self._total or now_s - self.shown_s >= PLAIN_LINE_S
 
     def line(self) -> str:
-        """`rl  step  12/150  reward 0.433  1.21 s/step  eta 2:47`; columns keep the widest width they had."""
-        count = f"{self.step:>{len(str(self.total))}}/{self.total}" if self.total else str(self.step)
-        cells = [self.name, f"{self.unit} {count}"]
-        for name, value in self.values.items():
+        """`rl  step  12/150  reward 0.433  1.21 s/step  eta 2:47`; columns keep the largest width they had."""
+        cells = [self._name, f"step {self.step:>{len(str(self._total))}}/{self._total}"]
+        for name, value in self._values.items():
             text = format_value(value)
             self._widths[name] = max(len(text), self._widths.get(name, 0))
             cells.append(f"{name} {text:<{self._widths[name]}}")
         return "  ".join([*cells, *self.pace()])
 
+    def status(self) -> str:
+        """The text after the bar on a terminal."""
+        return "  ".join([f"{self.step}/{self._total}", *self.pace()])
+
     def pace(self) -> list[str]:
-        """Rate over the last 20 updates and the time left; once all is done the time taken."""
-        (then, first), (last, step) = self._marks[0], self._marks[-1]
+        """Returns the rate over the last 20 updates and the time left, or the time taken if all steps are done."""
+        (then_s, first), (last_s, step) = self._marks[0], self._marks[-1]
         texts = []
-        if step > first and last > then:
-            step_s = (last - then) / (step - first)
-            per_step, per_s = f"{step_s:.2f} s/{self.unit}", f"{format_value(1 / step_s)} {self.unit}/s"
-            texts.append(per_step if step_s >= 0.1 else per_s)
-            if self.total and self.step < self.total:
-                left_s = (self.total - self.step) * step_s - (self._clock() - last)
+        if step > first and last_s > then_s:
+            step_s = (last_s - then_s) / (step - first)
+            texts.append(f"{step_s:.2f} s/step" if step_s >= 0.1 else f"{format_value(1 / step_s)} step/s")
+            if self.step < self._total:
+                left_s = (self._total - self.step) * step_s - (self._clock() - last_s)
                 texts.append(f"eta {format_seconds(max(left_s, 0.0))}")
-        if self._num_updates and self.step == self.total:
-            texts.append(f"took {format_seconds(last - self._started)}")
+        if self._num_updates and self.step == self._total:
+            texts.append(f"took {format_seconds(last_s - self._begun_s)}")
         return texts
 
 
-def summary_table(rows: list[dict], *, stream=None) -> None:
-    """Prints dicts as an aligned table: columns in order of first appearance, text left, numbers right."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = []
-    for name in names:
-        column = [name, *(format_value(row.get(name, "-")) for row in rows)]
-        width = max(map(len, column))
-        is_text = any(isinstance(row.get(name), str) for row in rows)
-        column.insert(1, "-" * width)
-        columns.append([f"{cell:<{width}}" if is_text else f"{cell:>{width}}" for cell in column])
-    for cells in zip(*columns, strict=True):
-        print("  ".join(cells).rstrip(), file=stream)
+class _Status(rich.progress.ProgressColumn):
+    """Shows the text that the field `status` of a task returns."""
+
+    def render(self, task: rich.progress.Task) -> rich.text.Text:
+        return rich.text.Text(task.fields["status"]())
 
 
-def format_value(value) -> str:
-    """0.433, -0.0123, 256, 8.1k, 3.1e-08: three digits, never more than eight characters."""
+def format_value(value: Any) -> str:
+    """Formats a number with three digits and at most eight characters: 0.433, 256, 8.1k, 3.1e-08. Returns a string as it is."""
     if isinstance(value, str):
         return value
     value = float(value)
@@ -286,28 +283,19 @@ def format_value(value) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """2:41 or 1:02:41."""
+    """Formats a duration as 2:41 or 1:02:41."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _lines(path):
-    """Pairs (record, its text). What follows the last newline was torn by a kill and is nobody's data."""
+def _lines(path: pathlib.Path) -> Iterator[tuple[dict, str]]:
+    """Yields (record, its text). Bytes after the last newline are an incomplete line of a killed process, and ignored."""
     for number, text in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:
             record = json.loads(text)
             floats = {name: float(value) for name, value in record.items() if "/" in name}
             record = {"phase": record["phase"], "step": int(record["step"])} | floats
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: {text[:60]!r} is no metrics line; delete it") from error
+            raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
         yield record, text
-
-
-def _reduction(name):
-    last = name.rpartition("/")[2]
-    if last.startswith("num_") or (name.startswith("time/") and last.endswith("_s")):
-        return math.fsum
-    if last.endswith(("_max", "_min")):
-        return max if last.endswith("_max") else min
-    return lambda column: math.fsum(column) / len(column)

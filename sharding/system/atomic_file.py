@@ -1,7 +1,7 @@
-"""A file that appears whole under its name, or not at all. Imports no jax.
+"""Writes files that appear complete under their name, or not at all. Does not import jax.
 
-The bytes go beside it under a dotted name that ends in `.tmp`, which is then renamed. A process that is killed leaves that file behind:
-whoever owns the directory deletes what matches `LEFTOVERS` when it starts.
+The bytes go to a dotted name ending in `.tmp` in the same directory, which is then renamed. A killed process leaves that file:
+the owner of a directory deletes the files that match `LEFTOVERS` when it starts.
 """
 
 import os
@@ -12,9 +12,9 @@ LEFTOVERS = ".*.tmp"
 
 
 def write(path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durable: bool = False) -> None:
-    """Writes `parts` as the file `path`, in place of what was there; after an OSError that is still there.
+    """Writes the concatenated `parts` as the file `path`. If it raises OSError, an existing file is unchanged.
 
-    `durable` syncs before the rename, or a loss of power may leave the name with no content.
+    With `durable`, the content is on disk before the rename. Without it, a power loss can leave an empty file.
     """
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -22,7 +22,7 @@ def write(path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durab
         with open(temporary, "xb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part).cast("B")
-                while view:  # a full disk may take a part, and say so only at the next write
+                while view:  # a disk that fills up may take a few bytes first and raise only at the next write
                     view = view[file.write(view) :]
             if durable:
                 os.fsync(file.fileno())

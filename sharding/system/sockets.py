@@ -1,4 +1,4 @@
-"""A socket to serve HTTP on, and its URL: shared by relays, rollout servers, the orchestrator and the validator. Imports no jax."""
+"""Opens listening sockets for HTTP servers and returns their URLs. Does not import jax."""
 
 import errno
 import socket
@@ -7,7 +7,7 @@ from sharding.system import atomic_file
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. ValueError when the port is taken."""
+    """Returns a listening socket. Port 0 takes a free one. Raises ValueError if the address cannot be used."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -29,5 +29,5 @@ def address(sock: socket.socket) -> str:
 
 
 def announce(path: str, sock: socket.socket) -> None:
-    """Writes the address into a file that appears whole: who waits for it may read it at once."""
+    """Writes a socket's URL to a file. The file appears complete, so a waiting process may read it immediately."""
     atomic_file.write(path, address(sock).encode())

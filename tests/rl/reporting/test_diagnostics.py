@@ -118,17 +118,17 @@ def test_advice_names_the_pathology(changes, words):
 def test_no_advice_without_cause():
     assert diagnostics.advice([]) is None
     assert diagnostics.advice([HEALTHY] * 20) is None
-    assert diagnostics.advice([HEALTHY | {"loss/clip_frac": 0.9}] * 4) is None  # too early to say
+    assert diagnostics.advice([HEALTHY | {"loss/clip_frac": 0.9}] * 4) is None  # too early for advice
     assert diagnostics.advice([{"loss/total": 1.0}] * 9) is None  # supervised steps have none of these
-    assert diagnostics.advice([HEALTHY] * 9 + [HEALTHY | {"loss/clip_frac": 0.9}]) is None  # one step is no run
+    assert diagnostics.advice([HEALTHY] * 9 + [HEALTHY | {"loss/clip_frac": 0.9}]) is None  # one step is not enough
     stale = HEALTHY | {"loss/mismatch_kl": 0.05, "sync/lag": 2.0}
-    assert diagnostics.advice([stale] * 9) is None  # drift is what staleness is
+    assert diagnostics.advice([stale] * 9) is None  # staleness explains the drift
     assert diagnostics.advice([HEALTHY | {"loss/entropy": float("nan")}] * 9) is None
     assert "groups" in diagnostics.advice([HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0}] * 9)
 
 
 def test_each_piece_of_advice_is_given_once_per_run():
-    """In the first window after it holds; a second pathology later is another piece."""
+    """Advice comes in the first window after it holds; a second pathology later is another piece."""
     clipped, ended = HEALTHY | {"loss/clip_frac": 0.4}, HEALTHY | {"rollout/truncated_frac": 0.8}
     adviser = diagnostics.Adviser()
     lines = [

@@ -1,4 +1,4 @@
-"""A file is there whole or not at all, whatever fails in between."""
+"""A file is complete or absent, no matter which call fails."""
 
 import builtins
 import os
@@ -58,7 +58,7 @@ def test_short_writes_lose_nothing(tmp_path, shortening):
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
-def test_what_was_there_stays_when_the_disk_fails(tmp_path, monkeypatch, shortening, failing):
+def test_the_old_file_stays_when_the_disk_fails(tmp_path, monkeypatch, shortening, failing):
     path = tmp_path / "a.json"
     atomic_file.write(path, b"before")
     if failing == "write":
@@ -70,7 +70,7 @@ def test_what_was_there_stays_when_the_disk_fails(tmp_path, monkeypatch, shorten
     assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["a.json"]
 
 
-def test_what_a_kill_leaves_is_found_and_is_no_object(tmp_path):
+def test_the_leftover_of_a_kill_is_found_and_is_not_an_object(tmp_path):
     code = "import os, signal, sys; from sharding.system import atomic_file; os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", f"{code}; atomic_file.write(sys.argv[1], b'half')", tmp_path / "c.0"])
     assert done.returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Every command tells a mistake in its options in one line, with an exit code of 2, and its help with 0."""
+"""Every command reports a mistake in its options in one line with exit code 2; its help exits with 0."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_a_mistyped_option_is_one_line(name, capsys):
     assert line.startswith("error: unknown option --hlep (did you mean --help?); python -m ")
 
 
-def told(capsys, parser, *argv):
+def message(capsys, parser, *argv):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(argv)
     assert ended.value.code == 2
@@ -47,20 +47,20 @@ def told(capsys, parser, *argv):
     return line
 
 
-def test_what_is_mistyped_goes_before_what_is_missing(capsys):
+def test_a_mistyped_option_is_reported_before_a_missing_one(capsys):
     parser = cli.Parser(prog="python -m x")
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--number", type=int)
     serve = parser.add_subparsers(dest="command", required=True).add_parser("serve")
     serve.add_argument("--port", type=int, required=True)
-    end = "; python -m x --help tells the options"
-    assert told(capsys, parser, "--wrokdir=a") == "error: unknown option --wrokdir (did you mean --workdir?)" + end
-    assert told(capsys, parser, "--quite-another") == "error: unknown option --quite-another" + end
-    assert told(capsys, parser, "--number=x").startswith("error: argument --number: invalid int value: 'x'")
-    assert told(capsys, parser).startswith("error: the following arguments are required: --workdir, command")
-    line = told(capsys, parser, "--workdir=a", "serve", "--prot", "1")
+    end = "; python -m x --help lists the options"
+    assert message(capsys, parser, "--wrokdir=a") == "error: unknown option --wrokdir (did you mean --workdir?)" + end
+    assert message(capsys, parser, "--quite-another") == "error: unknown option --quite-another" + end
+    assert message(capsys, parser, "--number=x").startswith("error: argument --number: invalid int value: 'x'")
+    assert message(capsys, parser).startswith("error: the following arguments are required: --workdir, command")
+    line = message(capsys, parser, "--workdir=a", "serve", "--prot", "1")
     assert line.startswith("error: unknown option --prot (did you mean --port?); python -m x ")
-    args = parser.parse_args(["--work", "a", "serve", "--port=-1"])  # a beginning is enough, as argparse has it
+    args = parser.parse_args(["--work", "a", "serve", "--port=-1"])  # a prefix is enough, as in argparse
     assert (args.workdir, args.port) == ("a", -1)
 
 
