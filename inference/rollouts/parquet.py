@@ -1,19 +1,18 @@
-"""Rollouts as a Parquet file: what workers send, and what a run keeps.
+"""Parquet files of rollouts: workers send them, and a run keeps them.
 
-1. `write` makes a file of whole groups: temporary name, then rename.
-2. `read` takes one from anyone: sizes (inference/rollouts/parquet_footer.py), schema, every field. A broken file is a ValueError that names the
-   column and the rule, whatever the bytes were.
+1. `write` writes a file under a temporary name and renames it.
+2. `read` accepts a file of any origin and checks sizes (parquet_footer.py), schema, and every field. For any bytes, a broken
+   file is a ValueError that names the column and the rule.
 
-The columns include those of INTELLECT-2's files, so its readers find what they know. Four of them are written for
-such readers only and ignored here: `advantages` (zero: credit assignment belongs to the orchestrator, which sees the
-whole group and need not trust a worker), `task_rewards` (= rewards), `length_penalties` (zero) and `target_lengths`
-(-1); so is `problem_id`, which repeats env and index. `input_*` is the stream before the first sampled token and
-`output_*` the rest of it, gaps included. `rewards`, `temperature` are float64 where theirs are float32: the signature
-covers the exact numbers.
+The columns include those of INTELLECT-2's files, for its readers. Four of them are written for such readers only and ignored
+here: `advantages` (zero: the orchestrator assigns advantages, because it has the whole group and need not trust a
+worker), `task_rewards` (= rewards), `length_penalties` (zero) and `target_lengths` (-1). So is `problem_id`, which
+repeats env and index. `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included.
+`rewards` and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
-Runs that replay routers add `ROUTED_SCHEMA`: which experts ran each token but the last, for every layer of the model, as
-bytes beside their shape; the bytes per index are the length over the product of the shape. Other files do not have
-these columns, and a row without a claim has none of either.
+Runs that replay routers add `ROUTED_SCHEMA`: the experts of each token but the last, for every layer of the model, as bytes
+with their shape. The bytes per index are the length over the product of the shape. Other files do not have these columns,
+and both are empty in a row without routed experts.
 
 Left out: dictionary and delta encodings on read (a few bytes of them expand to any amount of memory).
 
@@ -23,7 +22,8 @@ No jax here: a worker starts in a second.
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,48 +36,46 @@ from sharding.system import atomic_file
 
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
 
-SCHEMA = pa.schema(
-    [
-        pa.field(name, dtype, nullable=False)
-        for name, dtype in [
-            ("input_tokens", pa.list_(pa.int32())),
-            ("output_tokens", pa.list_(pa.int32())),
-            ("input_logprobs", pa.list_(pa.float32())),
-            ("output_logprobs", pa.list_(pa.float32())),
-            ("sampled_mask", pa.list_(pa.bool_())),  # over input + output, as versions
-            ("versions", pa.list_(pa.int32())),
-            ("advantages", pa.float32()),  # zero, ignored
-            ("rewards", pa.float64()),  # `reward`
-            ("reward_parts", pa.map_(pa.string(), pa.float64())),  # `rewards`
-            ("task_rewards", pa.float32()),  # ignored
-            ("length_penalties", pa.float32()),  # ignored
-            ("target_lengths", pa.int32()),  # ignored
-            ("temperature", pa.float64()),
-            ("seed", pa.int64()),
-            ("step", pa.int32()),
-            ("task_type", pa.string()),  # `task.env`
-            ("problem_id", pa.string()),  # ignored
-            ("task_index", pa.int64()),
-            ("task_group", pa.int64()),
-            ("task_seed", pa.int64()),
-            ("sample", pa.int32()),
-            ("finish_reason", pa.string()),
-            ("proofs", pa.binary()),
-            ("worker", pa.string()),
-            ("signature", pa.binary()),
-        ]
-    ]
-)
-ROUTED_SCHEMA = pa.schema(
-    [
-        pa.field("routed_experts", pa.binary(), nullable=False),  # little-endian
-        pa.field("routed_experts_shape", pa.list_(pa.int32()), nullable=False),  # empty: no claim
-    ]
+# name: (type, value of a rollout)
+_COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = {
+    "input_tokens": (pa.list_(pa.int32()), lambda r: r.tokens[: r.prompt_length]),
+    "output_tokens": (pa.list_(pa.int32()), lambda r: r.tokens[r.prompt_length :]),
+    "input_logprobs": (pa.list_(pa.float32()), lambda r: r.logprobs[: r.prompt_length]),
+    "output_logprobs": (pa.list_(pa.float32()), lambda r: r.logprobs[r.prompt_length :]),
+    "sampled_mask": (pa.list_(pa.bool_()), lambda r: r.sampled_mask),  # over input + output, as versions
+    "versions": (pa.list_(pa.int32()), lambda r: r.versions),
+    "advantages": (pa.float32(), lambda r: 0.0),  # ignored
+    "rewards": (pa.float64(), lambda r: float(r.reward)),
+    "reward_parts": (pa.map_(pa.string(), pa.float64()), lambda r: [(k, float(v)) for k, v in r.rewards.items()]),
+    "task_rewards": (pa.float32(), lambda r: float(r.reward)),  # ignored
+    "length_penalties": (pa.float32(), lambda r: 0.0),  # ignored
+    "target_lengths": (pa.int32(), lambda r: -1),  # ignored
+    "temperature": (pa.float64(), lambda r: float(r.temperature)),
+    "seed": (pa.int64(), lambda r: int(r.seed)),
+    "step": (pa.int32(), lambda r: int(r.step)),
+    "task_type": (pa.string(), lambda r: r.task.env),
+    "problem_id": (pa.string(), lambda r: f"{r.task.env}/{r.task.index}"),  # ignored
+    "task_index": (pa.int64(), lambda r: int(r.task.index)),
+    "task_group": (pa.int64(), lambda r: int(r.task.group)),
+    "task_seed": (pa.int64(), lambda r: int(r.task.seed)),
+    "sample": (pa.int32(), lambda r: int(r.sample)),
+    "finish_reason": (pa.string(), lambda r: r.finish_reason),
+    "proofs": (pa.binary(), lambda r: r.proofs),
+    "worker": (pa.string(), lambda r: r.worker),
+    "signature": (pa.binary(), lambda r: r.signature),
+}
+_ROUTED_COLUMNS: dict[str, tuple[pa.DataType, Callable[[np.ndarray | None], Any]]] = {
+    "routed_experts": (pa.binary(), lambda a: b"" if a is None else rollout_lib.little_endian(a)),
+    "routed_experts_shape": (pa.list_(pa.int32()), lambda a: () if a is None else a.shape),
+}
+SCHEMA, ROUTED_SCHEMA = (
+    pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in columns.items()])
+    for columns in (_COLUMNS, _ROUTED_COLUMNS)
 )
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
-    """Write a file that other processes see whole or not at all; the parent directory is created."""
+    """Writes a file atomically and durably, and creates its parent directory."""
     data = to_bytes(rollouts)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,69 +83,40 @@ def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
 
 
 def read(path: str | os.PathLike) -> list[rollout_lib.Rollout]:
-    """`from_bytes` of a file; the size is looked at before the bytes."""
+    """Reads a file as `from_bytes` does; checks its size first."""
     path = pathlib.Path(path)
     parquet_footer.check_size(path.stat().st_size)
     return from_bytes(path.read_bytes())
 
 
 def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
-    """The file's bytes. ValueError if a rollout would be refused on read."""
+    """Returns the file's bytes. Raises ValueError if `read` would reject a rollout."""
     for row, rollout in enumerate(rollouts):
         if reason := rollout_lib.validate(rollout):
             raise ValueError(f"rollout {row} cannot be written: {reason}")
-    starts = [int(rollout.sampled_mask.argmax()) for rollout in rollouts]
-    pairs = list(zip(rollouts, starts, strict=True))
-    columns = {
-        "input_tokens": [rollout.tokens[:start] for rollout, start in pairs],
-        "output_tokens": [rollout.tokens[start:] for rollout, start in pairs],
-        "input_logprobs": [rollout.logprobs[:start] for rollout, start in pairs],
-        "output_logprobs": [rollout.logprobs[start:] for rollout, start in pairs],
-        "sampled_mask": [rollout.sampled_mask for rollout in rollouts],
-        "versions": [rollout.versions for rollout in rollouts],
-        "advantages": [0.0 for _ in rollouts],
-        "rewards": [float(rollout.reward) for rollout in rollouts],
-        "reward_parts": [[(k, float(v)) for k, v in rollout.rewards.items()] for rollout in rollouts],
-        "task_rewards": [float(rollout.reward) for rollout in rollouts],
-        "length_penalties": [0.0 for _ in rollouts],
-        "target_lengths": [-1 for _ in rollouts],
-        "temperature": [float(rollout.temperature) for rollout in rollouts],
-        "seed": [int(rollout.seed) for rollout in rollouts],
-        "step": [int(rollout.step) for rollout in rollouts],
-        "task_type": [rollout.task.env for rollout in rollouts],
-        "problem_id": [f"{rollout.task.env}/{rollout.task.index}" for rollout in rollouts],
-        "task_index": [int(rollout.task.index) for rollout in rollouts],
-        "task_group": [int(rollout.task.group) for rollout in rollouts],
-        "task_seed": [int(rollout.task.seed) for rollout in rollouts],
-        "sample": [int(rollout.sample) for rollout in rollouts],
-        "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "proofs": [rollout.proofs for rollout in rollouts],
-        "worker": [rollout.worker for rollout in rollouts],
-        "signature": [rollout.signature for rollout in rollouts],
-    }
-    schema, experts = SCHEMA, [rollout.routed_experts for rollout in rollouts]
+    schema = SCHEMA
+    arrays = [pa.array(map(value, rollouts), dtype) for dtype, value in _COLUMNS.values()]
+    experts = [rollout.routed_experts for rollout in rollouts]
     if any(array is not None for array in experts):
         schema = pa.schema([*SCHEMA, *ROUTED_SCHEMA])
-        columns["routed_experts"] = [b"" if array is None else rollout_lib.little_endian(array) for array in experts]
-        columns["routed_experts_shape"] = [() if array is None else array.shape for array in experts]
-    table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+        arrays += [pa.array(map(value, experts), dtype) for dtype, value in _ROUTED_COLUMNS.values()]
     sink = pa.BufferOutputStream()
     pq.write_table(
-        table,
+        pa.table(arrays, schema=schema),
         sink,
         compression="zstd",
         use_dictionary=False,
         write_statistics=False,
         write_page_checksum=True,
-        store_schema=False,  # the Parquet types say it all; an embedded Arrow schema is one more thing to parse
+        store_schema=False,  # the Parquet types suffice; an embedded Arrow schema is one more thing to parse
     )
     return sink.getvalue().to_pybytes()
 
 
 def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
-    """The rollouts of a file from anyone, or ValueError with the column and the rule, for any bytes at all."""
+    """Returns the rollouts of a file of any origin. Raises ValueError with the column and the rule, for any bytes at all."""
     if not isinstance(data, bytes):
-        raise ValueError(f"rollout file: expected bytes, got {type(data).__name__}")
+        raise ValueError(f"rollout file: must be bytes, got {type(data).__name__}")
     parquet_footer.check(data)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
@@ -161,9 +130,9 @@ def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
 
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
-    """The one that it is: ours, or ours with the routed experts."""
-    more = schema.names[len(SCHEMA) :] == ROUTED_SCHEMA.names
-    wanted = pa.schema([*SCHEMA, *ROUTED_SCHEMA]) if more else SCHEMA
+    """Returns our schema, with routed experts if the file has them; raises ValueError if the file has another."""
+    is_routed = schema.names[len(SCHEMA) :] == ROUTED_SCHEMA.names
+    wanted = pa.schema([*SCHEMA, *ROUTED_SCHEMA]) if is_routed else SCHEMA
     for position, field in enumerate(wanted):
         found = schema.field(position) if position < len(schema) else None
         if found is None or found.name != field.name or found.type != field.type:
@@ -172,18 +141,18 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
                 + (f"{found.name!r}: {found.type}" if found is not None else "nothing")
             )
     if len(schema) != len(wanted):
-        raise ValueError(f"rollout file: column {schema.names[len(wanted)]!r} is not in the schema")
+        raise ValueError(f"rollout file: column {schema.names[len(wanted)]!r} is not in the schema; leave it out")
     return wanted
 
 
 def _column(name: str, chunked: pa.ChunkedArray) -> list:
-    """One entry per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
+    """Returns one entry per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
     array = chunked.combine_chunks()
     inner = [array.keys, array.items] if pa.types.is_map(array.type) else []
     inner = [array.values] if pa.types.is_list(array.type) else inner
     if array.null_count or any(values.null_count for values in inner):
-        raise ValueError(f"rollout file: column {name} must not hold nulls")
-    # What is too much is refused before it is Python objects: they take up to a hundred times the bytes in the table.
+        raise ValueError(f"rollout file: column {name} must not contain nulls")
+    # Sizes are checked before Python objects are made: these take up to a hundred times the bytes in the table.
     texts = array.keys if pa.types.is_map(array.type) else array
     limits = {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
     longest = (limits | {"worker": 64, "finish_reason": 64, "signature": 64}).get(name, 4 * rollout_lib.MAX_NAME)
@@ -228,8 +197,8 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
         routed_experts=_experts(row, get.get("routed_experts", b""), get.get("routed_experts_shape", ())),
     )
     reason = rollout_lib.validate(rollout)
-    # The split is redundant with the mask; two files of one signed rollout would be one too many.
-    if not reason and len(get["input_tokens"]) != int(rollout.sampled_mask.argmax()):
+    # The split is redundant with the mask, but a signed rollout should have one file only.
+    if not reason and len(get["input_tokens"]) != rollout.prompt_length:
         reason = "input_tokens: must end where the first sampled token begins"
     if not reason and len(get["input_logprobs"]) != len(get["input_tokens"]):
         reason = "input_logprobs: must have one entry per input token"

@@ -1,36 +1,40 @@
-"""What a Parquet file from a stranger claims about itself, looked at before any of it is decoded.
+"""Checks an untrusted Parquet file by its footer and page headers, before any of it is decoded.
 
-1. `check_size`: no file larger than we read.
-2. `check`: the footer and every page header are parsed here, in Python, and what all pages together claim to decode to
-   is added up. Only then does pyarrow see the bytes.
+1. `check_size` limits the size of the file.
+2. `check` parses the footer and every page header here, in Python, and adds up the decoded sizes that all pages declare.
+   Only then is pyarrow given the bytes.
 
-The parser is ours because pyarrow's is not made for malice: the column accessors of `pq.FileMetaData` end the process
+The parser is ours because pyarrow's is not safe for malicious input: the column accessors of `pq.FileMetaData` end the process
 (C++ terminate, pyarrow 26) on an unknown codec or a malformed size statistic, and a few bytes of dictionary or delta
 encoding expand to any amount of memory. Field numbers are those of parquet.thrift; the wire format is Thrift's compact
 protocol.
 
-A ValueError names the rule; no other exception leaves, whatever the bytes. No jax here.
+For any bytes, the only exception raised is a ValueError that names the rule. No jax here.
 """
+
+from collections.abc import Iterator
 
 MAX_ROWS = 2**16
 MAX_FILE_BYTES = 2**28
-MAX_DECODED_BYTES = 2**28  # as claimed; pyarrow's table and our copies of it take up to three times that
+MAX_DECODED_BYTES = 2**28  # as declared; pyarrow's table and our copies of it take up to three times that
 MAX_FOOTER_BYTES = 2**20  # ours take 5 KiB per row group
 MAX_PAGE_HEADER_BYTES = 2**14
 MAX_DEPTH = 16  # of structs and lists in one another; Parquet nests eight deep
 CODECS = (0, 1, 6)  # none, snappy, zstd
 ENCODINGS = (0, 3)  # plain, run length
-PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in there
+PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in that header
 
 
 def check_size(num_bytes: int) -> None:
-    """Before the file is read. ValueError where it is larger than any that is."""
+    """Raises ValueError if a file of this size is too large to read."""
     if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"rollout file: {num_bytes} bytes, at most {MAX_FILE_BYTES} are read; write fewer per file")
+        raise ValueError(
+            f"rollout file: {num_bytes} bytes, at most {MAX_FILE_BYTES} are read; write fewer rollouts per file"
+        )
 
 
 def check(data: bytes) -> None:
-    """ValueError where the file is too large, would decode to too much, or is not Parquet as we read it."""
+    """Raises ValueError if the file is too large, decodes to too many bytes, or uses features of Parquet not read here."""
     check_size(len(data))
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
@@ -40,18 +44,22 @@ def check(data: bytes) -> None:
         groups = _listed(footer, 4)
         num_rows = max(_counted(footer, 3), sum(_counted(group, 3) for group in groups))
         if num_rows > MAX_ROWS:
-            raise ValueError(f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read")
+            raise ValueError(
+                f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read; write fewer rollouts per file"
+            )
         decoded_bytes = 0
         for page_bytes in (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk)):
             decoded_bytes += page_bytes
-            if decoded_bytes > MAX_DECODED_BYTES:  # now, not at the end: chunks may share pages, a million times
-                raise ValueError(f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer per file")
+            if decoded_bytes > MAX_DECODED_BYTES:  # checked for each page: a million chunks may share pages
+                raise ValueError(
+                    f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer rollouts per file"
+                )
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
         raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
 
 
-def pages(data: bytes, chunk: dict):
-    """What each page of a column chunk takes to decode: its bytes, 4 of levels per value, 4096 for being there."""
+def pages(data: bytes, chunk: dict) -> Iterator[int]:
+    """Yields the decoded bytes that each page of a column chunk declares: its data, 4 of levels per value, and 4096."""
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
         raise ValueError("rollout file: only plain encoding under zstd, snappy or nothing is read, in one file")
@@ -80,7 +88,7 @@ def _counted(fields: dict, number: int) -> int:
 
 
 def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
-    """({field number: value}, end) of a struct in Thrift's compact protocol; IndexError where the bytes end early."""
+    """Returns ({field number: value}, end) of a struct in Thrift's compact protocol; IndexError if the bytes end early."""
     fields: dict[int, object] = {}
     number = 0
     while head := data[at]:
@@ -90,7 +98,7 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
         else:
             number, at = _thrift_value(data, at, 4, depth)
         if number in fields:
-            raise ValueError("rollout file: not readable as Parquet: a field is there twice")
+            raise ValueError("rollout file: not readable as Parquet: a field appears twice")
         kind = head & 15
         fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
     return fields, at + 1

@@ -211,9 +211,9 @@ def test_validate_is_total():
     [
         (dict(step=([9], pa.int64())), "column 14 must be step: int32, got 'step': int64"),
         (dict(input_tokens=([[1, 2, 3]], pa.list_(pa.int64()))), "column 0 must be input_tokens"),
-        (dict(input_tokens=([None], pa.list_(pa.int32()))), "column input_tokens must not hold nulls"),
-        (dict(input_tokens=([[1, None, 3]], pa.list_(pa.int32()))), "column input_tokens must not hold nulls"),
-        (dict(rewards=([None], pa.float64())), "column rewards must not hold nulls"),
+        (dict(input_tokens=([None], pa.list_(pa.int32()))), "column input_tokens must not contain nulls"),
+        (dict(input_tokens=([[1, None, 3]], pa.list_(pa.int32()))), "column input_tokens must not contain nulls"),
+        (dict(rewards=([None], pa.float64())), "column rewards must not contain nulls"),
         (dict(rewards=([float("nan")], pa.float64())), "row 0: reward: must be finite"),
         (dict(input_tokens=([[1, 2]], pa.list_(pa.int32()))), "row 0: sampled_mask: must have one entry per token"),
         (dict(output_logprobs=([[0.5] * 7], pa.list_(pa.float32()))), "row 0: logprobs: must be finite and <="),
@@ -258,7 +258,7 @@ def test_other_layouts_are_refused():
         (table_bytes(table, column_encoding={"step": "DELTA_BINARY_PACKED"}), "a page in encoding 5"),
         (b"", "not readable as Parquet"),
         (b"PAR1" * 9, "not readable as Parquet"),
-        ("text", "expected bytes, got str"),
+        ("text", "must be bytes, got str"),
     ]:
         with pytest.raises(ValueError, match=message):
             parquet.from_bytes(data)
@@ -351,7 +351,7 @@ def test_headers_that_end_the_process_elsewhere():
         (b"\x18\xff\xff\xff\xff\x0f", "broken footer"),  # a string of 2**32 bytes
         (b"\x16" + b"\xff" * 11, "a number of more than 64 bits"),
         (b"\x1b\x00", "a field of kind 11"),
-        (b"\x15\x00\x05\x02\x00", "a field is there twice"),
+        (b"\x15\x00\x05\x02\x00", "a field appears twice"),
     ]:
         with pytest.raises(ValueError, match=f"not readable as Parquet: {message}"):
             parquet.from_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")

@@ -94,7 +94,7 @@ def shape_of(*sizes, dtype=None):
             "row 0: routed_experts: must have a row per token but the last, got [3, 3, 6]",
         ),
         ((b"x" * 54, shape_of(9, 3, 2, dtype=pa.list_(pa.int64()))), "column 26 must be routed_experts_shape"),
-        ((b"x" * 54, pa.array([None], pa.list_(pa.int32()))), "must not hold nulls"),
+        ((b"x" * 54, pa.array([None], pa.list_(pa.int32()))), "must not contain nulls"),
         ((b"x" * 54, shape_of(9, 3, 2), [("x", pa.array([1]))]), "column 'routed_experts' is not in the schema"),
     ],
 )
