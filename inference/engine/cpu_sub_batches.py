@@ -12,10 +12,8 @@ times as long in two sub-batches as in one, 8 slots 1.4 times.
 """
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -71,17 +69,11 @@ def at(
     return SubBatches(tuple(states))
 
 
-def gather(
-    function: Callable[[decode_state.DecodeState, np.ndarray], tuple[jax.Array, ...]],
-    state: State,
-    slots_N: Sequence[int],
-) -> tuple[jax.Array, ...]:
-    """Returns the rows [N, ...] of `function` for each slot, computed in the slot's sub-batch."""
+def locate(state: State, slot: int) -> tuple[decode_state.DecodeState, int]:
+    """Returns the sub-batch that contains a slot, and the slot's number in it."""
     if not isinstance(state, SubBatches):
-        return function(state, np.asarray(slots_N))
-    part_N = np.asarray(slots_N) // state.size
-    results = [function(part, np.asarray(slots_N) % state.size) for part in state.states]
-    return tuple(jnp.stack(parts)[part_N, np.arange(len(part_N))] for parts in zip(*results, strict=True))
+        return state, slot
+    return state.states[slot // state.size], slot % state.size
 
 
 class ConcurrentDecoder:

@@ -182,15 +182,16 @@ class Engine(engine_api.Engine):
             limit_array = jax.device_put(limit_array, replicated)
         return cpu_sub_batches.each(lambda part: dataclasses.replace(part, limit=limit_array), state)
 
-    def top_values(self, state: State, slots, windows, rows) -> tuple[jax.Array, ...]:
-        """Returns proof values (indices, bits) [N, k] of the first `rows` rows of windows; all arguments are int32 [N].
+    def top_values(self, state: State, slot: int, window_index: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Fetches proof values (indices, bits) [k] of the first rows of a window that the device has not reduced.
 
-        For windows that the device has not reduced, because the host ended the sequence.
+        That is the last window of a sequence which the host ended.
         """
+        part, own_slot = cpu_sub_batches.locate(state, slot)
         with self._on_mesh():
-            return cpu_sub_batches.gather(
-                lambda part, slots: compiled_steps.top_values(part, slots, windows, rows), state, slots
-            )
+            where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
+            indices, bits = compiled_steps.top_values(part, *where)
+        return np.asarray(indices)[0], np.asarray(bits)[0]
 
     def bucket(self, length: int) -> int:
         """Returns the padded length of a prompt of `length` tokens: a bucket, or whole chunks."""

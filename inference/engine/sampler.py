@@ -75,13 +75,8 @@ def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.nn.log_softmax(logits_BV, axis=-1)
 
 
-def sample(logits_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Samples the token at `position_B`; returns (token_B int32, its log-probability logp_B float32)."""
-    return draw(scores(logits_BV, sampling), position_B, sampling)
-
-
 def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Samples from the log-probabilities of `scores`, as `sample` does."""
+    """Samples the tokens at `position_B` from `scores`; returns (token_B int32, their log-probabilities float32)."""
     gumbel_BV = noise(sampling.seed, position_B, logp_BV.shape[-1])
     noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
     token_B = _argmax(noised_BV)

@@ -63,9 +63,9 @@ THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
 
 @dataclasses.dataclass(frozen=True)
 class ProofResult:
-    """The result for one chunk. `reason` is "ok" or the first rule broken, in this order:
+    """The result for one chunk.
 
-    "empty" (no rows to verify), "count" (not one proof per chunk), "length" (not 2 + 2k bytes), "modulus",
+    `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk), "length" (not 2 + 2k bytes), "modulus",
     "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own hidden states, so not the
     prover's fault), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign", "mantissa".
     A proof that was not evaluated has the worst statistics.

@@ -157,7 +157,10 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
     limits = {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
     longest = (limits | {"worker": 64, "finish_reason": 64, "signature": 64}).get(name, 4 * rollout_lib.MAX_NAME)
     if not pa.types.is_list(array.type) and (texts.type == pa.string() or texts.type == pa.binary()):
-        if len(texts) and (found := pc.max(pc.binary_length(texts)).as_py()) > longest:
+        if (
+            len(texts)
+            and (found := pc.call_function("max", [pc.call_function("binary_length", [texts])]).as_py()) > longest
+        ):
             raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}")
     if pa.types.is_map(array.type):  # ten million empty ones fit into 7 kB of file
         counts = np.diff(array.offsets.to_numpy())

@@ -1,4 +1,4 @@
-"""Checks an untrusted Parquet file by its footer and page headers, before any of it is decoded.
+"""Checks an untrusted Parquet file by its footer and page headers, before decoding it.
 
 1. `check_size` limits the size of the file.
 2. `check` parses the footer and every page header here, in Python, and adds up the decoded sizes that all pages declare.
@@ -13,6 +13,7 @@ For any bytes, the only exception raised is a ValueError that names the rule. No
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 MAX_ROWS = 2**16
 MAX_FILE_BYTES = 2**28
@@ -104,7 +105,7 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
     return fields, at + 1
 
 
-def _thrift_value(data: bytes, at: int, kind: int, depth: int):
+def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     if kind in (1, 2, 3):  # a bool in a list, i8
         return data[at], at + 1
     if kind in (4, 5, 6):  # i16, i32, i64: zigzag varint

@@ -1,14 +1,12 @@
-"""The record that every process shares: one token stream, what it was worth, and who vouches for it.
+"""A rollout: one token sequence with its log-probabilities, proofs, reward, and the signature of its worker.
 
-In time:
-1. An environment worker drives an episode against an inference server. Each branch of it is one token stream: the
-   prompt, what the policy sampled, and between two turns what the environment said (so `sampled_mask` has gaps).
-2. The worker fills a `Rollout`, `sign`s it, and sends a group as one Parquet file (inference/rollouts/parquet.py).
-3. Validator and orchestrator read that: `validate` looks at every field, whatever a stranger wrote, and `signature_ok` says
-   whether the key in `worker` vouches for it.
+1. A worker drives an episode against an inference server. Each of its branches is one token stream: the prompt, the tokens that
+   the policy sampled, and between two turns the tokens of the environment (so `sampled_mask` has gaps).
+2. The worker fills a `Rollout`, signs it (`sign`), and sends a group as one Parquet file (inference/rollouts/parquet.py).
+3. Validator and orchestrator read the file. `validate` checks every field of an untrusted rollout, and `signature_ok` that
+   the key in `worker` signed it.
 
-Left out: `prompt` and `completion` as text (a tokenizer makes them from tokens, and a mismatch would be one more lie
-to check).
+Left out: prompt and completion as text. A tokenizer makes them from the tokens, and a mismatch would need a check.
 
 No jax here: a worker starts in a second.
 """
@@ -30,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
-MAX_ROUTED_BYTES = 2**27  # per stream; 16,000 tokens of 48 layers with 8 experts each take 6 MB
+MAX_ROUTED_BYTES = 2**27  # per stream: 16,000 tokens of 48 layers with 8 experts each take 6 MB
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
@@ -38,12 +36,12 @@ LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 
 @dataclasses.dataclass(frozen=True)
 class TaskRef:
-    """Which problem: anyone with the environment can build it again from these four."""
+    """The name of a task: the environment can build the task again from these four fields."""
 
     env: str
-    index: int  # of the problem in the environment's data
-    group: int  # streams of one group share a problem and are compared with one another
-    seed: int  # of a procedurally generated problem
+    index: int  # of the task in the environment's data
+    group: int  # rollouts of one group have the same task, and their rewards are compared
+    seed: int  # of a procedurally generated task
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # == on arrays has no single truth value; compare `digest`s
@@ -55,7 +53,7 @@ class Rollout:
 
     tokens: np.ndarray  # int32 [T] prompt + completion, one token stream
     sampled_mask: np.ndarray  # bool [T], True where the policy sampled the token; never at position 0
-    logprobs: np.ndarray  # float32 [T], behaviour logprob at the sampling temperature; 0 where not sampled
+    logprobs: np.ndarray  # float32 [T], behavior logprob at the sampling temperature; 0 where not sampled
     versions: np.ndarray  # int32 [T], policy version that sampled the token, or at prompt positions prefilled it
     temperature: float
     seed: int  # uint32: the sampling noise is a function of (seed, position)
@@ -63,7 +61,7 @@ class Rollout:
     sample: int  # 0 .. G-1 inside the group
     step: int  # training step (batch) this rollout was generated for
     reward: float
-    rewards: dict[str, float]  # named parts, for the reader; `reward` is what counts
+    rewards: dict[str, float]  # reward components by name, for information; only `reward` is trained on
     finish_reason: str  # "stop" | "length"
     proofs: bytes  # toploc.join of the proofs of the sampled rows
     worker: str  # hex of the ed25519 public key; "" until signed
@@ -77,7 +75,7 @@ class Rollout:
 
 
 def validate(rollout: Rollout) -> str | None:
-    """None, or the first rule broken as "field: rule, what was found". Total: it never raises."""
+    """Returns the first broken rule as "field: rule, got value", or None. Never raises, for any argument."""
     if not isinstance(rollout, Rollout):
         return f"rollout: must be a Rollout, got {type(rollout).__name__}"
     return _array_error(rollout) or _scalar_error(rollout)
@@ -88,31 +86,38 @@ def validate(rollout: Rollout) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerKey:
-    """A worker's ed25519 identity. `worker` (hex of the public key) is its name everywhere."""
+    """A worker's ed25519 key pair."""
 
     private: ed25519.Ed25519PrivateKey = dataclasses.field(repr=False)
 
     @property
     def worker(self) -> str:
+        """The worker's name everywhere: its public key in hex."""
         return self.private.public_key().public_bytes_raw().hex()
 
     @classmethod
     def generate(cls) -> "WorkerKey":
+        """Creates a random key."""
         return cls(ed25519.Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "WorkerKey":
+        """Reads a key file. Raises ValueError if it is not an unencrypted ed25519 PEM file."""
         data = pathlib.Path(path).read_bytes()
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            raise ValueError(f"{path} is not an unencrypted PEM private key: {error}") from error
+            raise ValueError(
+                f"worker key {path} is not an unencrypted PEM private key ({error}); name another file"
+            ) from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
-            raise ValueError(f"{path} holds {type(private).__name__}; a worker key is ed25519")
+            raise ValueError(
+                f"worker key {path} is a {type(private).__name__}, but a worker key is ed25519; name another file"
+            )
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:
-        """PKCS8 PEM, readable by the owner only. FileExistsError rather than the loss of an older identity."""
+        """Writes a PKCS8 PEM file that only the owner can read. Raises FileExistsError rather than overwrite a key."""
         data = self.private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -122,7 +127,7 @@ class WorkerKey:
 
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
-    """The rollout under the key's name. ValueError for one that `validate` refuses: nobody could use it."""
+    """Returns the rollout with the key's name and signature. Raises ValueError if `validate` rejects it."""
     rollout = dataclasses.replace(rollout, worker=key.worker, signature=b"")
     if reason := validate(rollout):
         raise ValueError(f"rollout cannot be signed: {reason}")
@@ -130,7 +135,7 @@ def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
 
 
 def signature_ok(rollout: Rollout) -> bool:
-    """Whether the key named in `worker` signed exactly this rollout. Total: False for anything malformed."""
+    """Returns True if the key in `worker` signed exactly this rollout. Never raises: False for malformed ones."""
     if validate(rollout) or not rollout.signature:
         return False
     try:
@@ -142,11 +147,11 @@ def signature_ok(rollout: Rollout) -> bool:
 
 
 def digest(rollout: Rollout) -> bytes:
-    """SHA-256 of every field but `signature`, of a valid rollout.
+    """The SHA-256 of every field but `signature` of a valid rollout.
 
-    The preimage is "intellax/rollout/1", then per field, in the order below: name and payload, each behind its
-    length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian; `rewards` is
-    (name, value) sorted by name. `routed_experts`, its shape before its elements, is there only if it is claimed.
+    The preimage is "intellax/rollout/1", then name and payload of each field, in the order below, each preceded by its
+    length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
+    (name, value) sorted by name. `routed_experts`, shape before elements, is included only if it is set.
     """
     task = rollout.task
     parts = sorted((name.encode(), float(value)) for name, value in rollout.rewards.items())
@@ -182,12 +187,13 @@ def _framed(payload: bytes) -> bytes:
 
 
 def num_bytes(rollout: Rollout) -> int:
-    """Of what grows with its length: 13 per token, the proofs, the experts."""
+    """The bytes of the fields that grow with the length: 13 per token, the proofs, the experts."""
     experts = 0 if rollout.routed_experts is None else rollout.routed_experts.nbytes
     return 13 * len(rollout.tokens) + len(rollout.proofs) + experts
 
 
 def little_endian(array: np.ndarray) -> bytes:
+    """Returns the elements of an array as little-endian bytes."""
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
 
 
@@ -205,9 +211,9 @@ def _array_error(rollout: Rollout) -> str | None:
     if len(rollout.tokens) > MAX_TOKENS:
         return f"tokens: at most {MAX_TOKENS}, got {len(rollout.tokens)}"
     if not rollout.sampled_mask.any():
-        return "sampled_mask: must have at least one True, or there is nothing to learn from"
+        return "sampled_mask: must have at least one True, because only sampled tokens are trained on"
     if rollout.sampled_mask[0]:
-        return "sampled_mask: position 0 cannot be sampled, nothing came before it"
+        return "sampled_mask: position 0 cannot be sampled, because no token precedes it"
     for name in ("tokens", "versions"):
         if (lowest := int(getattr(rollout, name).min())) < 0:
             return f"{name}: must be >= 0, got {lowest}"
@@ -221,7 +227,7 @@ def _array_error(rollout: Rollout) -> str | None:
 
 
 def _experts_error(rollout: Rollout) -> str | None:
-    """Of form alone: a record does not say which model it is of."""
+    """Checks the format of `routed_experts`. Layer and expert counts are not checked: a rollout does not name its model."""
     experts = rollout.routed_experts
     if experts is None:
         return None
@@ -284,7 +290,7 @@ def _is_name(value) -> bool:
 
 
 def _shown(value) -> str:
-    """repr, where that is short and cannot fail (it does for an int of 5000 digits)."""
+    """Returns a short repr that cannot fail (repr of an int of 5000 digits does)."""
     if isinstance(value, str | bytes):
         return repr(value[:80])
     if isinstance(value, numbers.Integral) and abs(int(value)) >= 2**64:

@@ -23,7 +23,7 @@ Left out: starting the next call before this one's tokens are read. The host nee
 
 import collections
 import concurrent.futures
-import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -57,20 +57,6 @@ class Closed(RuntimeError):
 
 class Fault(RuntimeError):
     """Raised when the engine could not finish a request: a number is not finite, or the device failed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    params: transformer.Params
-    version: int
-    done: concurrent.futures.Future
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pause:
-    is_paused: bool
-    clear_prefixes: bool
-    done: concurrent.futures.Future
 
 
 class Scheduler:
@@ -141,15 +127,15 @@ class Scheduler:
 
         Returns a future of the version, set once it is in force. Raises Closed as `submit` does.
         """
-        return self._send(lambda done: _Update(params, version, done))
+        return self._send(functools.partial(self._set_weights, params, version))
 
     def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
         """Stops decoding and keeps every sequence and its keys. The future is set once no call runs."""
-        return self._send(lambda done: _Pause(True, clear_prefixes, done))
+        return self._send(functools.partial(self._set_paused, True, clear_prefixes))
 
     def resume(self) -> concurrent.futures.Future:
         """Continues after `pause`. The future is set once the scheduler has resumed."""
-        return self._send(lambda done: _Pause(False, False, done))
+        return self._send(functools.partial(self._set_paused, False, False))
 
     def close(self, drain_s: float = 0.0) -> None:
         """Rejects new requests, waits up to `drain_s` for pending ones, fails the rest, and ends the thread."""
@@ -190,12 +176,13 @@ class Scheduler:
         """The fraction of the slots' positions that contain a token, 0 to 1."""
         return self._slots.usage()
 
-    def _send(self, message: Callable) -> concurrent.futures.Future:
+    def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
+        """Queues an action for the scheduler's thread; the returned future gives the version after it."""
         done: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
             if self._is_closing:
                 raise Closed("the server is shutting down")
-            self._inbox.put(message(done))
+            self._inbox.put((action, done))
         return done
 
     def _forget(self, future):
@@ -215,8 +202,9 @@ class Scheduler:
                 self._is_closing = True
             self._fail_all(Closed("the server stopped before the request was finished"))
             while not self._inbox.empty():
-                if (message := self._inbox.get()) not in (_STOP, _WAKE):
-                    future = message.future if isinstance(message, sequence_lib.SequenceGroup) else message.done
+                message = self._inbox.get()
+                if message is not _STOP and message is not _WAKE:
+                    future = message.future if isinstance(message, sequence_lib.SequenceGroup) else message[1]
                     sequence_lib.fail(future, Closed("the server is shutting down"))
 
     def _turn(self) -> bool:
@@ -261,16 +249,21 @@ class Scheduler:
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())
                 wait_s = window_s if is_idle and not self.is_paused else 0.0
-            elif message is not _WAKE and message.done.set_running_or_notify_cancel():  # not cancelled meanwhile
-                if isinstance(message, _Update):
-                    self._params, self.version = message.params, message.version
-                    self._waiting.restart()
-                    self.stats["weight_updates"] += 1
-                else:
-                    self.is_paused = message.is_paused
-                    if message.clear_prefixes:
-                        self._waiting.clear_prefixes()
-                message.done.set_result(self.version)
+            elif message is not _WAKE:
+                action, done = message
+                if done.set_running_or_notify_cancel():  # not cancelled meanwhile
+                    action()
+                    done.set_result(self.version)
+
+    def _set_weights(self, params: transformer.Params, version: int) -> None:
+        self._params, self.version = params, version
+        self._waiting.restart()
+        self.stats["weight_updates"] += 1
+
+    def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
+        self.is_paused = is_paused
+        if clear_prefixes:
+            self._waiting.clear_prefixes()
 
     def _drop_done(self) -> None:
         """Removes requests that were cancelled or failed, from the queue and from slots."""

@@ -126,9 +126,8 @@ class StepOutput:
         if not sequence.completion.finish_reason or after % size == 0:
             return
         if is_end_unseen:  # so the device has not reduced this window
-            where = (np.array([value], np.int32) for value in (slot, after // size, after % size))
-            indices, bits = map(np.asarray, self._engine.top_values(self._state, *where))
-            self._windows.append(_Window(sequence, after % size, indices[0], bits[0]))
+            tops = self._engine.top_values(self._state, slot, after // size, after % size)
+            self._windows.append(_Window(sequence, after % size, *tops))
         else:
             indices, bits = self._engine.read_proofs(self._result)
             self._windows.append(_Window(sequence, after % size, indices[1, slot], bits[1, slot]))

@@ -97,8 +97,7 @@ def test_one_slot_of_either_lane(slot):
         state, result = one.generate(one.load_params(), state)
         tokens, logprobs, counts = one.read(result)
         assert counts.tolist() == [8 * (n == where) for n in range(len(counts))]
-        values = one.top_values(state, *(np.array([x], np.int32) for x in (where, 0, 5)))
-        got.append((tokens[where], logprobs[where], *(np.asarray(x)[0] for x in values)))
+        got.append((tokens[where], logprobs[where], *one.top_values(state, where, 0, 5)))
         stopped = np.full((len(counts),), len(counts), np.int32)
         stopped[0] = where
         state, result = one.generate(one.load_params(), one.deactivate(state, stopped))

@@ -15,7 +15,7 @@ from inference.engine import sampler
 
 noise = jax.jit(sampler.noise, static_argnums=2)
 scores = jax.jit(sampler.scores)
-sample = jax.jit(sampler.sample)
+sample = jax.jit(lambda logits, position, how: sampler.draw(sampler.scores(logits, how), position, how))
 
 
 def sampling(size, *, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
