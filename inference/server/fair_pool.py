@@ -1,10 +1,10 @@
-"""A few threads for work of many parties, taken in turn: who hands in much, or what takes long, keeps itself waiting.
+"""A thread pool that is shared fairly: a client that submits many calls, or slow ones, delays only itself.
 
-1. `submit(party, ...)` queues a call behind the others of its party.
-2. A free thread takes the first call of the party whose turn it is, and that party goes to the end of the line.
-3. A party may hold as many threads as it leaves free: one alone holds half of them, and who comes new finds one.
+1. `submit(client, ...)` appends a call to the client's own queue.
+2. A free thread takes the first call of the next client in round-robin order.
+3. A client may occupy as many threads as it leaves free: one client alone occupies half of them, and a new one finds one.
 
-It bounds what a party can do to others, not what a thousand parties can.
+This limits the effect of one client on others, but not that of a thousand clients together.
 """
 
 import collections
@@ -14,63 +14,63 @@ from concurrent import futures
 
 
 class FairPool:
-    """`num_threads` threads, which end with the process or by `close`. Any thread may call."""
+    """A pool of `num_threads` threads, which end with `close` or with the process. All methods are thread-safe."""
 
     def __init__(self, num_threads: int, name: str):
         self._changed = threading.Condition()
-        self._waiting: dict[str, collections.deque] = {}  # whose turn it is comes first
-        self._held: collections.Counter[str] = collections.Counter()
+        self._queues: dict[str, collections.deque] = {}  # the next client comes first
+        self._num_running: collections.Counter[str] = collections.Counter()
         self._num_free, self._is_closed = num_threads, False
         for i in range(num_threads):
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True).start()
 
-    def submit(self, party: str, function: Callable, *args) -> futures.Future:
-        """`function(*args)` later, in a thread; the future has its result or what it raised."""
+    def submit(self, client: str, function: Callable, *args) -> futures.Future:
+        """Queues `function(*args)` and returns a future of its result or exception; cancelled if the pool is closed."""
         future = futures.Future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
             else:
-                self._waiting.setdefault(party, collections.deque()).append((future, function, args))
+                self._queues.setdefault(client, collections.deque()).append((future, function, args))
                 self._changed.notify()
         return future
 
     def close(self) -> None:
-        """What is queued is cancelled; what runs is not waited for."""
+        """Cancels queued calls. Does not wait for running ones."""
         with self._changed:
             self._is_closed = True
-            for queue in self._waiting.values():
+            for queue in self._queues.values():
                 for future, *_ in queue:
                     future.cancel()
-            self._waiting.clear()
+            self._queues.clear()
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
-                if self._is_closed:
+                client = self._next()
+                if client is None:  # closed
                     return
-                party = self._next()
-                queue = self._waiting.pop(party)
+                queue = self._queues.pop(client)
                 future, function, args = queue.popleft()
                 if queue:
-                    self._waiting[party] = queue
-                self._held[party] += 1
+                    self._queues[client] = queue
+                self._num_running[client] += 1
                 self._num_free -= 1
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(*args))
-                except BaseException as error:  # who waits for the future hears of it
+                except BaseException as error:  # raised again where the future is awaited
                     future.set_exception(error)
-            del future, function, args  # they may hold much, and the next turn may be far
+            del future, function, args  # they may be large, and the next call may come late
             with self._changed:
                 self._num_free += 1
-                self._held[party] -= 1
-                if not self._held[party]:
-                    del self._held[party]
+                self._num_running[client] -= 1
+                if not self._num_running[client]:
+                    del self._num_running[client]
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """Whose turn it is; None where nobody may have one."""
-        return next((party for party in self._waiting if self._held[party] < max(1, self._num_free)), None)
+        """Returns the client whose call is next, or None if no client may occupy another thread."""
+        return next((client for client in self._queues if self._num_running[client] < max(1, self._num_free)), None)

@@ -1,8 +1,9 @@
-"""Chat templates: the embedded one, and the sandbox in which a checkpoint's own is run.
+"""Compiles chat templates: the embedded ChatML template, and those of checkpoints.
 
-1. `environment` gives a template what transformers gives it; the clock, `strftime_now`, comes with the messages, as a run has a
-   day of its own (models/text/tokenizer.py). A template is somebody else's code: it runs in jinja2's sandbox.
-2. `{% generation %}` blocks, in which a template puts what the assistant writes, come out between two private-use characters.
+1. A template comes with a downloaded checkpoint and is untrusted code: it runs in jinja2's sandbox.
+2. It gets the same functions and filters as in transformers. The clock, `strftime_now`, is passed with the messages,
+   because a run can fix its date (models/text/tokenizer.py).
+3. `{% generation %}` blocks, which mark the assistant's text, are rendered between two private-use characters.
 """
 
 import functools
@@ -12,10 +13,11 @@ import re
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
-# Qwen's turns, with two differences: the reasoning of earlier turns stays, so that a conversation only ever grows
-# at its end and a later turn can reuse the sampled ids; and no empty <think> block, as each byte is a token here.
+# Qwen's format with two differences. The reasoning of earlier turns stays, so a conversation only grows at its end and a
+# later turn can reuse the sampled ids. There is no empty <think> block, because each byte is a token here.
 CHATML = r"""
 {%- if tools or messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' }}
@@ -64,12 +66,13 @@ CHATML = r"""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant writes, put between two private-use characters."""
+    """Jinja extension: renders the body of `{% generation %}...{% endgeneration %}` between two marker characters."""
 
     tags = {"generation"}
     TAG = re.compile(r"{%-?\s*generation\b")
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Returns the body's nodes, between the outputs of `generation_opener` and `generation_closer`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         opener, closer = (
@@ -81,18 +84,13 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(16)
 def compiled(text: str) -> jinja2.Template:
-    """The template of a text, ready to render."""
-    return environment().from_string(text)
-
-
-def environment() -> jinja2.Environment:
-    """What transformers gives a chat template, but for the clock; sandboxed, as a template is somebody else's code."""
+    """Returns the compiled template of a text. Raises jinja2.TemplateError if its syntax is wrong."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json  # jinja's own escapes <, > and & for HTML
     environment.globals["raise_exception"] = _raise
-    return environment
+    return environment.from_string(text)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
@@ -100,4 +98,4 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 
 def _raise(message: str):
-    raise ValueError(f"the chat template refuses the messages: {message}")
+    raise ValueError(f"the chat template rejects the messages: {message}")

@@ -1,13 +1,14 @@
-"""What gpt-oss writes: messages, each on a channel and maybe to a tool, in OpenAI's harmony format.
+"""Splits gpt-oss completions, which are in OpenAI's harmony format, into messages.
 
     <|channel|>analysis<|message|>They want a sum.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 
-1. The prompt ends with `<|start|>assistant`, so that a completion begins inside the header of its first message.
-2. A header names the channel ("analysis" is reasoning, "commentary" and "final" are said) and, before or behind it, the recipient.
-3. A message ends with <|end|>, with <|call|> for a tool to answer, or with <|return|>.
+1. The prompt ends with `<|start|>assistant`, so a completion begins inside the header of its first message.
+2. A header names the channel: "analysis" is reasoning, "commentary" and "final" are for the user. The recipient of a tool
+   call comes before or after it.
+3. A message ends with <|end|>, a tool call with <|call|>, the last message with <|return|>.
 
-Its structure is spelled by special tokens: they have to stand in the text that is read here (`Tokenizer.text_stream`).
+The structure is made of special tokens, so the text must contain them (`Tokenizer.text_stream(structured=True)`).
 """
 
 import dataclasses
@@ -21,15 +22,17 @@ _END = re.compile("|".join(map(re.escape, ENDS)))
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    channel: str  # "" before the header is whole, and of what has none
-    recipient: str  # of a call: "functions.NAME", or a tool that the model was trained with; "": the user
+    """One harmony message, possibly unfinished."""
+
+    channel: str  # "" if the header is unfinished or names none
+    recipient: str  # of a tool call: "functions.NAME", or a tool that the model was trained with; "" for the user
     body: str
-    is_whole: bool  # False: more of it may follow
-    text: str  # header and body as they are spelled
+    is_complete: bool  # False if more of it may follow
+    text: str  # header and body as they were spelled
 
 
 def split(text: str) -> list[Message]:
-    """The messages of a completion. What is no harmony at all is one without a channel."""
+    """Returns the messages of a completion. Text that is not in harmony format becomes one message without a channel."""
     *before, last = text.split(START)
     return [*(_message(piece, True) for piece in before), _message(last, False)]
 
@@ -44,6 +47,6 @@ def _message(piece: str, is_followed: bool) -> Message:
         channel=channel[1] if begun and channel else "",
         recipient=recipient[1] if begun and recipient else "",
         body=body if begun or CHANNEL in text else text,
-        is_whole=is_followed or end is not None,
+        is_complete=is_followed or end is not None,
         text=(piece[: end.end()] if end else piece).removeprefix("assistant"),
     )

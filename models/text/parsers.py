@@ -1,22 +1,23 @@
-"""Reading an assistant's text: reasoning, content and tool calls, in the formats of four families.
+"""Parses an assistant's text into reasoning, content, and tool calls, in the formats of four model families.
 
-1. `detect_format` finds from a chat template how the model was taught to spell a call:
+1. `detect_format` finds from a chat template how the model was taught to write a tool call:
    chatml   Qwen, Hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
    glm      GLM-4.5        <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>
-   llama    Llama 3        the whole answer is {"name": ..., "parameters": {...}}, several parted by ";"
-   harmony  gpt-oss        messages on channels, calls among them (models/text/harmony.py)
-2. `parse` reads a finished text. What is malformed is no error: it stays in the content.
-3. `parse(..., final=False)` reads a text that still grows, and gives only what no continuation can change: what it gave
-   for a text is the beginning of what it gives for any longer one. A server streams the difference.
+   llama    Llama 3        the whole completion is {"name": ..., "parameters": {...}}, several separated by ";"
+   harmony  gpt-oss        messages on channels, some of which are calls (models/text/harmony.py)
+2. `parse` parses a finished text. Malformed parts raise nothing: they stay in the content.
+3. `parse(..., final=False)` parses a text that still grows, and returns only those parts that no continuation can change.
+   Each result begins with the results of all shorter texts, so a server can stream the difference.
 
-Reasoning stands between <think> and </think>, but for harmony's; a prompt may have opened it, then the text begins inside.
-Left out: grammars that force a call to be well formed; the arguments of a call while it is being written.
+Reasoning is between <think> and </think>, except in harmony. A prompt may end with <think>; the text then begins inside.
+Left out: grammars that force well-formed calls; the arguments of a call before it is complete.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from models.text import harmony
 
@@ -28,20 +29,24 @@ _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
+    """A call of one of the functions that the request offered."""
+
     name: str
     arguments: str  # JSON of an object
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    reasoning: str | None  # None: the text has no reasoning
+    """The parts of an assistant's text."""
+
+    reasoning: str | None  # None if the text has no reasoning
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
 
 
 def detect_format(template: str) -> str:
-    """One of FORMATS; chatml where the template knows of no tools."""
+    """Returns the tool call format of a chat template: one of FORMATS, "chatml" if the template does not mention tools."""
     if harmony.CHANNEL in template:
         return "harmony"
     if "<arg_key>" in template:
@@ -60,15 +65,16 @@ def parse(
     in_reasoning: bool | None = None,
     final: bool = True,
 ) -> Parsed:
-    """Reads an assistant's text without its stop token.
+    """Parses an assistant's text, which must not contain the stop token.
 
     Args:
+      text: the completion, decoded.
       call_format: one of FORMATS.
-      tools: as OpenAI's API has them; their schemas tell GLM's strings from its numbers.
+      tools: in the form of OpenAI's API; GLM's format needs their schemas to distinguish strings from numbers.
       read_calls: False leaves calls in the content, for a request without tools.
-      in_reasoning: whether the prompt ended with an opened <think>; None: unknown, then </think> alone tells it in
-        the end. Say which where a growing text is read.
-      final: False if the text may go on.
+      in_reasoning: True if the prompt ended with <think>. None if unknown: a </think> without <think> then decides, but
+        only in a finished text, so pass True or False with `final=False`.
+      final: False if the text may grow.
     """
     if call_format == "harmony":
         return _read_harmony(text, read_calls, final)
@@ -87,12 +93,12 @@ def parse(
 
 
 def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple[str | None, str | None]:
-    """(reasoning, the text after it); None for the second while that has not begun."""
+    """Returns (reasoning, text after it). The second is None while the reasoning has not ended."""
     stripped = text.lstrip()
     if not final and len(stripped) < len(THINK) and THINK.startswith(stripped):
         return None, None  # may become <think>
     if not in_reasoning and not stripped.startswith(THINK):
-        # The end alone, in a finished text, is of a block that the prompt opened without our being told.
+        # A lone </think> in a finished text closes a block that the prompt opened.
         if not (in_reasoning is None and final and END_THINK in text):
             return None, text
     before, end, after = text.partition(END_THINK)
@@ -103,11 +109,11 @@ def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple
         return reasoning.rstrip("\n"), after if after or final else None
     if final:
         return reasoning.rstrip("\n"), ""
-    return without_start_of(END_THINK, reasoning).rstrip("\n"), None
+    return without_partial(reasoning, (END_THINK,)).rstrip("\n"), None
 
 
-def _split_marked(text: str, read, final: bool) -> tuple[str, list[Call]]:
-    """Takes the calls between markers out of the text."""
+def _split_marked(text: str, read: Callable[[str], ToolCall | None], final: bool) -> tuple[str, list[ToolCall]]:
+    """Returns (content, calls): `read` parses the text between two markers and returns None if it is malformed."""
     content, calls, at = [], [], 0
     while True:
         start = text.find(OPEN, at)
@@ -124,17 +130,17 @@ def _split_marked(text: str, read, final: bool) -> tuple[str, list[Call]]:
         at = stop
     rest = text[at:]
     if not final:
-        rest = rest[: start - at] if start >= 0 else without_start_of(OPEN, rest)
-        rest = rest.removesuffix("\n")  # a call that follows would swallow it
+        rest = rest[: start - at] if start >= 0 else without_partial(rest, (OPEN,))
+        rest = rest.removesuffix("\n")  # a call that follows would remove it
     content.append(rest)
     return "".join(content), calls
 
 
-def _read_chatml(inside: str) -> Call | None:
+def _read_chatml(inside: str) -> ToolCall | None:
     return _read_json_call(_load(inside), ("arguments",))
 
 
-def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> Call | None:
+def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
     name = re.split(r"\n|<arg_key>", inside.strip(), maxsplit=1)[0].strip()
     rest = inside.strip()[len(name) :]
     if not name or "<" in name or "{" in name or _GLM_PAIR.sub("", rest).strip():
@@ -146,11 +152,11 @@ def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> Call | None:
         is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         loaded = None if is_text else _load(value)
         arguments[key] = value if is_text or (loaded is None and value.strip() != "null") else loaded
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _split_llama(text: str, final: bool) -> tuple[str, list[Call]]:
-    """The whole text is calls, or none of it is."""
+def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
+    """Returns (content, calls), one of them empty: the whole text consists of calls, or it has none."""
     body = text.strip().removeprefix(PYTHON_TAG).strip()
     if not final:
         may_be_call = body.startswith("{") or not body or PYTHON_TAG.startswith(text.strip())
@@ -165,40 +171,36 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[Call]]:
         if call is None:
             return text, []
         calls.append(call)
-        at = end + len(re.match(r"[\s;]*", body[end:])[0])
+        at = len(body) - len(re.sub(r"\A[\s;]*", "", body[end:]))
     return ("" if calls else text), calls
 
 
 def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
-    """Messages of one kind are parted by a line."""
-    reasoning, said, calls = [], [], []
+    """Joins messages of one kind with newlines."""
+    reasoning, content, calls = [], [], []
     for message in harmony.split(text):
-        is_whole = message.is_whole or final
-        body = message.body if is_whole else _without_start_of_any(harmony.STRUCTURE, message.body)
+        is_complete = message.is_complete or final
+        body = message.body if is_complete else without_partial(message.body, harmony.STRUCTURE)
         if message.recipient:
-            call = _read_harmony_call(message) if is_whole and read_calls else None
+            call = _read_harmony_call(message) if is_complete and read_calls else None
             calls += [call] if call else []
-            said += [message.text] if is_whole and call is None else []
+            content += [message.text] if is_complete and call is None else []
         elif message.channel == "analysis":
             reasoning.append(body)
-        elif message.channel or is_whole:  # else a header may follow
-            said.append(body)
+        elif message.channel or is_complete:  # else a header may follow
+            content.append(body)
     thought = "\n".join(filter(None, reasoning)) if reasoning else None
-    return Parsed(thought, "\n".join(filter(None, said)), tuple(calls))
+    return Parsed(thought, "\n".join(filter(None, content)), tuple(calls))
 
 
-def _read_harmony_call(message: harmony.Message) -> Call | None:
+def _read_harmony_call(message: harmony.Message) -> ToolCall | None:
     arguments = _load(message.body)
     if not isinstance(arguments, dict):
         return None
-    return Call(message.recipient.removeprefix("functions."), json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(message.recipient.removeprefix("functions."), json.dumps(arguments, ensure_ascii=False))
 
 
-def _without_start_of_any(markers: Sequence[str], text: str) -> str:
-    return min((without_start_of(marker, text) for marker in markers), key=len)
-
-
-def _read_json_call(value, names: tuple[str, ...]) -> Call | None:
+def _read_json_call(value: Any, names: tuple[str, ...]) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = next((value[name] for name in names if name in value), {} if names == ("arguments",) else None)
@@ -206,11 +208,11 @@ def _read_json_call(value, names: tuple[str, ...]) -> Call | None:
         arguments = _load(arguments)  # an object spelled as a string
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
-    """Function name -> its parameters' schemas; whatever is not as it should be is left out."""
+    """Returns {function name: schemas of its parameters}, without malformed tools."""
     schemas = {}
     for tool in tools or ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
@@ -221,17 +223,17 @@ def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
     return schemas
 
 
-def _load(text: str):
-    """The JSON value, or None: a model may write anything here, ten thousand brackets included."""
+def _load(text: str) -> Any:
+    """Returns the JSON value, or None for text that is not JSON. A model may write anything, such as 10,000 brackets."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def without_start_of(marker: str, text: str) -> str:
-    """`text` less a tail that may become `marker`."""
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-size:]):
+def without_partial(text: str, markers: Sequence[str]) -> str:
+    """Returns `text` without the longest tail that could grow into one of `markers`."""
+    for size in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
+        if any(len(marker) > size and marker.startswith(text[-size:]) for marker in markers):
             return text[:-size]
     return text

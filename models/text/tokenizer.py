@@ -1,20 +1,18 @@
-"""Text to token ids and back, and chat messages to token ids and back, with `tokenizers` and `jinja2` alone.
+"""Converts text and chat messages to token IDs and back, with `tokenizers` and `jinja2` alone.
 
-1. `byte_chatml()` builds the embedded tokenizer in memory: id == byte value for 0..255, then ChatML's specials, then
-   markers for reasoning and tools. `load` reads it, or the folder of any Hugging Face checkpoint; `save` writes one.
-2. `Tokenizer.render` runs the chat template over messages whose text cannot close or open a turn (models/text/special_tokens.py): every
-   special token spelled inside a caller's string is broken with a private-use character before the template sees it; the
-   rendered text is cut at the specials that remain, which only the template can have written; the breaks are
-   removed and what lies between is encoded as plain text.
-3. The same private-use trick marks `{% generation %}` blocks, so the assistant mask falls out of the same cut. In a template
-   without such blocks (Qwen3's own) an answer begins where the template has opened the assistant's turn, and ends with the next
-   stop token; the text is cut at both, as it is when an answer is sampled.
-4. `Tokenizer.parse` reads sampled ids back into an assistant message: reasoning, content, tool calls (parsers.py).
-5. `Tokenizer.bridge` appends new messages to the ids of a turn as they were sampled: nothing is rendered again, so a
-   conversation trains on exactly the ids that it was made of.
+1. `byte_chatml()` builds the embedded tokenizer in memory: IDs 0..255 are bytes, then come ChatML's special tokens, then
+   markers for reasoning and tools. `load` returns it, or the tokenizer of a Hugging Face folder; `save` writes a folder.
+2. `Tokenizer.render` runs the chat template over messages whose text cannot open or close a turn: special tokens spelled
+   in a caller's strings are escaped first (models/text/special_tokens.py). The rendered text is then split at its special
+   tokens, and the text between them is encoded as plain text.
+3. `{% generation %}` blocks give the assistant mask. In a template without them (Qwen3's own), a completion begins where the
+   template has opened the assistant's turn, and ends with the next stop token. The text is split at both, as in sampling.
+4. `Tokenizer.parse` parses sampled IDs into an assistant message: reasoning, content, tool calls (parsers.py).
+5. `Tokenizer.bridge` appends new messages to the IDs of a turn as they were sampled. Nothing is rendered again, so a
+   conversation trains on exactly the IDs that it consisted of.
 
-Left out: transformers (126 MB for what 300 lines do); SentencePiece-style tokenizers, whose result depends on where a
-text is cut (refused by `load`).
+Left out: transformers (126 MB instead of 300 lines); SentencePiece-style tokenizers, whose IDs depend on where a text is
+split (rejected by `load`).
 """
 
 import codecs
@@ -35,19 +33,23 @@ from tokenizers import models as tokenizer_models
 from models.text import chat_template as chat_template_lib
 from models.text import harmony, parsers, special_tokens, tokenizer_files
 
-BYTE_CHATML = "byte_chatml"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
+    """A conversation as token IDs."""
+
     token_ids: list[int]
-    assistant_mask: list[bool]  # True where the assistant would produce the token: its text and the closing special
+    assistant_mask: list[bool]  # True for tokens that the assistant would sample, its stop token included
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """`model` never makes a special id out of text; `specials` (text -> id) are put in by the methods below."""
+    """A tokenizer with its chat template.
+
+    `model` never encodes text as a special token; the methods insert the IDs of `specials` ({text: ID}) themselves.
+    """
 
     model: tokenizers.Tokenizer
     specials: dict[str, int]
@@ -55,50 +57,53 @@ class Tokenizer:
     pad_id: int
     eos_id: int
     stop_ids: tuple[int, ...]  # eos_id first
-    named: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # of tokenizer_folder.NAMES; templates write `{{ bos_token }}`
-    tool_template: str | None = None  # instead of `chat_template` where there are tools
-    date: datetime.date | None = None  # the day that a template is told; None: today's
+    # {name in templates, such as "bos_token": text of the token}, see tokenizer_files.NAMES
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tool_template: str | None = None  # replaces `chat_template` when there are tools
+    date: datetime.date | None = None  # returned by the template's clock; None for today
 
     @property
     def vocab_size(self) -> int:
-        return max(self.model.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        """The largest ID plus 1."""
+        return max(self.model.get_vocab(with_added_tokens=True).values()) + 1  # IDs may have gaps
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`; the spelling of a special token is plain text unless `special`."""
+        """Returns the IDs of `text`. A special token in it is plain text, unless `special`.
+
+        Raises ValueError for a string that UTF-8 cannot encode.
+        """
         if not special:
             try:
                 return self.model.encode(text, add_special_tokens=False).ids
-            except TypeError as error:  # JSON may carry half a surrogate pair, which no UTF-8 spells
-                raise ValueError(f"{text!r} is not text; send a string without lone surrogates") from error
+            except TypeError as error:  # JSON may contain half a surrogate pair
+                raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
         ids = []
-        for piece in self._breaks.cut.split(text):
+        for piece in self._escaper.special.split(text):
             ids += [self.specials[piece]] if piece in self.specials else self.encode(piece)
         return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a prompt that is plain text: with what the tokenizer puts around a sequence (Llama's and Gemma's first token)."""
-        self.encode(text)  # refuses what is no text
+        """Returns the IDs of a plain-text prompt, with the tokens that the tokenizer adds to a sequence (Llama's first token)."""
+        self.encode(text)  # raises ValueError for invalid Unicode
         return self.model.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids past the vocabulary (padded rows) nothing."""
+        """Returns the text of `ids`. Invalid UTF-8 becomes U+FFFD; IDs past the vocabulary (padded rows) are skipped."""
         return self.model.decode(list(ids), skip_special_tokens=skip_special)
 
     def text_stream(self, *, structured: bool = False) -> "TextStream":
-        """Text of ids that come a few at a time; `structured`: with what `parsers.parse` needs to see of an answer."""
+        """Returns an incremental decoder. `structured` keeps the special tokens that `parsers.parse` needs."""
         return TextStream(self, self._unstructured_ids if structured else self.special_ids)
 
     def structured_text(self, ids: Sequence[int]) -> str:
-        """Text of a whole answer for `parsers.parse`: without specials, but for those that its format is made of."""
+        """Returns the text of a completion for `parsers.parse`: its only special tokens are those of its message format."""
         if self._unstructured_ids == self.special_ids:
             return self.decode(ids)
         return self.decode([id for id in ids if id not in self._unstructured_ids], skip_special=False)
 
     def token_bytes(self, id: int) -> bytes:
-        """What one id spells, specials included; nothing for an id past the vocabulary."""
-        return self._spelled.get(id, b"")
+        """Returns the UTF-8 bytes of one token, special tokens included; empty for an ID past the vocabulary."""
+        return self._bytes_by_id.get(id, b"")
 
     def render(
         self,
@@ -108,14 +113,19 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         variables: Mapping | None = None,
     ) -> Rendered:
-        """Ids of a conversation; `variables` are more names for the template (`enable_thinking`, ...).
+        """Renders a conversation to token IDs.
 
-        Raises ValueError where the template refuses the messages.
+        Args:
+          messages: in the form of OpenAI's API; at least one.
+          add_generation_prompt: append the opening of the assistant's next turn.
+          tools: functions that the model may call, in the form of OpenAI's API.
+          variables: further variables for the template, such as `enable_thinking`.
+
+        Raises ValueError if the template rejects the messages, or there is no template for them.
         """
         if not messages:
-            raise ValueError("there are no messages to render; pass at least one {'role': ..., 'content': ...}")
+            raise ValueError("messages is empty; pass at least one {'role': ..., 'content': ...}")
         inputs, unused = self._template_inputs(messages, tools, variables)
-        breaker = inputs["breaker"]
         if chat_template_lib.Generation.TAG.search(self._template_text(tools)) is None:
             text = self._render_marked(inputs, add_generation_prompt, next(unused))
         else:
@@ -125,33 +135,35 @@ class Tokenizer:
             if block in (inputs["generation_opener"], inputs["generation_closer"]):
                 generated = block == inputs["generation_opener"]
                 continue
-            ids += self._encode_rendered(block, breaker)
+            ids += self._encode_rendered(block, inputs["escape"])
             mask += [generated] * (len(ids) - len(mask))
         return Rendered(ids, mask)
 
     def scored_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
-        """What is scored of a completion: its content. Reasoning that the prompt opened (QwQ's does) and that never ends is none."""
+        """Returns the text of a completion that an environment scores: its content, without reasoning.
+
+        If the prompt opened a reasoning block (as QwQ's do) and the completion does not close it, that is "".
+        """
         inside = True if self.opens_reasoning(prompt_ids) else None
         return self.parse(completion_ids, in_reasoning=inside)["content"]
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a completion begins inside a block of reasoning."""
+        """Returns True if a completion of this prompt begins inside a reasoning block."""
         return self.decode(prompt_ids[-16:]).rstrip().endswith(parsers.THINK)
 
     def parse(
         self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None, in_reasoning: bool | None = None
     ) -> dict:
-        """The assistant message that a completion spells, up to the first stop id.
+        """Returns a completion, up to its first stop token, as an assistant message in the form of OpenAI's API.
 
-        What is malformed is no error: a tool call that cannot be read stays in the content as text, and reasoning that
-        was cut off before its end is all reasoning. `tools` tell strings from numbers where the format does not;
-        `in_reasoning` says whether the prompt opened a block of reasoning, if that is known.
+        Malformed text raises nothing: a tool call that cannot be parsed stays in the content, and an unclosed reasoning
+        block is all reasoning. `tools` and `in_reasoning` are those of `parsers.parse`.
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
         text = self.structured_text(ids[:end])
         parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=in_reasoning)
-        message = {"role": "assistant"}
+        message: dict = {"role": "assistant"}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
         message["content"] = parsed.content
@@ -175,21 +187,21 @@ class Tokenizer:
         tools: Sequence[Mapping] | None = None,
         variables: Mapping | None = None,
     ) -> list[int] | None:
-        """Ids of the next turn's prompt: those of this turn as they are, then `messages` and the generation prompt.
+        """Returns the IDs of the next turn's prompt: this turn's IDs unchanged, then `messages` and the generation prompt.
 
-        `messages` are what came after the completion (user or tool turns). A completion that was cut off is closed as
-        the template closes a turn. None where the ids cannot simply go on: the completion ended with a stop id that
-        does not open what follows, or the template joins the two texts; then render the whole conversation.
+        `messages` are the user or tool turns after the completion. A completion without a stop token is closed as the
+        template closes a turn. Returns None if the IDs cannot be continued: the completion ended with another stop token
+        than the template's, or the template does not separate the turns. Render the whole conversation in that case.
         """
         inputs, unused = self._template_inputs(messages, tools, variables)
-        mark = next(unused)  # stands for the completion
+        mark = next(unused)  # in place of the completion
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
         text = self._render_text(inputs | {"messages": turn + inputs["messages"]}, True)
         marked, _, tail = text.rpartition(mark)
         tail = re.sub(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", "", tail)
-        if not marked or self._breaks.cut.match(tail) is None:
+        if not marked or self._escaper.special.match(tail) is None:
             return None
-        tail_ids = self._encode_rendered(tail, inputs["breaker"])
+        tail_ids = self._encode_rendered(tail, inputs["escape"])
         completion_ids = list(completion_ids)
         if completion_ids and completion_ids[-1] in self.stop_ids:
             if completion_ids[-1] != tail_ids[0]:
@@ -198,7 +210,7 @@ class Tokenizer:
         return [*prompt_ids, *completion_ids, *tail_ids]
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes a folder that `load` and transformers' AutoTokenizer read."""
+        """Writes a folder that `load` and transformers' AutoTokenizer can read. An existing generation_config.json is kept."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         names = {id: name for name, id in self.specials.items()}
@@ -210,84 +222,72 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             "model_max_length": 2**31 - 1,
         }
-        if self.chat_template is not None:
-            config["chat_template"] = self.chat_template
-        if self.tool_template is not None:
-            both = {"default": self.chat_template, "tool_use": self.tool_template}
-            config["chat_template"] = [
-                {"name": name, "template": text} for name, text in both.items() if text is not None
-            ]
+        templates = {"default": self.chat_template, "tool_use": self.tool_template}
+        named = [{"name": name, "template": text} for name, text in templates.items() if text is not None]
+        if named:
+            config["chat_template"] = named if self.tool_template is not None else self.chat_template
         generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
         self.model.save(str(directory / "tokenizer.json"))
         _write_json(directory / "tokenizer_config.json", config)
-        if not (directory / "generation_config.json").exists():  # the checkpoint's own may say more
+        if not (directory / "generation_config.json").exists():  # the checkpoint's own may have more fields
             _write_json(directory / "generation_config.json", generation)
 
     @functools.cached_property
     def call_format(self) -> str:
-        """How this template spells tool calls: one of `parsers.FORMATS`."""
+        """The tool call format of the chat template: one of `parsers.FORMATS`."""
         return parsers.detect_format(self.tool_template or self.chat_template or "")
 
     def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
-        """The template's variables, with what the caller wrote made harmless, and private-use characters still unused."""
+        """Returns the template's variables, with the caller's strings escaped, and private-use characters that are unused."""
         variables = dict(variables or {})
         inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text(tools)
         unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
-        breaker = next(unused)
-        made = (
-            dict(self.named)
-            | self._breaks.broken(variables, breaker)
-            | {
-                "breaker": breaker,
-                "messages": self._breaks.broken(list(messages), breaker),
-                "tools": self._breaks.broken(list(tools), breaker) if tools else None,
-                "generation_opener": next(unused),
-                "generation_closer": next(unused),
-                "strftime_now": self._now().strftime,
-            }
-        )
-        return made, unused
+        escape = next(unused)
+        own = {
+            "escape": escape,
+            "messages": self._escaper.escape(list(messages), escape),
+            "tools": self._escaper.escape(list(tools), escape) if tools else None,
+            "generation_opener": next(unused),
+            "generation_closer": next(unused),
+            "strftime_now": self._now().strftime,
+        }
+        return dict(self.named) | self._escaper.escape(variables, escape) | own, unused
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.combine(self.date, datetime.time()) if self.date else datetime.datetime.now()
 
-    def _render_text(self, inputs: Mapping, add_generation_prompt: bool) -> str:
-        inputs = dict(inputs) | {"add_generation_prompt": add_generation_prompt}
+    def _render_text(self, inputs: dict, add_generation_prompt: bool) -> str:
+        inputs = inputs | {"add_generation_prompt": add_generation_prompt}
         try:
             return chat_template_lib.compiled(self._template_text(inputs["tools"])).render(inputs)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            RecursionError,
-        ) as error:  # a field that the template needs is not there
+        except (jinja2.TemplateError, TypeError, RecursionError) as error:  # such as a missing field
             raise ValueError(f"the chat template cannot render the messages: {error}") from error
 
-    def _render_marked(self, inputs: Mapping, add_generation_prompt: bool, mark: str) -> str:
-        """The rendered text of a template without generation blocks, the answers in it marked as such blocks are."""
+    def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
+        """Renders a template without generation blocks, and marks the assistant's text in the result."""
         bare, prompted = (self._render_text(inputs, on) for on in (False, True))
         prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
         header = self._header(inputs, prompt, mark)
-        first, *answers = bare.split(header) if header else [bare]
-        text = first
-        for answer in answers:
-            stop = self._stop.search(answer)
-            end = stop.end() if stop else len(answer)
-            text += header + inputs["generation_opener"] + answer[:end] + inputs["generation_closer"] + answer[end:]
+        text, *turns = bare.split(header) if header else [bare]
+        for turn in turns:
+            stop = self._stop.search(turn)
+            end = stop.end() if stop else len(turn)
+            text += header + inputs["generation_opener"] + turn[:end] + inputs["generation_closer"] + turn[end:]
         if not add_generation_prompt:
             return text
         return text + prompt if prompted == bare + prompt else prompted
 
-    def _header(self, inputs: Mapping, prompt: str, mark: str) -> str:
-        """What opens every turn of the assistant: the generation prompt, as far as it comes before past answers too.
+    def _header(self, inputs: dict, prompt: str, mark: str) -> str:
+        """Returns the text that opens every assistant turn: the part of the generation prompt that precedes past turns, too.
 
-        Some prompts open a block of reasoning that past turns do not have (QwQ's), some past turns have one that prompts have
-        not (Qwen3's last).
+        QwQ's generation prompt opens a reasoning block that past turns do not have; Qwen3's last turn has one that its
+        generation prompt does not have.
         """
         user = {"role": "user", "content": "-"}
         turns = [user, {"role": "assistant", "content": mark}, user]
         try:
             before, last, past = (self._render_text(inputs | {"messages": turns[:n]}, False) for n in (1, 2, 3))
-        except ValueError:  # a template may want other turns first
+        except ValueError:  # the template may require other turns first
             return prompt
         openings = [text.partition(mark)[0].removeprefix(before) for text in (last, past)]
         if not all(mark in text and text.startswith(before) for text in (last, past)):
@@ -295,18 +295,18 @@ class Tokenizer:
         header = os.path.commonprefix([prompt, *openings])
         return header if header in (prompt, *openings) else header[: header.rfind("\n") + 1]
 
-    def _encode_rendered(self, text: str, breaker: str) -> list[int]:
+    def _encode_rendered(self, text: str, escape: str) -> list[int]:
         ids = []
-        for piece in self._breaks.cut.split(text):  # a piece is a special of the template's, or text without any
+        for piece in self._escaper.special.split(text):  # a special token of the template, or text without any
             if piece in self.specials:
                 ids.append(self.specials[piece])
                 continue
-            for part in self._breaks.mended(piece, breaker):
+            for part in self._escaper.unescape(piece, escape):
                 ids += self.encode(part)
         return ids
 
     @functools.cached_property
-    def _spelled(self) -> dict[int, bytes]:
+    def _bytes_by_id(self) -> dict[int, bytes]:
         byte_of = {char: byte for byte, char in enumerate(_byte_chars())}
         added = self.model.get_added_tokens_decoder()
         return {
@@ -316,22 +316,23 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
+        """The IDs that `decode` skips by default."""
         return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
     def _unstructured_ids(self) -> frozenset[int]:
-        """Of the specials that an answer's format is not made of."""
+        """The special tokens that are not part of the message format."""
         names = harmony.STRUCTURE if self.call_format == "harmony" else ()
         return self.special_ids - {self.specials[name] for name in names if name in self.specials}
 
     @functools.cached_property
-    def _breaks(self) -> special_tokens.Breaks:
+    def _escaper(self) -> special_tokens.Escaper:
         ordinary = [token.content for token in self.model.get_added_tokens_decoder().values() if not token.special]
-        return special_tokens.Breaks.of(self.specials, ordinary)
+        return special_tokens.Escaper.create(self.specials, ordinary)
 
     @functools.cached_property
     def _stop(self) -> re.Pattern:
-        """What ends an answer in a rendered text; harmony's past answers end with what is no stop token."""
+        """Matches the end of an assistant turn in rendered text. Past turns in harmony end with <|end|>, which stops no sampling."""
         names = {id: name for name, id in self.specials.items()}
         ends = [names[id] for id in self.stop_ids if id in names]
         ends += harmony.ENDS if self.call_format == "harmony" else ()
@@ -341,108 +342,99 @@ class Tokenizer:
         text = self.tool_template if tools and self.tool_template is not None else self.chat_template
         if text is None:
             raise ValueError(
-                "this tokenizer has no chat template, as base models often do not; put a chat_template.jinja beside "
-                "its tokenizer.json, or render with byte_chatml"
+                "this tokenizer has no chat template, which a conversation needs; put a chat_template.jinja next to its "
+                "tokenizer.json, or use the tokenizer byte_chatml"
             )
         if tools and "tools" not in text:
             raise ValueError(
-                "this tokenizer's chat template knows no tools, so that the model would not see them; leave them out, or "
-                "put a chat_template.jinja that renders them beside its tokenizer.json"
+                "this tokenizer's chat template does not render tools, so the model would not see them; leave them out, or "
+                "put a chat_template.jinja that renders them next to its tokenizer.json"
             )
         return text
 
 
 class TextStream:
-    """`push` gives the text that new ids complete: the pieces together are `decode` of all ids but the `skipped`."""
+    """Decodes IDs that arrive a few at a time. The pieces of text together equal `decode` of all IDs but the `skipped`."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
         self._tokenizer, self._skipped = tokenizer, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """A character whose bytes are not all there waits for them; `final` says that no more will come."""
-        skipped, spelled = self._skipped, self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join(spelled(id) for id in ids if id not in skipped), final)
+        """Returns the text that `ids` complete. An incomplete character is held back, unless `final`."""
+        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        return self._decoder.decode(b"".join(token_bytes(id) for id in ids if id not in skipped), final)
 
 
 def byte_chatml() -> Tokenizer:
-    """The embedded tokenizer: 256 bytes, 3 specials, 6 markers; lossless on any text, and nothing to download."""
+    """Returns the embedded tokenizer: 256 bytes, 3 special tokens, 6 markers. It encodes any text without loss."""
     vocab = {char: byte for byte, char in enumerate(_byte_chars())}
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[], cache_capacity=0))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    # Not special, so that they survive skip_special and a completion can be read back with its structure.
+    # Not special, so that `decode` keeps them and a completion can be parsed.
     model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return _wrap(model, chat_template_lib.CHATML, named=named, more_stops=[256])
+    return _create(tokenizer_files.TokenizerFiles(model, named, chat_template_lib.CHATML, None, [256]))
 
 
 def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenizer:
-    """`byte_chatml`, or the tokenizer of a Hugging Face folder or hub id. `date`: for its templates, instead of today's."""
+    """Returns the tokenizer of a Hugging Face folder or hub ID, or the embedded one for the name "byte_chatml".
+
+    `date` (YYYY-MM-DD) is shown to chat templates instead of today's. Raises ValueError or FileNotFoundError, naming the
+    file, if the folder's tokenizer is unusable.
+    """
     try:
         day = None if date is None else datetime.date.fromisoformat(date)
     except ValueError:
-        raise ValueError(f"the tokenizer's date {date!r} is no day; write it as YYYY-MM-DD") from None
-    if name_or_dir == BYTE_CHATML:
-        found = byte_chatml()
-    else:
-        folder = tokenizer_files.read(name_or_dir)
-        found = _wrap(
-            folder.model,
-            folder.template,
-            named=folder.named,
-            more_stops=folder.stops,
-            tool_template=folder.tool_template,
-        )
+        raise ValueError(f"the tokenizer's date {date!r} is not a date; write it as YYYY-MM-DD") from None
+    found = byte_chatml() if name_or_dir == "byte_chatml" else _create(tokenizer_files.read(name_or_dir))
     return dataclasses.replace(found, date=day)
 
 
-def _wrap(
-    model: tokenizers.Tokenizer,
-    template: str | None,
-    *,
-    named: dict[str, str],
-    more_stops: Sequence[int],
-    tool_template: str | None = None,
-) -> Tokenizer:
+def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
+    """Builds a tokenizer. Raises ValueError if its kind or its special tokens are unusable."""
+    model, named = parts.model, parts.named
     layout = json.loads(model.to_str())
     if any(kind in json.dumps([layout["pre_tokenizer"], layout["normalizer"]]) for kind in ("Metaspace", "Prepend")):
         raise ValueError(
-            "tokenizer.json is of the SentencePiece kind, which encodes a text otherwise when it is cut at its "
-            "specials; use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+            "tokenizer.json is a SentencePiece tokenizer, whose IDs depend on where a text is split; use a model with a "
+            "byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
         )
     if "ByteLevel" not in json.dumps(layout["decoder"]):
         raise ValueError(
-            "tokenizer.json has no byte-level decoder, so that text cannot be put together token by token; use a model "
-            "with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+            "tokenizer.json has no byte-level decoder, which decoding token by token needs; use a model with a byte-level "
+            "tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
         )
     model.encode_special_tokens = True
     model.no_padding()
     model.no_truncation()
     specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
-    for key, name in list(named.items()):
-        is_used = key in ("eos_token", "pad_token") or key in f"{template}{tool_template}"
-        if not is_used:
-            continue
-        if model.token_to_id(name) is None:
-            raise ValueError(f"tokenizer_config.json names {name!r} its {key}, which tokenizer.json does not hold")
-        specials.setdefault(name, model.token_to_id(name))
+    for key, name in named.items():
+        if key not in ("eos_token", "pad_token") and key not in f"{parts.template}{parts.tool_template}":
+            continue  # unused
+        id = model.token_to_id(name)
+        if id is None:
+            raise ValueError(
+                f"tokenizer_config.json has {key} {name!r}, which tokenizer.json does not contain; download both again"
+            )
+        specials.setdefault(name, id)
     eos_id = specials[named["eos_token"]]
     return Tokenizer(
         model,
         specials,
-        template,
+        parts.template,
         pad_id=specials[named.get("pad_token", named["eos_token"])],
         eos_id=eos_id,
-        stop_ids=tuple(dict.fromkeys([eos_id, *more_stops])),
+        stop_ids=tuple(dict.fromkeys([eos_id, *parts.stop_ids])),
         named=named,
-        tool_template=tool_template,
+        tool_template=parts.tool_template,
     )
 
 
 def _byte_chars() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Returns the printable character for each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

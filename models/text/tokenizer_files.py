@@ -1,11 +1,9 @@
-"""What the folder of a Hugging Face checkpoint says of its tokenizer, in the spellings of transformers 4 and 5.
+"""Reads the tokenizer's files in the folder of a Hugging Face checkpoint, as transformers 4 and 5 write them.
 
-1. tokenizer.json is the tokenizer itself; tokenizer_config.json (and, before 2023, special_tokens_map.json) says which of its
-   tokens are specials and by which names a chat template knows them.
-2. The chat template is a file of its own, or an entry of tokenizer_config.json; a second one may be there for tools.
-3. Which ids end an answer is in generation_config.json, or else in config.json.
-
-ValueError names the file that is not what it should be; FileNotFoundError the one that is missing.
+1. tokenizer.json is the tokenizer itself. tokenizer_config.json (and, before 2023, special_tokens_map.json) lists its special
+   tokens, and the names by which a chat template refers to them.
+2. The chat template is a file of its own, or an entry of tokenizer_config.json. There may be a second one for tools.
+3. The IDs that end a completion are in generation_config.json, or else in config.json.
 """
 
 import dataclasses
@@ -17,55 +15,62 @@ import tokenizers
 
 from models import hub
 
-# What tokenizer_config.json calls its specials, and a template by the same name.
+# Names of special tokens in tokenizer_config.json and in chat templates.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
+class TokenizerFiles:
+    """The contents of a checkpoint's tokenizer files."""
+
     model: tokenizers.Tokenizer
-    named: dict[str, str]  # of NAMES -> the token's text; "eos_token" is among them
+    named: dict[str, str]  # {one of NAMES: the token's text}, "eos_token" among them
     template: str | None
-    tool_template: str | None  # where there are tools, if that is another
-    stops: list[int]  # ids
+    tool_template: str | None  # replaces `template` when there are tools
+    stop_ids: list[int]
 
 
-def read(path: str | os.PathLike) -> Folder:
-    """`path` may be a hub id: then its files are downloaded first."""
+def read(path: str | os.PathLike) -> TokenizerFiles:
+    """Reads the tokenizer of a checkpoint's folder, or downloads that of a hub ID.
+
+    Raises FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
+    """
     directory = pathlib.Path(path)
     if not directory.is_dir() and hub.is_id(path):
         directory = hub.folder(path, hub.TOKENIZER)
     missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (directory / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{directory} lacks {' and '.join(missing)}; point at the folder of a downloaded checkpoint that has "
-            f"tokenizer.json and tokenizer_config.json, or use 'byte_chatml', which needs no files"
+            f"tokenizer folder {directory} lacks {' and '.join(missing)}; download the checkpoint's tokenizer.json and "
+            f"tokenizer_config.json, or use the tokenizer 'byte_chatml', which needs no files"
         )
     config = _read_json(directory / "tokenizer_config.json")
     if (older := directory / "special_tokens_map.json").is_file():
         config = _read_json(older) | {key: value for key, value in config.items() if value is not None}
     named = {key: text for key in NAMES if (text := _token_text(config.get(key))) is not None}
     if "eos_token" not in named:
-        raise ValueError(f"{directory}/tokenizer_config.json names no eos_token; add the token that ends a turn")
+        raise ValueError(f"{directory}/tokenizer_config.json lacks eos_token; add the token that ends a turn")
     template, tool_template = _templates(directory, config)
-    return Folder(_read_model(directory / "tokenizer.json"), named, template, tool_template, _stops(directory))
+    return TokenizerFiles(
+        _read_model(directory / "tokenizer.json"), named, template, tool_template, _stop_ids(directory)
+    )
 
 
 def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer.json: {error}; fetch it again") from error
+        raise ValueError(f"{path} is not a tokenizer: {error}; download it again") from error
 
 
 def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str | None]:
-    """(the chat template, the one where there are tools if that is another)."""
+    """Returns (the chat template, its replacement when there are tools)."""
     found = config.get("chat_template")
     if isinstance(found, list):  # the older form: named templates
         try:
             found = {entry["name"]: entry["template"] for entry in found}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{directory}/tokenizer_config.json: an entry of chat_template lacks {error}") from error
+            raise ValueError(f"{directory}/tokenizer_config.json: an entry of chat_template lacks {error}; download it again") from error
     named = dict(found) if isinstance(found, dict) else {"default": found}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
         named[path.stem] = path.read_text("utf-8")
@@ -74,8 +79,8 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
     return named.get("default"), named.get("tool_use")
 
 
-def _stops(directory: pathlib.Path) -> list[int]:
-    """The ids that end an answer, as transformers knows them: of generation_config.json, or else of config.json."""
+def _stop_ids(directory: pathlib.Path) -> list[int]:
+    """Returns the IDs that end a completion, from the same files as transformers."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if path.is_file():
@@ -95,7 +100,7 @@ def _read_json(path: pathlib.Path) -> dict:
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch it again") from error
+        raise ValueError(f"{path} is not JSON: {error}; download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; fetch it again")
+        raise ValueError(f"{path} contains a {type(value).__name__}, not a JSON object; download it again")
     return value

@@ -1,4 +1,4 @@
-"""Turns: what one party can take of a few threads, and that the others are served meanwhile."""
+"""The fair pool: how many threads one client can occupy, and that other clients are served meanwhile."""
 
 import threading
 from concurrent import futures
@@ -17,7 +17,7 @@ def four():
     made.close()
 
 
-def blocked(pool, party, count, go):
+def blocked(pool, client, count, go):
     """`count` calls that last until `go`, and how many of them have begun."""
     begun = threading.Semaphore(0)
 
@@ -25,28 +25,28 @@ def blocked(pool, party, count, go):
         begun.release()
         assert go.wait(WAIT_S)
 
-    return [pool.submit(party, call) for _ in range(count)], begun
+    return [pool.submit(client, call) for _ in range(count)], begun
 
 
-def test_one_party_takes_half_and_others_are_served(four):
+def test_one_client_takes_half_and_others_are_served(four):
     go = threading.Event()
     slow, begun = blocked(four, "slow", 9, go)
     assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
     assert not begun.acquire(timeout=0.1)
     more, of_other = blocked(four, "other", 9, go)
     assert of_other.acquire(timeout=WAIT_S) and not of_other.acquire(timeout=0.1)
-    assert four.submit("new", lambda: 3).result(WAIT_S) == 3  # one is always left for who comes new
+    assert four.submit("new", lambda: 3).result(WAIT_S) == 3  # one thread is always left for a new client
     assert four.submit("newer", lambda: 4).result(WAIT_S) == 4
     go.set()
     assert not futures.wait(slow + more, WAIT_S).not_done
 
 
-def test_parties_take_turns_and_each_keeps_its_order():
+def test_clients_take_turns_and_each_keeps_its_order():
     pool, done, go = fair_pool.FairPool(1, "test"), [], threading.Event()
     (first,), begun = blocked(pool, "x", 1, go)
     assert begun.acquire(timeout=WAIT_S)
     calls = [
-        pool.submit(party, done.append, f"{party}{i}") for party in "abc" for i in range(3) if party != "b" or i < 1
+        pool.submit(client, done.append, f"{client}{i}") for client in "abc" for i in range(3) if client != "b" or i < 1
     ]
     go.set()
     futures.wait(calls, WAIT_S)
@@ -54,16 +54,16 @@ def test_parties_take_turns_and_each_keeps_its_order():
     pool.close()
 
 
-def test_what_a_call_raises_is_for_who_waits(four):
+def test_an_exception_is_raised_from_the_future(four):
     def fail():
         raise KeyError("it")
 
     with pytest.raises(KeyError, match="it"):
         four.submit("a", fail).result(WAIT_S)
-    assert four.submit("a", lambda: 1).result(WAIT_S) == 1 and four._num_free == 4 and not four._held
+    assert four.submit("a", lambda: 1).result(WAIT_S) == 1 and four._num_free == 4 and not four._num_running
 
 
-def test_what_waits_when_it_closes_is_cancelled():
+def test_closing_cancels_queued_calls():
     pool, go = fair_pool.FairPool(1, "test"), threading.Event()
     (running,), begun = blocked(pool, "a", 1, go)
     assert begun.acquire(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Reading what a model wrote: four formats (harmony by itself in test_harmony.py) of tool calls, whole and growing, and templates of the three shapes.
+"""Parsing completions in three tool-call formats (harmony has its own file), whole and growing; and templates of three families.
 
 The templates here have the structure of the families' own (where turns open and close, how calls and results are spelled),
 written for these tests.
@@ -9,12 +9,10 @@ import json
 import random
 
 import pytest
-import tokenizers
-from tokenizers import decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
 
 from models.text import harmony, parsers
 from models.text import tokenizer as tokenizer_lib
+from tests.support.conversations import CALL, OPENING, REPLY, RESULTS, byte_tokenizer, calls_of
 
 ADD = {"a": 1, "note": "<é>\n"}
 TOOLS = [
@@ -32,10 +30,6 @@ GLM_CALL = (
     "<arg_key>note</arg_key>\n<arg_value><é>\n</arg_value>\n</tool_call>"
 )
 LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
-
-
-def calls_of(parsed):
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
 # ---- whole texts -----------------------------------------------------------------------------------------------------
@@ -89,12 +83,12 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("call_format", "text"), MALFORMED)
-def test_what_is_malformed_stays_in_the_content(call_format, text):
+def test_malformed_calls_stay_in_the_content(call_format, text):
     assert parsers.parse(text, call_format, tools=TOOLS) == parsers.Parsed(None, text, ())
 
 
 @pytest.mark.parametrize("tools", [[], [{}], [{"function": 5}], [{"function": {"name": 1}}], ["x"], [{"name": "add"}]])
-def test_tools_that_are_none_do_no_harm(tools):
+def test_malformed_tools_are_ignored(tools):
     assert calls_of(parsers.parse(GLM_CALL, "glm", tools=tools)) == [("add", ADD)]
 
 
@@ -144,7 +138,7 @@ def pieces(rng):
 
 
 @pytest.mark.parametrize("call_format", parsers.FORMATS)
-def test_what_was_streamed_is_never_taken_back(call_format):
+def test_streamed_text_is_never_taken_back(call_format):
     rng = random.Random(call_format)
     for _ in range(400):
         text, inside, read = pieces(rng), rng.random() < 0.3, rng.random() < 0.8
@@ -193,40 +187,21 @@ LLAMA_TEMPLATE = """{{- '<|begin_of_text|>' }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
 
-def bytes_tokenizer(template, specials, stops):
-    vocab = {char: byte for byte, char in enumerate(tokenizer_lib._byte_chars())}
-    model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens(specials)
-    ids = [model.token_to_id(stop) for stop in stops]
-    named = {"eos_token": stops[0], "pad_token": specials[0]}
-    return tokenizer_lib._wrap(model, template, named=named, more_stops=ids)
-
-
 FAMILIES = {
     "chatml": tokenizer_lib.byte_chatml(),
-    "glm": bytes_tokenizer(
+    "glm": byte_tokenizer(
         GLM_TEMPLATE,
         ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
-    "llama": bytes_tokenizer(
+    "llama": byte_tokenizer(
         LLAMA_TEMPLATE,
         ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
         + ["<|python_tag|>"],
         ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
     ),
 }
-OPENING = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé?"}]
-SAID = {"role": "assistant", "content": "yes"}
-MADE = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}],
-}
 MORE = [{"role": "user", "content": "and <|im_end|> <|eot_id|> <|user|> now?"}]
-RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -235,7 +210,7 @@ def test_the_format_is_found_in_the_template(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("turn", "after"), [(SAID, MORE), (MADE, RESULTS), (MADE, RESULTS + MORE)])
+@pytest.mark.parametrize(("turn", "after"), [(REPLY, MORE), (CALL, RESULTS), (CALL, RESULTS + MORE)])
 def test_a_bridge_is_the_rendering_when_the_completion_was_canonical(name, turn, after):
     tok = FAMILIES[name]
     prompt = tok.render(OPENING, add_generation_prompt=True).token_ids
@@ -254,7 +229,7 @@ def test_a_bridge_is_the_rendering_when_the_completion_was_canonical(name, turn,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_bridge_keeps_sampled_ids_whatever_they_are(name):
     tok, rng = FAMILIES[name], random.Random(name)
-    first_stop = tok.render([*OPENING, SAID, *MORE], add_generation_prompt=True).token_ids
+    first_stop = tok.render([*OPENING, REPLY, *MORE], add_generation_prompt=True).token_ids
     prompt = tok.render(OPENING, add_generation_prompt=True).token_ids
     closing = next(id for id in first_stop[len(prompt) :] if id in tok.stop_ids)
     num_none = 0
@@ -281,7 +256,7 @@ def test_a_bridge_that_cannot_be_is_none():
     assert joined.bridge([1], [2], MORE) is None  # nothing parts the turns: text would be cut in the middle
     silent = dataclasses.replace(tok, chat_template="{{ messages[0].content }}<|im_end|>")
     assert silent.bridge([1], [2], MORE) is None  # the completion is not rendered at all
-    with pytest.raises(ValueError, match="cannot render|refuses"):
+    with pytest.raises(ValueError, match="cannot render|rejects"):
         tok.bridge([1], [2], [{"role": "wizard", "content": "x"}])
 
 

@@ -94,7 +94,7 @@ def test_text_cannot_open_or_close_a_turn(template, role):
         assert got.assistant_mask == mask[:at] + [mask[at]] * len(body) + mask[at + 1 :]
 
 
-DEEPSEEK_TURNS = ("<｜User｜>", "<｜Assistant｜>")  # in its folder these are no specials
+DEEPSEEK_TURNS = ("<｜User｜>", "<｜Assistant｜>")  # not special tokens in its folder
 DEEPSEEK_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}"
     "{{ '<｜Assistant｜>' + m.content + eos_token }}{% endif %}{% endfor %}"
@@ -129,8 +129,8 @@ def test_text_cannot_spell_a_turn_that_the_folder_does_not_call_special(tmp_path
     assert joined.render(halves).token_ids == list("<｜User｜>".encode())
 
 
-def test_a_template_is_told_the_day():
-    """Today's, as transformers does; or a run's own, whatever the day is."""
+def test_a_template_gets_the_date():
+    """Today's, as transformers does; or a run's own, on any day."""
     template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
     today = dataclasses.replace(TOK, chat_template=template)
     before = datetime.datetime.now()
@@ -138,7 +138,7 @@ def test_a_template_is_told_the_day():
     assert told in (before.strftime("%d %b %Y"), datetime.datetime.now().strftime("%d %b %Y"))
     pinned = dataclasses.replace(tokenizer.load("byte_chatml", date="2025-08-05"), chat_template=template)
     assert TOK.decode(pinned.render(CHAT).token_ids) == "05 Aug 2025"
-    with pytest.raises(ValueError, match="'yesterday' is no day; write it as YYYY-MM-DD"):
+    with pytest.raises(ValueError, match="'yesterday' is not a date; write it as YYYY-MM-DD"):
         tokenizer.load("byte_chatml", date="yesterday")
 
 
@@ -185,14 +185,14 @@ def test_parse_inverts_render(message):
 
 
 def test_reasoning_that_the_prompt_opened_is_not_scored():
-    """A model could else write its answer at once and think, or babble, up to the limit."""
+    """A model could else write its answer first and think, or babble, up to the limit."""
     opened, plain = (TOK.encode(text, special=True) for text in ("<|im_start|>assistant\n<think>\n", "assistant\n"))
     for said, inside, outside in (("#### 5", "", "#### 5"), ("a</think>\n\n5", "5", "5"), ("<think>a", "", "")):
         ids = TOK.encode(said, special=True)
         assert (TOK.scored_text(opened, ids), TOK.scored_text(plain, ids)) == (inside, outside)
 
 
-def test_parse_takes_what_is_malformed():
+def test_malformed_completions_are_parsed():
     parse = lambda text: TOK.parse(TOK.encode(text, special=True))  # noqa: E731
     assert parse("<think>cut off") == {"role": "assistant", "reasoning_content": "cut off", "content": ""}
     assert parse("hm</think>\n\nyes")["reasoning_content"] == "hm"  # the prompt may have opened the block
@@ -234,7 +234,7 @@ def test_a_template_knows_the_specials_by_name(tmp_path):
     saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
     assert (saved["bos_token"], saved["unk_token"]) == ("<|endoftext|>", "<unk>")
     assert tokenizer.load(tmp_path / "b").render([{"role": "user", "content": "a"}]).token_ids == [PAD, 97, END]
-    with pytest.raises(ValueError, match="names '<s>' its bos_token, which tokenizer.json does not hold"):
+    with pytest.raises(ValueError, match="has bos_token '<s>', which tokenizer.json does not contain"):
         tokenizer.load(folder(tmp_path / "c", chat_template=template, bos_token="<s>"))
 
 
@@ -244,7 +244,7 @@ def test_specials_named_in_the_older_file(tmp_path):
     assert (loaded.eos_id, loaded.named["bos_token"]) == (END, "<|endoftext|>")
 
 
-def test_ids_that_end_an_answer(tmp_path):
+def test_ids_that_end_a_completion(tmp_path):
     config = {"config.json": '{"eos_token_id": [258, 257]}'}
     assert tokenizer.load(folder(tmp_path / "a", config)).stop_ids == (END, PAD)  # generation_config.json goes first
     (tmp_path / "a" / "generation_config.json").unlink()
@@ -269,7 +269,7 @@ def test_tools_have_their_own_template_or_are_refused(tmp_path):
             loaded.save(path / "again")
             loaded = tokenizer.load(path / "again")
     alone = tokenizer.load(folder(tmp_path / "c", chat_template=plain))
-    with pytest.raises(ValueError, match="chat template knows no tools"):
+    with pytest.raises(ValueError, match="chat template does not render tools"):
         alone.render(user, tools=[TOOL])
     with pytest.raises(ValueError, match="an entry of chat_template lacks 'template'"):
         tokenizer.load(folder(tmp_path / "d", chat_template=[{"name": "default"}]))
@@ -292,7 +292,7 @@ def test_answers_are_found_in_templates_without_blocks(opening, last):
     assert tok.decode(masked, skip_special=False) == f"\n\nyes<|im_end|>{last}no<|im_end|>"
     prompt = tok.render(chat[:3], add_generation_prompt=True)
     assert tok.decode(prompt.token_ids, skip_special=False).endswith("<|im_start|>assistant\n" + opening)
-    assert sum(prompt.assistant_mask) == len("\n\nyes") + 1  # what the prompt opens is not the assistant's
+    assert sum(prompt.assistant_mask) == len("\n\nyes") + 1  # text of the prompt is not the assistant's
 
 
 def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
@@ -317,7 +317,7 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
 def test_refusals(tmp_path):
     with pytest.raises(FileNotFoundError, match="lacks tokenizer.json and tokenizer_config.json.*byte_chatml"):
         tokenizer.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         TOK.render([])
     with pytest.raises(ValueError, match='role "wizard"'):
         TOK.render([{"role": "wizard", "content": "x"}])
@@ -336,7 +336,7 @@ def test_a_template_cannot_reach_python():
 
 
 def test_no_jax():
-    code = "import sys, models.tokenizer, rl.envs.environment; assert 'jax' not in sys.modules, 'jax'"
+    code = "import sys, models.text.tokenizer, rl.envs.environment; assert 'jax' not in sys.modules, 'jax'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,0 +1,36 @@
+"""Short conversations, and byte-level tokenizers with a given chat template, for tests of templates and parsers."""
+
+import json
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+
+from models.text import tokenizer as tokenizer_lib
+from models.text import tokenizer_files
+
+OPENING = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé?"}]
+REPLY = {"role": "assistant", "content": "yes"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}],
+}
+RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+
+
+def byte_tokenizer(template, specials, stops):
+    """Returns a tokenizer whose IDs are bytes, then `specials`; `stops` are those that end a completion."""
+    vocab = {char: byte for byte, char in enumerate(tokenizer_lib._byte_chars())}
+    model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(specials)
+    named = {"eos_token": stops[0], "pad_token": specials[0]}
+    stop_ids = [model.token_to_id(stop) for stop in stops]
+    return tokenizer_lib._create(tokenizer_files.TokenizerFiles(model, named, template, None, stop_ids))
+
+
+def calls_of(parsed):
+    """Returns [(name, arguments)] of parsed tool calls."""
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
