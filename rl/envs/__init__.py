@@ -1,16 +1,17 @@
-"""Tasks and their rewards: `load("reverse_text", max_length=5)` gives an `environment.Environment`.
+"""Environments by name: `load("reverse_text", max_length=5)` returns an `environment.Environment`.
 
-A name is a key of ENVS; what follows a colon is the builder's first argument: "reasoning_gym:chain_sum".
-Nothing here imports jax: a rollout worker starts in about a second.
+rl/envs/environment.py explains how to write one, with an example. Nothing in this folder imports jax, so a rollout worker
+starts in about a second.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 
 from rl.envs import environment, gsm8k, reasoning, reverse_text
 
-ENVS = {
+# {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
+# A builder with a positional argument gets the text after a colon: "reasoning_gym:chain_sum" calls build("chain_sum").
+ENVS: dict[str, Callable[..., environment.Environment]] = {
     "reverse_text": reverse_text.build,
     "gsm8k": gsm8k.build,
     "reasoning_gym": reasoning.build,
@@ -18,23 +19,23 @@ ENVS = {
 
 
 def load(name: str, **options) -> environment.Environment:
-    """The environment called `name`; `options` are the keyword arguments of its builder."""
+    """Builds the environment `name`, a key of ENVS, with `options` as keyword arguments of its builder.
+
+    Raises ValueError for a name or an option that does not exist, and for options that the builder rejects.
+    """
     kind, _, variant = name.partition(":")
     if kind not in ENVS:
-        close = difflib.get_close_matches(kind, ENVS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"there is no environment {kind!r}; {hint}known: {', '.join(ENVS)}")
-    if kind == "reasoning_gym":
-        return environment.checked(reasoning.build(variant, **options))
-    if variant:
-        raise ValueError(f"{name!r}: {kind} takes no variant; write {kind!r}")
-    _check_options(kind, ENVS[kind], options)
-    return environment.checked(ENVS[kind](**options))
-
-
-def _check_options(kind: str, build: Callable, options: dict) -> None:
-    known = [p.name for p in inspect.signature(build).parameters.values() if p.name != "seed"]
-    for option in options.keys() - {"seed", *known}:
-        close = difflib.get_close_matches(option, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"{kind} has no option {option!r} (env.options); {hint}it has {', '.join(known)}")
+        hint = environment.did_you_mean(kind, ENVS)
+        raise ValueError(f"environment {kind!r} does not exist; {hint}choose one of {', '.join(ENVS)}")
+    parameters = inspect.signature(ENVS[kind]).parameters.values()
+    takes_variant = any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if variant and not takes_variant:
+        raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = [parameter.name for parameter in parameters if parameter.name != "seed"]
+        for option in options.keys() - {"seed", *known}:
+            hint = environment.did_you_mean(option, known)
+            raise ValueError(
+                f"environment {kind} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}"
+            )
+    return environment.checked(ENVS[kind](*[variant] * takes_variant, **options))

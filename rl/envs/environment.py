@@ -1,88 +1,139 @@
-"""What an environment is, and which tasks belong to training.
+'''Defines an environment: how tasks are made, how completions are scored, and which tasks are held out.
 
-1. `make_task(index, split)` makes a task: a pure function of (options, seed, split, index), so that a worker, a
-   validator and tomorrow's process all see the same one.
-2. A model answers; whoever runs it takes the reasoning off (`tokenizer.parse`) and calls `score(task, completion)`.
-3. `score` gives named numbers: "reward" is what training maximises, the others are there to be looked at.
-4. What either raises is told in one line with the environment and the task (`failure`). A task that cannot be made ends the run.
-   A completion that cannot be scored is worth 0 and has a part "error" of 1 (rl/envs/scorer.py).
+A new environment is a function that returns an `Environment`, and an entry in `rl.envs.ENVS`. This one teaches addition:
 
-Train and held-out tasks are told apart by their content, whatever generated them: a prompt is held out when its hash
-is 0 modulo 16. `candidates` gives the numbers to try; a builder takes the first whose prompt is on the wanted side.
+    >>> import random
+    >>> from rl.envs import environment
+    >>> def build(*, largest: int = 99, seed: int = 0) -> environment.Environment:
+    ...     """Builds an environment of sums of two numbers up to `largest`."""
+    ...
+    ...     def make_task(index: int, split: str) -> environment.Task:
+    ...         def draw(number: int) -> environment.Task:
+    ...             a, b = random.Random(number).choices(range(largest + 1), k=2)
+    ...             messages = ({"role": "user", "content": f"{a} + {b} = ?"},)
+    ...             return environment.Task("add", index, split, messages, answer=str(a + b))
+    ...
+    ...         return environment.first_in_split("add", seed, split, index, draw)
+    ...
+    ...     def score(task: environment.Task, completion: str) -> dict[str, float]:
+    ...         return {"reward": float(completion.strip() == task.answer), "length": float(len(completion))}
+    ...
+    ...     return environment.Environment("add", make_task, score)
 
-Left out: several turns. They come as one more field, `reply(task, messages) -> messages | None`; `score` stays.
-"""
+    >>> env = build(largest=9)
+    >>> task = env.make_task(0, "train")
+    >>> task.messages, task.answer
+    (({'role': 'user', 'content': '7 + 7 = ?'},), '14')
+    >>> env.score(task, "14\\n"), env.score(task, "I give up")
+    ({'reward': 1.0, 'length': 3.0}, {'reward': 0.0, 'length': 9.0})
+    >>> env.make_task(0, "train") == task
+    True
+
+1. `make_task(index, split)` must be a pure function of the builder's options, the seed, the split and the index. Workers and
+   validators make each task again in their own processes, so Python's `hash`, set order and global random state are unusable.
+2. The model completes `task.messages`. Its reasoning is removed (`Tokenizer.scored_text`), the rest is the completion.
+3. `score(task, completion)` returns finite numbers by name. "reward" is maximized by training and required; the others are
+   metrics. Every completion must get the same names. A completion may come from an adversary: scoring runs in a process
+   with a time limit (rl/envs/scorer.py).
+4. An exception in `make_task` ends the run with one line. A completion for which `score` raises gets 0 in every number.
+
+Training and held-out tasks are separated by content: a prompt is held out if its hash is 0 modulo 16. So no prompt is in
+both, however the tasks are generated.
+
+Left out: environments of several turns.
+'''
 
 import dataclasses
+import difflib
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
+SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 16
-MAX_ATTEMPTS = 512  # a held-out draw fails by chance with (15/16)^512 = 5e-15
-MAX_FAILURE = 300  # characters of one that are told: it may repeat a stranger's text
+MAX_ATTEMPTS = 512  # all of them miss the held-out split by chance with (15/16)^512 = 5e-15
+MAX_ERROR_CHARS = 300  # of an exception's text, which may repeat a completion
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    env: str
+    """One problem, as `Environment.make_task` returns it."""
+
+    env: str  # name of the environment
     index: int
     split: str  # "train" or "held_out"
-    messages: tuple[dict, ...]  # the system and user turns that open the episode
-    answer: str  # a completion that scores 1.0
-    decoy: str  # a tempting completion that scores less, for studies of wrong teaching; "" where there is none
-    info: dict  # what `score` needs besides; stays in the process, as anyone can make the task again
+    messages: tuple[dict, ...]  # system and user turns, in the form of OpenAI's API; the last one is the prompt
+    answer: str  # a completion with reward 1.0
+    decoy: str = (
+        ""  # a tempting completion with a lower reward, for studies of wrong demonstrations; "" if there is none
+    )
+    info: dict = dataclasses.field(default_factory=dict)  # further data for `score`; never leaves the process
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
+    """A source of tasks with a scoring function. The module docstring has an example and the rules for both functions."""
+
     name: str
-    make_task: Callable[[int, str], Task]  # (index, split)
-    score: Callable[[Task, str], dict[str, float]]  # (task, completion) -> {"reward": total, ...}
+    make_task: Callable[[int, str], Task]  # (index, split) -> task
+    score: Callable[[Task, str], dict[str, float]]  # (task, completion) -> {"reward": ..., further numbers}
+
+
+def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
+    """Returns the first drawn task whose prompt is in `split`.
+
+    `draw(number)` makes a task from a 64-bit number, or returns None if that number gives no usable task. The numbers depend
+    on the other arguments alone. Raises ValueError if none of MAX_ATTEMPTS draws is usable.
+    """
+    for attempt in range(MAX_ATTEMPTS):
+        task = draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"))
+        if task is not None and split_of(task.messages[-1]["content"]) == split:
+            return task
+    raise ValueError(
+        f"environment {name} drew no usable {split} prompt for task {index} in {MAX_ATTEMPTS} attempts: too few prompts "
+        "are possible to hold some out; widen its options (env.options)"
+    )
+
+
+def split_of(prompt: str) -> str:
+    """Returns the split that a prompt belongs to: "train" or "held_out"."""
+    return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def stable_hash(text: str) -> int:
+    """Returns a 64-bit hash that is the same in every process, unlike Python's `hash`."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def checked(env: Environment) -> Environment:
-    """The same, whose `make_task` raises nothing but a ValueError that says where to look."""
+    """Returns the environment with a `make_task` that checks its arguments and raises only ValueError, naming the task."""
 
     def make_task(index: int, split: str) -> Task:
+        if split not in SPLITS:
+            raise ValueError(f"split is {split!r}; use 'train' or 'held_out'")
+        if index < 0:
+            raise ValueError(f"task index is {index}; use 0 or more")
         try:
             return env.make_task(index, split)
-        except Exception as error:  # foreign code may raise anything, and everything means the same
+        except Exception as error:  # foreign code may raise anything
             raise ValueError(
-                f"environment {env.name} cannot make {split} task {index}: {failure(error)}; mend its make_task or its "
+                f"environment {env.name} cannot make {split} task {index}: {describe(error)}; fix its make_task or its "
                 "options (env.options)"
             ) from error
 
     return dataclasses.replace(env, make_task=make_task)
 
 
-def failure(error: BaseException) -> str:
-    """One printable line: what was raised, and where."""
+def describe(error: BaseException) -> str:
+    """Returns an exception as one printable line with its type, text, file and line number."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_FAILURE] + where
+    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_ERROR_CHARS] + where
 
 
-def candidates(name: str, seed: int, split: str, index: int) -> Iterator[int]:
-    """64-bit numbers to generate the task from, one per attempt; ValueError where none of them served."""
-    if split not in ("train", "held_out"):
-        raise ValueError(f"split is {split!r}; use 'train' or 'held_out'")
-    if index < 0:
-        raise ValueError(f"task index is {index}; use 0 or more")
-    for attempt in range(MAX_ATTEMPTS):
-        yield stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}")
-    raise ValueError(
-        f"{name} has no usable {split} prompt among {MAX_ATTEMPTS} draws for task {index}: its task space is too "
-        "small to keep a held-out part; widen its options"
-    )
-
-
-def split_of(prompt: str) -> str:
-    return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
-
-
-def stable_hash(text: str) -> int:
-    """Python's own hash differs from one process to the next."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a question with the name in `known` that is most similar to `name`, or "" if none is similar."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""

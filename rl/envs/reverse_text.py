@@ -1,10 +1,10 @@
-"""Reverse a few letters: the smallest task with a gradient from the first step.
+"""Reversing a few letters: the smallest task with a gradient from the first step.
 
-1. The user says "Reverse: abcde"; the answer is "edcba". The prompt is short: a byte is a token in the quickstart.
-2. The reward is the share of the text in the right order, 2 LCS(a, b) / (|a| + |b|), so that a model which has only
-   learnt to end in time already sees a difference; or, by the option `reward`, the share of positions that are right
-   ("position"), or 1 for the very answer ("exact").
-3. The decoy is the text as it was: what a model does that copies instead of reversing.
+1. The user writes "Reverse: abcde"; the answer is "edcba". The prompt is short, because a byte is a token in the quickstart.
+2. The reward is the fraction of the text in the right order, 2 LCS(a, b) / (|a| + |b|), so a model that has only learned to
+   stop in time already gets different rewards. The option `reward` selects others: "position", the fraction of positions
+   that are right, and "exact", 1 for the answer itself.
+3. The decoy is the unchanged text: the completion of a model that copies instead of reversing.
 """
 
 import random
@@ -23,38 +23,41 @@ def build(
     reward: str = "lcs",
     seed: int = 0,
 ) -> environment.Environment:
+    """Builds an environment of texts of `min_length` to `max_length` characters of `alphabet`.
+
+    Raises ValueError for lengths that are out of order, an unusable alphabet, or a `reward` that is not one of REWARDS.
+    """
     if not 1 <= min_length <= max_length:
-        raise ValueError(f"min_length={min_length}, max_length={max_length}; they must satisfy 1 <= min <= max")
+        raise ValueError(f"min_length={min_length}, max_length={max_length}; choose 1 <= min_length <= max_length")
     if not alphabet or any(char.isspace() for char in alphabet):
-        raise ValueError(f"alphabet={alphabet!r}; give at least one character and no white space, which is stripped")
+        raise ValueError(f"alphabet={alphabet!r}; choose at least one character and no white space, which is stripped")
     if reward not in REWARDS:
-        raise ValueError(f"reward={reward!r}; use one of {', '.join(REWARDS)}")
+        raise ValueError(f"reward={reward!r}; choose one of {', '.join(REWARDS)}")
 
     def make_task(index: int, split: str) -> environment.Task:
-        for number in environment.candidates("reverse_text", seed, split, index):
+        def draw(number: int) -> environment.Task:
             rng = random.Random(number)
             text = "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
-            prompt = f"Reverse: {text}"
-            if environment.split_of(prompt) == split:
-                messages = ({"role": "user", "content": prompt},)
-                return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text, info={})
-        raise AssertionError("candidates raises when it runs out")
+            messages = ({"role": "user", "content": f"Reverse: {text}"},)
+            return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text)
+
+        return environment.first_in_split("reverse_text", seed, split, index, draw)
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         completion = completion.strip()
         right = sum(a == b for a, b in zip(completion, task.answer, strict=False))
-        parts = {
+        scores = {
             "exact": float(completion == task.answer),
             "position": right / max(len(completion), len(task.answer)),
             "lcs": 2 * _lcs_length(completion, task.answer) / (len(completion) + len(task.answer)),
         }
-        return {"reward": parts[reward], **parts}
+        return {"reward": scores[reward], **scores}
 
     return environment.Environment("reverse_text", make_task, score)
 
 
 def _lcs_length(a: str, b: str) -> int:
-    """Length of the longest common subsequence; `above[j]` is that of (a so far, b[:j])."""
+    """Returns the length of the longest common subsequence; `above[j]` is that of (a so far, b[:j])."""
     above = [0] * (len(b) + 1)
     for char in a:
         row = [0]

@@ -1,22 +1,20 @@
-"""Scores made in a process of its own, with a limit: a completion may be a stranger's, and make a checker run for ever.
+"""Scores completions in child processes with limits, because a completion may be hostile and make a checker run forever.
 
-1. `Scorer` starts `python -m rl.envs.scorer` when it is first asked, and keeps it. One exchange carries all completions
-   of one task (a group), so that the way there and back costs little of each; if the child does not survive that, each
-   gets an exchange of its own.
-2. The child makes the task again from its number. Before each completion it sets the CPU time at which the system ends
-   it (RLIMIT_CPU reaches into a regular expression or a product of huge numbers, where no Python signal handler runs).
-   CPU time and not the clock: a busy machine blames nobody. Memory has a limit, too. A scorer that waits instead of
-   working is ended by its parent. Its standard streams are not the pipes that we speak through: what a checker prints,
-   in C or by a process of its own, is no score.
-3. A completion that ended its child is worth 0 in every part, wherever it is scored; the next one gets a new child. So
-   does the next task if half of the memory is not given back: a stranger's completion must not be felt by others.
-4. A completion whose `score` raises, or gives no numbers, is worth 0 in every part, too, beside an "error" of 1 that metrics
-   count: one text, maybe a stranger's, ends no run. The first of each kind is told. An environment that cannot score even
-   the empty completion is broken, and that ends the run in one line.
-5. Several children work at once for who asks from several threads; a second one starts when the first is busy for long.
+1. `Scorer` starts `python -m rl.envs.scorer` on first use and keeps it. One exchange scores all completions of one task (a
+   group). If the child does not survive that, each completion gets an exchange of its own.
+2. The child makes the task again from its index. For each completion it sets the CPU time at which the system ends the
+   process: RLIMIT_CPU also ends a regular expression or a product of huge numbers, where no Python signal handler runs. CPU
+   time does not blame a completion for a busy machine. Memory is limited, too. The parent ends a child that waits instead of
+   computing. The child's standard streams are not the pipes to the parent, so text that a checker prints is never a score.
+3. A completion that ended its child gets 0 in every number; the next one gets a new child. A child whose memory has grown by
+   half of the limit is replaced before the next task, so that one completion does not affect the score of another.
+4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error". One
+   hostile text cannot end a run. The first error of each kind is reported. An environment that cannot score the empty
+   completion is broken; that raises ValueError.
+5. Calls from several threads use several children; a second child starts only when the first is busy for long.
 
-Who rolls out and who checks do not have the same machine: workers give up after LIMIT_S, validators after CHECK_LIMIT_S
-(rl/verification/checks.py says what they make of it). Imports no jax, as nothing here does.
+Workers and validators have different machines: workers stop after LIMIT_S, validators after CHECK_LIMIT_S
+(rl/verification/checks.py handles the difference). Imports no jax.
 """
 
 import contextlib
@@ -41,27 +39,28 @@ from rl import envs
 from rl.envs import environment
 from sharding.system import cli
 
-LIMIT_S = 1  # CPU seconds of one completion, for who rolls out
-CHECK_LIMIT_S = 5  # for who checks
+LIMIT_S = 1  # CPU seconds for one completion on a worker
+CHECK_LIMIT_S = 5  # and on a validator
 SPREAD = CHECK_LIMIT_S // LIMIT_S  # how much faster or slower an honest machine may be
-CLOCK_FACTOR = 10  # times the limit: what a completion may take by the clock
+CLOCK_FACTOR = 10  # a completion may take this many times the limit by the clock
 START_S = 120.0
-PATIENCE_S = 1.0  # to wait for a child that others keep busy, before another is started
+PATIENCE_S = 1.0  # how long to wait for a busy child before another is started
 OUT_OF_MEMORY = 3  # exit status
-MAX_KINDS = 16  # of errors that are told
-MAX_PARTS, MAX_NAME = 63, 256  # of a score: what a rollout holds (inference/rollouts/rollout.py), and room for "error"
-MAX_GROWTH_BYTES = 2**30  # of address space, over what the child has when it is ready
+MAX_KINDS = 16  # of errors that are reported
+MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
+MAX_GROWTH_BYTES = 2**30  # of address space, from when the child is ready
 COMMAND = ("-m", "rl.envs.scorer")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
+    """Prints a line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Not `in_time`: the completion ended its scorer, and its scores are 0."""
+    """The scores of one completion. All are 0 if not `in_time`: the completion ended its child process."""
 
     scores: dict[str, float]
     cpu_s: float
@@ -69,18 +68,20 @@ class Scored:
 
 
 @dataclasses.dataclass
-class _Seat:
+class _Slot:
+    """The place of one child process, which is started on first use."""
+
     child: "_Child | None" = None
 
 
 class Scorer:
-    """The scores of one environment; any thread may ask.
+    """Scores completions of one environment in child processes. Thread-safe.
 
     Args:
       name, options, seed: as for `envs.load`.
-      limit_s: whole CPU seconds for one completion; up to one more may pass, as the system counts whole ones.
-      max_children: how many may be answered at a time.
-      on_error: hears of the first completion of each kind that could not be scored, as a line for people.
+      limit_s: whole CPU seconds for one completion. Up to one more may pass, because the system counts whole seconds.
+      max_children: the maximum number of child processes.
+      on_error: called with a line of text for the first completion of each kind that could not be scored.
     """
 
     def __init__(
@@ -91,135 +92,134 @@ class Scorer:
         *,
         limit_s: int,
         max_children: int = 1,
-        on_error: Callable[[str], None] = tell,
+        on_error: Callable[[str], None] = print_error,
     ):
         self.limit_s, self._on_error = limit_s, on_error
         self._config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}
-        self._seats = [_Seat() for _ in range(max_children)]
-        self._free, self._changed = list(self._seats), threading.Condition()
-        self._told: set[str] = set()
+        self._slots = [_Slot() for _ in range(max_children)]
+        self._free, self._changed = list(self._slots), threading.Condition()
+        self._reported: set[str] = set()
 
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
-        """One each. ValueError where the environment itself is broken."""
-        with self._seat() as seat:
-            found, _ = self._exchange(seat, task, completions)
-            return found or [self._score_alone(seat, task, completion) for completion in completions]
+        """Returns one result per completion. Blocks. Raises ValueError if the environment itself is broken."""
+        with self._slot() as slot:
+            found, _ = self._exchange(slot, task, completions)
+            return found or [self._score_alone(slot, task, completion) for completion in completions]
 
     def close(self) -> None:
-        """Waits for who is being answered."""
+        """Waits for running calls of `score`, then ends all children."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) == len(self._seats))
-            for seat in self._seats:
-                if seat.child is not None:
-                    seat.child.end()
-                seat.child = None
+            self._changed.wait_for(lambda: len(self._free) == len(self._slots))
+            for slot in self._slots:
+                if slot.child is not None:
+                    slot.child.end()
+                slot.child = None
 
     @contextlib.contextmanager
-    def _seat(self) -> Iterator[_Seat]:
+    def _slot(self) -> Iterator[_Slot]:
         def started():
-            return next((seat for seat in self._free if seat.child is not None), None)
+            return next((slot for slot in self._free if slot.child is not None), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: started() or len(self._free) == len(self._seats), PATIENCE_S)
+            self._changed.wait_for(lambda: started() or len(self._free) == len(self._slots), PATIENCE_S)
             self._changed.wait_for(lambda: self._free)
-            seat = started() or self._free[0]
-            self._free.remove(seat)
+            slot = started() or self._free[0]
+            self._free.remove(slot)
         try:
-            yield seat
+            yield slot
         finally:
             with self._changed:
-                self._free.append(seat)
+                self._free.append(slot)
                 self._changed.notify_all()
 
-    def _score_alone(self, seat: _Seat, task: environment.Task, completion: str) -> Scored:
-        found, is_certain = self._exchange(seat, task, [completion])
+    def _score_alone(self, slot: _Slot, task: environment.Task, completion: str) -> Scored:
+        found, is_certain = self._exchange(slot, task, [completion])
         if not found and not is_certain:  # something else may have ended the child
-            found, _ = self._exchange(seat, task, [completion])
-        return found[0] if found else Scored(self._nothing(seat, task), float(self.limit_s), in_time=False)
+            found, _ = self._exchange(slot, task, [completion])
+        return found[0] if found else Scored(self._zeros(slot, task), float(self.limit_s), in_time=False)
 
-    def _nothing(self, seat: _Seat, task: environment.Task, why: str = "it takes too long or too much memory") -> dict:
-        """0 in every part that a score of this task has; ValueError where that cannot be found out, for `why`."""
-        reply = (
-            self._ask(seat, task, [""])[0] or self._ask(seat, task, [""])[0]
-        )  # something else may have ended the child
+    def _zeros(self, slot: _Slot, task: environment.Task, reason: str = "it takes too long or too much memory") -> dict:
+        """Returns 0 for each number that a score of this task has. Raises ValueError, with `reason`, if that is unknown."""
+        reply = self._send(slot, task, [""])[0]
+        if reply is None:  # something else may have ended the child
+            reply = self._send(slot, task, [""])[0]
         if reply and reply[0][0] is not None:
             return dict.fromkeys(reply[0][0], 0.0)
         raise ValueError(
             f"environment {task.env} cannot score {task.split} task {task.index}, not even an empty completion: "
-            f"{reply[0][2] if reply else why}; mend its score, which must give numbers by name, 'reward' among them, for "
-            "any text"
+            f"{reply[0][2] if reply else reason}; fix its score, which must return numbers by name, 'reward' among them, "
+            "for any text"
         )
 
-    def _exchange(self, seat: _Seat, task: environment.Task, completions: Sequence[str]) -> tuple[list[Scored], bool]:
-        """All of them, or none where the child ended; and whether that was for its limits."""
-        reply, is_certain = self._ask(seat, task, completions)
-        nothing = {}
-        if failures := [error for scores, _, error in reply or () if scores is None]:
-            nothing = self._nothing(seat, task, failures[0]) | {"error": 1.0}
-            self._tell_of(task, failures)
-        return [Scored(nothing if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply or ()], is_certain
+    def _exchange(self, slot: _Slot, task: environment.Task, completions: Sequence[str]) -> tuple[list[Scored], bool]:
+        """Returns (all results, or none if the child ended; True if it ended because of its limits)."""
+        reply, is_certain = self._send(slot, task, completions)
+        failed = {}
+        if errors := [error for scores, _, error in reply or () if scores is None]:
+            failed = self._zeros(slot, task, errors[0]) | {"error": 1.0}
+            self._report(task, errors)
+        return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply or ()], is_certain
 
-    def _ask(self, seat: _Seat, task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
-        """(Scores or None, CPU seconds, what was raised) of each, or None where the child ended; whether for its limits."""
-        child = seat.child = seat.child or _Child(self._config)
+    def _send(self, slot: _Slot, task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
+        """Returns ([(scores or None, CPU seconds, error)], or None if the child ended; True if because of its limits)."""
+        child = slot.child = slot.child or _Child(self._config)
         child.write(json.dumps({"index": task.index, "split": task.split, "completions": list(completions)}))
         line = child.line(CLOCK_FACTOR * self.limit_s)
         if line is None:
-            seat.child = None
-            # Not so sure of memory: completions before this one may have left little.
+            slot.child = None
+            # The memory limit is not certain: earlier completions may have left little.
             return None, child.end() in (None, -signal.SIGXCPU)
         reply = json.loads(line)
         if reply["grown"]:
-            seat.child = None
+            slot.child = None
             child.end()
         if "error" in reply:
             raise ValueError(reply["error"])
         return reply["scored"], True
 
-    def _tell_of(self, task: environment.Task, failures: list[str]) -> None:
-        for error in failures:
+    def _report(self, task: environment.Task, errors: list[str]) -> None:
+        for error in errors:
             kind = error.partition(":")[0]
-            if kind not in self._told and len(self._told) < MAX_KINDS:
-                self._told.add(kind)
+            if kind not in self._reported and len(self._reported) < MAX_KINDS:
+                self._reported.add(kind)
                 self._on_error(
-                    f"environment {task.env} could not score a completion of {task.split} task {task.index}: {error}; it is "
-                    f"worth 0, and so are others for which score raises {kind} (rollout/score_error_frac counts them)"
+                    f"environment {task.env} could not score a completion of {task.split} task {task.index}: {error}; its "
+                    f"reward is 0, as for all completions for which score raises {kind} (metric rollout/score_error_frac)"
                 )
 
 
 class _Child:
-    """A process that scores, and lines to and from it."""
+    """A scoring process, with lines of text to and from it."""
 
     def __init__(self, config: dict):
-        self._process = subprocess.Popen(
-            [sys.executable, *COMMAND, json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            cwd=ROOT,
-        )
-        self._waiting = selectors.DefaultSelector()
-        self._waiting.register(self._process.stdout, selectors.EVENT_READ)
-        self._ended = weakref.finalize(self, _end, self._process, self._waiting)  # or nobody ends it: also at exit
+        command = [sys.executable, *COMMAND, json.dumps(config)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=ROOT)
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._requests, self._replies = process, process.stdin, process.stdout
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._replies, selectors.EVENT_READ)
+        files = (self._selector, self._replies, self._requests)
+        self._finalizer = weakref.finalize(self, _end, process, files)  # runs at exit, too
         self._buffer = b""
         reply = json.loads(self.line(START_S) or "{}")
         if "ready" not in reply:
             self.end()
-            why = reply.get("error", "it ended, or took too long; standard error may say why")
-            raise ValueError(f"the scorer of environment {config['name']} did not start: {why}")
+            reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
+            raise ValueError(f"the scorer of environment {config['name']} did not start: {reason}")
 
     def write(self, line: str) -> None:
+        """Sends a line."""
         data = memoryview(line.encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # `line` finds that it has ended
+        with contextlib.suppress(BrokenPipeError):  # `line` returns None then
             while data:
-                data = data[self._process.stdin.write(data) :]
+                data = data[self._requests.write(data) :]
 
     def line(self, timeout_s: float) -> bytes | None:
-        """The next one; None when it has ended, or takes longer."""
+        """Returns the next line, or None if the process has ended or takes longer than `timeout_s`."""
         while b"\n" not in self._buffer:
-            if not self._waiting.select(timeout_s):
+            if not self._selector.select(timeout_s):
                 return None
-            data = self._process.stdout.read(2**16)
+            data = self._replies.read(2**16)
             if not data:
                 self._process.wait()
                 return None
@@ -228,17 +228,16 @@ class _Child:
         return line
 
     def end(self) -> int | None:
-        """Its exit status if it has ended by itself."""
-        return self._ended()
+        """Ends the process. Returns its exit status, or None if it was still running."""
+        return self._finalizer()
 
 
-def _end(process: subprocess.Popen, waiting: selectors.BaseSelector) -> int | None:
+def _end(process: subprocess.Popen, files: Sequence) -> int | None:
     status = process.poll()
     process.kill()
     process.wait()
-    waiting.close()
-    process.stdout.close()
-    process.stdin.close()
+    for file in files:
+        file.close()
     return status
 
 
@@ -246,55 +245,57 @@ def _end(process: subprocess.Popen, waiting: selectors.BaseSelector) -> int | No
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m rl.envs.scorer", description=__doc__.splitlines()[0])
+    """Runs a scoring process: answers requests on standard input until it closes. Returns the exit status."""
+    parser = cli.Parser(prog="python -m rl.envs.scorer", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", help="JSON: name, options, seed, limit_s")
     config = json.loads(parser.parse_args(argv).config)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and it ends us
-    requests, replies = _own_pipes()  # before anything of the environment's runs, which may print
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
+    requests, replies = _take_pipes()  # before any code of the environment runs, which may print
     try:
         env = envs.load(config["name"], seed=config["seed"], **config["options"])
-        task = functools.lru_cache(1024)(env.make_task)
-        env.score(task(0, "train"), "")  # whatever a checker imports when it is first used
-    except Exception as error:  # an environment's own code raises anything
-        _send(replies, {"error": environment.failure(error)})
+        make_task = functools.lru_cache(1024)(env.make_task)
+        env.score(make_task(0, "train"), "")  # imports everything that a checker imports on first use
+    except Exception as error:  # an environment's own code may raise anything
+        _reply(replies, {"error": environment.describe(error)})
         return 1
     ready_bytes = _address_space_bytes()
     _limit(resource.RLIMIT_AS, ready_bytes + MAX_GROWTH_BYTES)
-    _send(replies, {"ready": True})
+    _reply(replies, {"ready": True})
     for line in requests:
         request = json.loads(line)
-        signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends one that waits where no parent is left to do so
+        signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends a process that waits and whose parent is gone
+        reply: dict = {}
         try:
-            one = task(request["index"], request["split"])
-            reply = {"scored": _scored(env, one, request["completions"], config["limit_s"])}
+            task = make_task(request["index"], request["split"])
+            reply["scored"] = _score(env, task, request["completions"], config["limit_s"])
         except MemoryError:
             return OUT_OF_MEMORY
-        except ValueError as error:  # of `make_task`
-            reply = {"error": str(error)}
+        except ValueError as error:  # from `make_task`
+            reply["error"] = str(error)
         signal.alarm(0)
         _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         reply["grown"] = _address_space_bytes() > ready_bytes + MAX_GROWTH_BYTES // 2
-        _send(replies, reply)
+        _reply(replies, reply)
     return 0
 
 
-def _send(replies: BinaryIO, reply: dict) -> None:
+def _reply(replies: BinaryIO, reply: dict) -> None:
     replies.write(json.dumps(reply).encode() + b"\n")
     replies.flush()
 
 
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Where requests come from and replies go; in their place standard input is empty, and standard output the error's."""
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Returns the pipes for requests and replies. Standard input becomes empty, standard output goes to standard error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
     os.dup2(2, 1)
-    os.close(nothing)
+    os.close(null)
     return requests, replies
 
 
-def _scored(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
-    """(Scores, CPU seconds, "") of each; None in the place of scores with what was raised."""
+def _score(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
+    """Returns (scores, CPU seconds, "") per completion, or (None, CPU seconds, error)."""
     out, begun_s = [], time.process_time()
     for completion in completions:
         _limit(resource.RLIMIT_CPU, math.ceil(begun_s + limit_s))
@@ -302,41 +303,39 @@ def _scored(env: environment.Environment, task: environment.Task, completions: l
             scores, error = _numbers(env.score(task, completion)), ""
         except MemoryError:
             raise
-        except Exception as raised:  # an environment's own code raises anything
-            scores, error = None, environment.failure(raised)
+        except Exception as raised:  # an environment's own code may raise anything
+            scores, error = None, environment.describe(raised)
         ended_s = time.process_time()
         out.append((scores, ended_s - begun_s, error))
         begun_s = ended_s
     return out
 
 
-def _numbers(scores) -> dict[str, float]:
-    """The scores as a rollout takes them: whatever is a number, numpy's too."""
-    if not isinstance(scores, dict) or len(scores) > MAX_PARTS:
-        raise TypeError(f"score gave {type(scores).__name__}, not a dict of at most {MAX_PARTS} numbers")
+def _numbers(scores: dict) -> dict[str, float]:
+    """Returns the scores as Python floats. Raises TypeError or ValueError for scores that a rollout cannot contain."""
+    if not isinstance(scores, dict) or len(scores) > MAX_NUMBERS:
+        raise TypeError(f"score returned {type(scores).__name__}; return a dict of at most {MAX_NUMBERS} numbers")
     if "reward" not in scores:
-        raise TypeError(f"score gave the parts {list(scores)[:8]}, and no 'reward'")
+        raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add it")
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise TypeError(
-                f"score gave a part called {str(name)[:80]!r}; a name has 1..{MAX_NAME} printable characters"
-            )
+            raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
         if not math.isfinite(value):
-            raise ValueError(f"score gave {name} = {value}, not a finite number")
+            raise ValueError(f"score returned {name} = {value}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}
 
 
-def _limit(what: int, value: int) -> None:
-    """Sets the soft limit, as far as the hard one allows."""
-    hard = resource.getrlimit(what)[1]
+def _limit(kind: int, value: int) -> None:
+    """Sets a soft limit of this process, at most the hard one."""
+    hard = resource.getrlimit(kind)[1]
     unlimited = resource.RLIM_INFINITY
-    resource.setrlimit(what, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))
+    resource.setrlimit(kind, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))
 
 
 def _address_space_bytes() -> int:
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    return 2**34  # where it cannot be known: enough for any environment here
+    return 2**34  # without /proc: enough for any environment here
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transform
     return weights
 
 
-def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.tell) -> rules_lib.Rules:
+def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_error) -> rules_lib.Rules:
     """Returns all rules of a run, from its resolved config: tasks, prompts, and rewards are made by its environment.
 
     `on_error` is called with a line about completions that cannot be scored.

@@ -1,5 +1,6 @@
 """Tasks are pure functions of their index, splits never share a prompt, rewards resist hostile completions."""
 
+import doctest
 import itertools
 import os
 import re
@@ -25,6 +26,10 @@ for name in sys.argv[1:]:
 @pytest.fixture(scope="module", params=["reverse_text", *(f"reasoning_gym:{name}" for name in CHEAP)])
 def env(request):
     return envs.load(request.param)
+
+
+def test_the_documented_example_runs():
+    assert doctest.testmod(environment) == doctest.TestResults(failed=0, attempted=8)
 
 
 def test_own_answer_scores_one(env):
@@ -57,7 +62,7 @@ def test_small_space_is_partitioned():
 
 def test_a_space_too_small_is_refused():
     env = envs.load("reverse_text", min_length=1, max_length=1, alphabet="a")
-    with pytest.raises(ValueError, match="no usable (train|held_out) prompt.*too small"):
+    with pytest.raises(ValueError, match="no usable (train|held_out) prompt.*too few prompts are possible"):
         for split in ("train", "held_out"):
             env.make_task(0, split)
 
@@ -129,16 +134,24 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reasoning_gym:chain_sums", {}, "did you mean 'chain_sum'"),
         ("reasoning_gym", {}, "reasoning_gym:<one"),
         ("reasoning_gym:chain_sum", {"min_term": 2}, "did you mean 'min_terms'"),
-        ("reasoning_gym:word_ladder", {}, "is refused: its items differ"),
+        ("reasoning_gym:word_ladder", {}, "cannot be used: its items differ"),
         ("reverse_text", {"min_length": 9}, "min_length=9, max_length=8"),
         ("reverse_text", {"alphabet": "a b"}, "white space"),
         ("reverse_text", {"reward": "f1"}, "lcs, position, exact"),
-        ("reverse_text:x", {}, "takes no variant"),
+        ("reverse_text:x", {}, "has no variants"),
     ],
 )
 def test_refusals(name, options, message):
     with pytest.raises(ValueError, match=message):
         envs.load(name, **options)
+
+
+def test_reasoning_gym_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it was not installed
+    with pytest.raises(
+        ValueError, match=r"reasoning_gym:chain_sum cannot be loaded .*run pip install -e \"\.\[reasoning"
+    ):
+        envs.load("reasoning_gym:chain_sum")
 
 
 def test_bad_task_coordinates():
@@ -188,7 +201,9 @@ def test_every_dataset_is_the_same_in_another_process():
 
 def test_options_of_another_environment_are_refused():
     """As when a command line changes the environment and its config file's options stay."""
-    with pytest.raises(ValueError, match="gsm8k has no option 'alphabet' .env.options.; it has path, system_prompt"):
+    with pytest.raises(
+        ValueError, match="gsm8k has no option 'alphabet' .env.options.; choose from path, system_prompt"
+    ):
         envs.load("gsm8k", alphabet="ab")
     with pytest.raises(ValueError, match="reverse_text has no option 'max_lenght' .*did you mean 'max_length'"):
         envs.load("reverse_text", max_lenght=5, seed=3)

@@ -40,7 +40,7 @@ def test_the_reference_earns_one_and_has_no_calculator_marks(path):
         ("#### -3.5", decimal.Decimal("-3.5")),
         ("#### 50%", 50),
         (r"thus \boxed{72}", 72),
-        ("#### 1\nno: #### 2", 2),  # the last word counts
+        ("#### 1\nno: #### 2", 2),  # the last one counts
         ("72", None),
         ("The answer is 72", None),
         ("#### 72 or 73", None),
@@ -60,10 +60,10 @@ def test_only_a_marked_number_is_an_answer(text, number):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "train.jsonl:1 is no GSM8K problem"),
-        ('{"question": "?"}', "train.jsonl:1 is no GSM8K problem: KeyError"),
-        ('{"question": "?", "answer": 3}', "train.jsonl:1 is no GSM8K problem: TypeError"),
-        ('{"question": "?", "answer": "72"}', "train.jsonl:1: the answer does not end in"),
+        ("{", "train.jsonl:1 is not a GSM8K problem"),
+        ('{"question": "?"}', "train.jsonl:1 is not a GSM8K problem: KeyError"),
+        ('{"question": "?", "answer": 3}', "train.jsonl:1 is not a GSM8K problem: TypeError"),
+        ('{"question": "?", "answer": "72"}', "train.jsonl:1 has an answer that does not end with"),
         ("", "is empty"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_bad_file_is_named(path, line, message):
 
 
 def test_missing_files_and_bad_coordinates(path):
-    with pytest.raises(ValueError, match="env.options.path = '' holds no train.jsonl; set it to a directory"):
+    with pytest.raises(ValueError, match="env.options.path = '' has no train.jsonl; set it to a directory"):
         envs.load("gsm8k")
     with pytest.raises(ValueError, match="use 'train' or 'held_out'"):
         envs.load("gsm8k", path=str(path)).make_task(0, "test")

@@ -1,4 +1,4 @@
-"""Scores from a process of its own: the same as here, and a completion that never ends costs itself alone."""
+"""Scores from child processes equal those of the environment; an endless completion affects only its own score."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from rl.envs import environment, scorer
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
 LEAKED = []
-SAID = []  # by the scorers of a test
+REPORTED = []  # by the scorers of a test
 
 
 def build(*, marks="", broken="", seed=0):
-    """An environment whose completions say what their scorer is to do. `broken`: an order for all of them but the first."""
+    """An environment whose completions are orders to their scorer. `broken` replaces all of them but the first."""
     num_scored = 0
     print("a library says hello")
 
@@ -90,8 +90,8 @@ def child():
 def orders(monkeypatch, tmp_path):
     """Scores completions of one task by orders."""
     monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
-    SAID.clear()
-    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, on_error=SAID.append)
+    REPORTED.clear()
+    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, on_error=REPORTED.append)
     task = build().make_task(7, "train")
     yield lambda *completions: made.score(task, completions)
     made.close()
@@ -113,7 +113,7 @@ def test_scores_are_those_of_the_environment():
             assert [one.scores for one in found] == [env.score(task, completion) for completion in completions]
             assert all(one.in_time and 0 <= one.cpu_s < 1 for one in found)
     assert away.score(task, []) == []
-    pid = away._seats[0].child._process.pid
+    pid = away._slots[0].child._process.pid
     away.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -128,13 +128,13 @@ def test_an_endless_completion_costs_itself_alone(orders, order):
     assert time.process_time() - begun_s < 1 and worth(orders("again")) == [1]
 
 
-def test_who_waits_instead_of_working_is_ended(orders, monkeypatch):
+def test_a_child_that_waits_is_ended(orders, monkeypatch):
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     assert worth(orders("wait", "a")) == [0, 1]
 
 
 @pytest.mark.slow
-def test_who_waits_ends_though_no_parent_is_left_to_end_it(monkeypatch):
+def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
@@ -146,7 +146,7 @@ def test_memory_has_a_limit(orders):
     assert worth(orders("grow", "a")) == [0, 1]
 
 
-def test_what_a_completion_leaves_in_memory_is_not_felt_by_others(orders):
+def test_leaked_memory_does_not_affect_other_completions(orders):
     """Not by another task, whose checker takes the want of memory for a wrong answer; nor by the next completion."""
     assert worth(orders("leak 600")) == [1]
     assert worth(orders("grab 600")) == [1]
@@ -156,24 +156,24 @@ def test_what_a_completion_leaves_in_memory_is_not_felt_by_others(orders):
     assert worth(orders("pid")) != [pid]
 
 
-def test_an_interrupt_from_the_terminal_is_for_the_parent(orders):
+def test_the_child_ignores_an_interrupt_from_the_terminal(orders):
     (pid,) = worth(orders("pid"))
     os.kill(int(pid), signal.SIGINT)
     assert worth(orders("pid")) == [pid]
 
 
-def test_what_else_ends_the_child_is_tried_again(orders):
+def test_another_end_of_the_child_is_tried_again(orders):
     assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.slow
 def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
-    """The limit of the whole process moves on with what it has used."""
+    """The limit of the process moves with the time it has used."""
     assert worth(orders(*["x"] * 2000)) == [1] * 2000
     assert worth(orders("loop", "a")) == [0, 1]
 
 
-def test_what_a_checker_prints_is_no_score(orders):
+def test_printed_text_is_never_a_score(orders):
     forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
     assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
 
@@ -183,22 +183,22 @@ def test_what_a_checker_prints_is_no_score(orders):
     [
         ("raise this", "KeyError: 'this' (test_scorer.py:"),
         ("raise \n\x1b[2J", "KeyError: "),
-        ("give nan", "ValueError: score gave reward = nan, not a finite number"),
-        ("give text", "TypeError: score gave str, not a dict of at most 63 numbers"),
-        ("give nothing", "TypeError: score gave the parts [], and no 'reward'"),
+        ("give nan", "ValueError: score returned reward = nan; return finite numbers"),
+        ("give text", "TypeError: score returned str; return a dict of at most 63 numbers"),
+        ("give nothing", "TypeError: score returned the names [] without 'reward'; add it"),
         ("give word", "TypeError: must be real number, not str"),
     ],
 )
-def test_a_completion_that_cannot_be_scored_is_worth_nothing_and_told_once(orders, order, said):
-    """Neighbours keep their scores; the part "error" is what metrics count."""
+def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, said):
+    """Its neighbours keep their scores; metrics count the number "error"."""
     found = orders("a", order, "bc", order)
     assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
     assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
     assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
     orders(order)
-    (line,) = SAID
+    (line,) = REPORTED
     assert line.startswith(f"environment orders could not score a completion of train task 7: {said}")
-    assert line.isprintable() and "worth 0" in line and "rollout/score_error_frac" in line
+    assert line.isprintable() and "its reward is 0" in line and "rollout/score_error_frac" in line
 
 
 def test_numbers_of_any_kind_are_numbers(orders):
@@ -213,7 +213,7 @@ def test_numbers_of_any_kind_are_numbers(orders):
     ],
 )
 def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, said):
-    away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=SAID.append)
+    away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=REPORTED.append)
     with pytest.raises(ValueError) as caught:
         away.score(build().make_task(7, "held_out"), ["x"])
     from rl.experiment import experiment
@@ -223,13 +223,13 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
     assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {said}")
     assert line.endswith("'reward' among them, for any text") and line.isprintable()
     assert experiment.explain(caught.value) == (line, 1, failure.MISTAKE)  # one line, and no traceback
-    assert not SAID
+    assert not REPORTED
     away.close()
 
 
 def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
     monkeypatch.setitem(envs.ENVS, "orders", build)
-    said = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); mend"
+    said = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); fix"
     with pytest.raises(ValueError, match=said):
         envs.load("orders").make_task(13, "train")
     away = scorer.Scorer("orders", {}, 0, limit_s=1)
@@ -247,7 +247,7 @@ def test_an_environment_that_cannot_be_loaded():
 
 
 def test_a_busy_child_gets_help(monkeypatch, tmp_path):
-    """While one completion computes, others are scored; nobody starts a child for what is soon done."""
+    """While one completion computes, others are scored; no child is started for short calls."""
     monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
     made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, max_children=2)
     task = build().make_task(7, "train")
@@ -272,7 +272,7 @@ def test_a_busy_child_gets_help(monkeypatch, tmp_path):
 def test_the_child_ends_with_its_parent():
     code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
     code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
-    code += "import os; print(s._seats[0].child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    code += "import os; print(s._slots[0].child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     out = subprocess.run([sys.executable, "-c", code], cwd=scorer.ROOT, capture_output=True, text=True).stdout
     deadline = time.monotonic() + 30
     while pathlib.Path(f"/proc/{int(out)}/status").exists():
