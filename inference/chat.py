@@ -2,10 +2,11 @@
 
     python -m inference.chat --weights runs/quickstart/weights      (the newest version of a run)
     python -m inference.chat --model path/to/a/hugging_face_folder
-    python -m inference.chat --url http://host:8100                 (a server that runs already)
+    python -m inference.chat --url http://host:8100                 (a running server)
 
-1. With --weights or --model a server starts as a child process on a free port, and ends with us.
-2. Each line is sent with the conversation so far; the answer streams back. An empty line starts over, Ctrl-D ends.
+1. With --weights or --model, a server is started as a child process on a free port, and ends with the chat.
+2. Each line is sent with the conversation so far, and the reply is streamed. An empty line starts a new conversation, Ctrl-C
+   ends a reply, Ctrl-D ends the chat.
 """
 
 import contextlib
@@ -25,13 +26,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_S = 600.0
 
 
-def answer(http: httpx.Client, messages: list[dict], options: dict) -> Iterator[dict]:
-    """The deltas of one streamed answer; ValueError in the server's own words."""
+def stream_reply(http: httpx.Client, messages: list[dict], options: dict) -> Iterator[dict]:
+    """Yields the deltas of a streamed reply. Raises ValueError with the server's message."""
     body = {"messages": messages, "stream": True} | options
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            raise ValueError(_refusal(response))
+            raise ValueError(_error_message(response))
         for line in response.iter_lines():
             data = line.removeprefix("data: ")
             if not line.startswith("data: ") or data == "[DONE]":
@@ -44,7 +45,7 @@ def answer(http: httpx.Client, messages: list[dict], options: dict) -> Iterator[
 
 
 def talk(http: httpx.Client, options: dict, system: str | None) -> None:
-    """Reads lines until the end of the input."""
+    """Runs the chat until the end of the input. `system` opens every conversation."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -58,36 +59,37 @@ def talk(http: httpx.Client, options: dict, system: str | None) -> None:
             print("(a new conversation)")
             continue
         messages.append({"role": "user", "content": line})
-        said = {"role": "assistant", "content": ""}
+        reply = {"role": "assistant", "content": ""}
         try:
-            for delta in answer(http, messages, options):
+            for delta in stream_reply(http, messages, options):
                 for name in ("reasoning_content", "content"):
                     if text := delta.get(name):
-                        said[name] = said.get(name, "") + text
+                        reply[name] = reply.get(name, "") + text
                         print(text, end="", flush=True)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             messages.pop()
             continue
-        except KeyboardInterrupt:  # enough of this answer; what was said stays
+        except KeyboardInterrupt:  # ends this reply; its text so far stays in the conversation
             pass
         print()
-        messages.append(said)
+        messages.append(reply)
 
 
 @contextlib.contextmanager
 def served(arguments: list[str]) -> Iterator[str]:
-    """The URL of a server of our own."""
+    """Starts a server with these command-line arguments and yields its URL. Ends it with the block."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "address"
         command = [sys.executable, "-m", "inference.serve", *arguments, "--port", "0", "--address_file", str(file)]
         command += ["--num_slots", "2", "--prefill_batch", "1", "--steps_per_call", "4", "--exit_with_parent"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+            assert process.stdin is not None
             try:
                 deadline = time.monotonic() + START_S
                 while not file.exists():
                     if process.poll() is not None or time.monotonic() > deadline:
-                        raise ValueError("the server did not start; its own words are above")
+                        raise ValueError("the server did not start; see its error message above")
                     time.sleep(0.05)
                 yield file.read_text()
             finally:
@@ -97,7 +99,7 @@ def served(arguments: list[str]) -> Iterator[str]:
                 process.kill()
 
 
-def _refusal(response: httpx.Response) -> str:
+def _error_message(response: httpx.Response) -> str:
     try:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -105,18 +107,17 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m inference.chat", description=__doc__.splitlines()[0])
+    """Runs the command. Returns the exit code."""
+    parser = cli.Parser(prog="python -m inference.chat", description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--weights", help="root of a weight broadcast")
-    source.add_argument("--model", help="a Hugging Face folder or hub id")
-    source.add_argument("--url", help="of a server that runs already")
-    parser.add_argument("--system", help="a system message")
+    source.add_argument("--weights", help="root of a weight broadcast, whose newest version is served")
+    source.add_argument("--model", help="a Hugging Face folder or hub ID")
+    source.add_argument("--url", help="URL of a running server")
+    parser.add_argument("--system", help="system message of every conversation")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_tokens", type=int, default=512)
-    parser.add_argument(
-        "--max_model_len", type=int, default=1024, help="of the server that --weights or --model starts"
-    )
-    parser.add_argument("--api_key", help="of the server at --url")
+    parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
+    parser.add_argument("--api_key", help="API key of the server at --url")
     args = parser.parse_args(argv)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
             if url is None:
                 kind = "weights" if args.weights else "model"
                 folder = getattr(args, kind)
-                if pathlib.Path(folder).exists():  # else a URL or a hub id; the server runs in another directory
+                if pathlib.Path(folder).exists():  # not a URL or a hub ID; the server has another working directory
                     folder = str(pathlib.Path(folder).resolve())
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             http = stack.enter_context(

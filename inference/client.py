@@ -1,9 +1,9 @@
-"""An async client of several rollout servers. Imports no jax: a worker starts in a second.
+"""An async client of several inference servers. Imports no jax: a worker starts in a second.
 
-1. A request goes to the server with the fewest requests of ours in flight (ties: the first).
-2. A refused connection, a 429, a 5xx or a malformed reply is tried on the next server, with a pause once all were
-   tried; each retry counts. One server that breaks, or lies, costs a retry and not the worker.
-3. A 4xx is the caller's mistake and is raised with the server's own words. What comes back is checked before it is used.
+1. A request is sent to the server with the fewest requests of this client in flight (ties: the first).
+2. After a refused connection, a 429, a 5xx or a malformed reply, the next server is tried, with a pause once all were tried.
+   Each retry is counted. A server that fails, or cheats, costs a retry and not the worker.
+3. A 4xx is the caller's mistake and is raised with the server's message. Replies are checked before they are used.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 
-MAX_NATS = 1e30  # of a log-probability: more is not finite in float32
+MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion as a server reported it: arrays of one entry per new token, the stop token included."""
+    """One completion, as a server reported it. Lists have one entry per new token, the stop token included."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -32,28 +32,34 @@ class Sample:
     prompt_version: int
     finish_reason: str
     proofs: bytes
-    experts: np.ndarray | None = (
-        None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token], where asked for
-    )
+    # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token], if requested
+    experts: np.ndarray | None = None
 
 
 class Unavailable(RuntimeError):
-    """No server gave a sound answer within the allowed time."""
+    """Raised when no server sent a valid reply within the allowed time."""
 
 
-class Malformed(ValueError):
-    """A server answered 200 with something that is no answer."""
+class MalformedReply(ValueError):
+    """Raised when a server replied 200 with an invalid body."""
 
 
 class Client:
-    """Use as `async with Client(urls) as client`."""
+    """A client of several servers, for use as `async with Client(urls) as client`."""
 
     def __init__(
         self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0, api_key: str | None = None
     ):
-        """`api_key` is that of every server; $INTELLAX_API_KEY when None."""
+        """Creates a client.
+
+        Args:
+          urls: of the servers, at least one.
+          timeout_s: for one attempt of a request.
+          give_up_s: how long a request is retried.
+          api_key: of all servers; $INTELLAX_API_KEY if None.
+        """
         if not urls:
-            raise ValueError("no rollout server given; pass at least one URL")
+            raise ValueError("the list of inference servers is empty; pass at least one URL")
         self._urls = [url.rstrip("/") for url in urls]
         self._give_up_s = give_up_s
         self._in_flight = dict.fromkeys(self._urls, 0)
@@ -72,9 +78,9 @@ class Client:
         await self._http.aclose()
 
     async def generate(self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False) -> list[Sample]:
-        """Returns `sampling["n"]` samples of one prompt; `sampling` as in vLLM's sampling_params.
+        """Returns `sampling["n"]` samples of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        ValueError where a server refuses the request; Unavailable where none gives a sound answer within `give_up_s`.
+        Raises ValueError if a server rejects the request, and Unavailable if none sends a valid reply within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         return await self._post(
@@ -82,7 +88,7 @@ class Client:
         )
 
     async def update_weights(self, version: int) -> None:
-        """Asks every server to serve at least `version`; returns once all do."""
+        """Makes every server swap in `version`. Returns once all serve it; raises ValueError if one cannot."""
 
         async def update(url):
             response = await self._http.post(f"{url}/update_weights", json={"version": version})
@@ -91,6 +97,7 @@ class Client:
         await asyncio.gather(*(update(url) for url in self._urls))
 
     async def health(self) -> list[dict]:
+        """Returns the JSON of /health from every server."""
         responses = await asyncio.gather(*(self._http.get(f"{url}/health") for url in self._urls))
         return [response.json() for response in responses]
 
@@ -106,16 +113,19 @@ class Client:
                     _raise_for(response)
                     return read(response)
                 reason = f"HTTP {response.status_code}"
-            except Malformed as error:
+            except MalformedReply as error:
                 reason = str(error)
-            except httpx.RequestError as error:  # no connection, no whole answer, a content-encoding that is none
+            except httpx.RequestError as error:  # no connection, an incomplete reply, a wrong content-encoding
                 reason = type(error).__name__
             finally:
                 self._in_flight[url] -= 1
             tried[url] += 1
             self.num_retries += 1
             if asyncio.get_running_loop().time() > deadline:
-                raise Unavailable(f"no rollout server answered for {self._give_up_s:.0f} s; the last, {url}: {reason}")
+                raise Unavailable(
+                    f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {url}: "
+                    f"{reason}; check that the servers run"
+                )
             if all(tried[u] for u in self._urls):
                 await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
 
@@ -126,44 +136,46 @@ def _raise_for(response: httpx.Response) -> None:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = response.text[:500]
-        raise ValueError(f"{response.request.url} refused the request: {message}")
+        raise ValueError(f"{response.request.url} rejected the request: {message}")
 
 
 def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> list[Sample]:
-    """The samples that `sampling` asked for; Malformed for whatever else a server may send."""
+    """Returns the samples that `sampling` requested. Raises MalformedReply for any other reply."""
     try:
         samples = [_read_choice(choice, sampling, num_prompt) for choice in response.json()["choices"]]
     except (KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise Malformed(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
+        raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
     except ValueError as error:
-        raise Malformed(str(error)[:500]) from error
+        raise MalformedReply(str(error)[:500]) from error
     if len(samples) != sampling.get("n", 1):
-        raise Malformed(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were asked for")
+        raise MalformedReply(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
     return samples
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
-    """Checks one choice, so that it makes a rollout that can be signed; ValueError names what a server got wrong."""
+    """Returns a choice as a sample that fits a signed rollout. Raises ValueError that names the server's mistake."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     runs = choice["policy_versions"]
     integers = [*tokens, *(value for run in runs for value in run), choice["prompt_policy_version"]]
     if any(type(value) is not int or not 0 <= value < 2**31 for value in integers):
         raise ValueError("server sent a token id or a policy version that is not an integer in 0..2^31 - 1")
-    if sum(count for _, count in runs) > len(tokens):  # before they are written out: a count may be anything
-        raise ValueError(f"server sent {len(tokens)} tokens and versions {runs[:4]}, which are for more")
+    if sum(count for _, count in runs) > len(tokens):  # before they are expanded: a count may be huge
+        raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
     versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
         raise ValueError(f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions")
     if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
     if len(tokens) > sampling.get("max_tokens", len(tokens)):
-        raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were asked for")
+        raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were requested")
     if choice["finish_reason"] not in rollout_lib.FINISH_REASONS:
         raise ValueError(f"server sent the finish_reason {str(choice['finish_reason'])[:80]!r}")
     proofs = base64.b64decode(choice["proofs"], validate=True)
     if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
-        raise ValueError(f"server sent {len(proofs)} bytes of proofs; at most {rollout_lib.MAX_PROOF_BYTES} are taken")
+        raise ValueError(
+            f"server sent {len(proofs)} bytes of proofs; at most {rollout_lib.MAX_PROOF_BYTES} are allowed"
+        )
     experts = None
     if sampling.get("return_routed_experts"):
         experts = _read_experts(choice["routed_experts"], num_prompt + len(tokens) - 1)
@@ -173,9 +185,11 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:
     shape, dtype = field["shape"], str(field["dtype"])[:80]
     if dtype not in ("uint8", "uint16") or field["start"] != 0:
-        raise ValueError(f"server sent routed_experts of {dtype!r} from token {str(field['start'])[:80]} on")
+        raise ValueError(
+            f"server sent routed_experts of {dtype!r} from token {str(field['start'])[:80]}; uint8 or uint16 from token 0 were requested"
+        )
     if len(shape) != 3 or any(type(size) is not int or not 0 < size < 2**31 for size in shape) or shape[0] != num_rows:
-        raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were to come")
+        raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were requested")
     data = base64.b64decode(field["data"], validate=True)
     dtype = np.dtype(dtype).newbyteorder("<")
     if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:

@@ -1,18 +1,22 @@
-"""The routes of whoever runs the server: weights, pause, health, metrics. Names and shapes as prime-rl calls them.
+"""The routes of the operator: weights, pause, health, metrics. Names and formats are those of prime-rl.
 
-/pause stops stepping between two engine calls and keeps every sequence with its keys; /resume goes on. Neither is needed
-for an update, which also falls between two calls.
+/pause stops between two engine calls and keeps every sequence with its cache; /resume continues. An update of the weights
+needs neither, because it also happens between two calls.
 """
 
 import asyncio
+from collections.abc import Iterator
 
 import fastapi
+import prometheus_client
 from fastapi import responses
+from prometheus_client import core
 
 from inference.server import inference_server, schemas, web
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
+    """Adds the routes to an app."""
     scheduler = server.scheduler
 
     @app.post("/update_weights")
@@ -24,7 +28,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     @app.post("/pause")
     async def pause(mode: str = "keep", clear_cache: bool = False):
         if mode != "keep":
-            raise ValueError(f"mode {mode!r} is not supported; use keep, and abort requests by hanging up")
+            raise ValueError(f"mode {mode!r} is not supported; use keep, and disconnect to abort a request")
         await asyncio.wrap_future(scheduler.pause(clear_prefixes=clear_cache))
         return {"status": "paused"}
 
@@ -53,36 +57,43 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
 
     @app.get("/metrics")
     async def metrics():
-        return responses.PlainTextResponse(exposition(server), media_type="text/plain; version=0.0.4")
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_Collector(server))
+        return responses.PlainTextResponse(
+            prometheus_client.generate_latest(registry), media_type="text/plain; version=0.0.4"
+        )
 
 
-def exposition(server: inference_server.InferenceServer) -> str:
-    """Prometheus' text format: the names that prime-rl's concurrency controller reads, then ours."""
-    scheduler, config = server.scheduler, server.engine.config
-    stats, running = dict(scheduler.stats), scheduler.num_running
-    waiting = max(scheduler.num_pending - scheduler.num_running_requests, 0)
-    label = f'engine="0",model_name="{server.model_name}"'
-    blocks, block = config.num_slots, config.max_model_len
-    rows = [
-        ("vllm:num_requests_running", "gauge", label, scheduler.num_running_requests),
-        ("vllm:num_requests_waiting", "gauge", label, waiting),
-        ("vllm:num_requests_waiting_by_reason", "gauge", label + ',reason="capacity"', waiting),
-        ("vllm:kv_cache_usage_perc", "gauge", label, scheduler.cache_usage()),
-        ("vllm:cache_config_info", "gauge", label + f',num_gpu_blocks="{blocks}",block_size="{block}"', 1),
-        ("vllm:num_preemptions_total", "counter", label, 0),  # a sequence keeps its slot to its end
-        ("vllm:prefix_cache_queries_total", "counter", label, stats["prefix_queries"]),
-        ("vllm:prefix_cache_hits_total", "counter", label, stats["prefix_hits"]),
-        ("vllm:prompt_tokens_total", "counter", label, stats["prefix_queries"]),
-        ("vllm:generation_tokens_total", "counter", label, stats["tokens"]),
-        ("intellax:policy_version", "gauge", label, scheduler.version),
-        ("intellax:slots_running", "gauge", label, running),
-        ("intellax:prefix_cache_bytes", "gauge", label, scheduler.prefix_bytes),
-    ]
-    counted = {"prefix_queries", "prefix_hits", "tokens"}
-    rows += [
-        (f"intellax:{name}_total", "counter", label, value) for name, value in stats.items() if name not in counted
-    ]
-    lines = []
-    for name, kind, labels, value in rows:
-        lines += [f"# TYPE {name} {kind}", f"{name}{{{labels}}} {value}"]
-    return "\n".join(lines) + "\n"
+class _Collector:
+    """Collects the metrics that prime-rl's concurrency controller reads, which have vLLM's names, then further ones."""
+
+    def __init__(self, server: inference_server.InferenceServer):
+        self._server = server
+
+    def collect(self) -> Iterator[core.Metric]:
+        """Yields the current value of each metric."""
+        scheduler, config = self._server.scheduler, self._server.engine.config
+        stats = dict(scheduler.stats)
+        waiting = max(scheduler.num_pending - scheduler.num_running_requests, 0)
+        cache = {"num_gpu_blocks": str(config.num_slots), "block_size": str(config.max_model_len)}
+        queries, hits, tokens = (stats.pop(name) for name in ("prefix_queries", "prefix_hits", "tokens"))
+        yield self._metric("gauge", "vllm:num_requests_running", scheduler.num_running_requests)
+        yield self._metric("gauge", "vllm:num_requests_waiting", waiting)
+        yield self._metric("gauge", "vllm:num_requests_waiting_by_reason", waiting, reason="capacity")
+        yield self._metric("gauge", "vllm:kv_cache_usage_perc", scheduler.cache_usage())
+        yield self._metric("gauge", "vllm:cache_config_info", 1, **cache)
+        yield self._metric("counter", "vllm:num_preemptions_total", 0)  # a sequence keeps its slot until it ends
+        yield self._metric("counter", "vllm:prefix_cache_queries_total", queries)
+        yield self._metric("counter", "vllm:prefix_cache_hits_total", hits)
+        yield self._metric("counter", "vllm:prompt_tokens_total", queries)
+        yield self._metric("counter", "vllm:generation_tokens_total", tokens)
+        yield self._metric("gauge", "intellax:policy_version", scheduler.version)
+        yield self._metric("gauge", "intellax:slots_running", scheduler.num_running)
+        yield self._metric("gauge", "intellax:prefix_cache_bytes", scheduler.prefix_bytes)
+        for name, value in stats.items():
+            yield self._metric("counter", f"intellax:{name}_total", value)
+
+    def _metric(self, kind: str, name: str, value: float, **labels: str) -> core.Metric:
+        metric = core.Metric(name.removesuffix("_total") if kind == "counter" else name, name, kind)
+        metric.add_sample(name, {"engine": "0", "model_name": self._server.model_name} | labels, value)
+        return metric

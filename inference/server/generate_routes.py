@@ -1,9 +1,9 @@
-"""POST /inference/v1/generate: token ids in; ids, log-probabilities, versions and proofs out.
+"""POST /inference/v1/generate: token IDs in; IDs, log-probabilities, policy versions and proofs out.
 
-The contract is that of vLLM-based RL clients, whose checks it passes: one log-probability per id, each entry's token
-spelled `token_id:<id>`, the stop id included. `routed_experts` (routing.py) is there where the server records them, unless
-`return_routed_experts` is false. Fields of ours, which they ignore: `policy_versions` (run-length), `prompt_policy_version`,
-`proofs`, and `untempered_logprobs` where asked for.
+The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
+stop token included. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
+`return_routed_experts` is false. Further fields, which those clients ignore: `policy_versions` (run-length),
+`prompt_policy_version`, `proofs`, and `untempered_logprobs` if requested.
 """
 
 import asyncio
@@ -21,37 +21,26 @@ from inference.server import inference_server, schemas, web
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
+    """Adds the route to an app."""
+
     @app.post("/inference/v1/generate")
-    async def generate(request: fastapi.Request):
-        body = schemas.Generate.model_validate_json(await web.read_body(request, max_body_bytes))
-        asked = server.request(body.sampling_params, body.token_ids, proofs=bool(body.proofs))
-        future = asyncio.wrap_future(server.scheduler.submit(asked))
-        completions = await web.until_gone(request, future)  # a client that hangs up frees its slots
-        return responses.JSONResponse(reply(server, body, asked, completions))
-
-
-def reply(
-    server: inference_server.InferenceServer,
-    body: schemas.Generate,
-    asked: scheduler_lib.GenerateRequest,
-    completions: list[scheduler_lib.Completion],
-) -> dict:
-    start = body.sampling_params.routed_experts_prompt_start or 0
-    sent = {
-        "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
-        "choices": [_choice(index, c) | experts(server, c, start) for index, c in enumerate(completions)],
-        "usage": usage([(asked, completions)]),
-    }
-    if asked.prompt_logprobs:
-        scored = zip(body.token_ids, completions[0].prompt_logprobs, strict=True)
-        sent["prompt_logprobs"] = [{str(token): {"logprob": logprob}} for token, logprob in scored]
-        sent["prompt_logprobs"][0] = None  # nothing comes before it
-    return sent
+    async def generate(http_request: fastapi.Request):
+        body = await web.read_schema(http_request, schemas.Generate, max_body_bytes)
+        request = server.request(body.sampling_params, body.token_ids, proofs=bool(body.proofs))
+        future = asyncio.wrap_future(server.scheduler.submit(request))
+        completions = await web.run_until_disconnect(http_request, future)  # a disconnect frees the slots
+        start = body.sampling_params.routed_experts_prompt_start
+        reply = {
+            "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
+            "choices": [{"index": i} | _choice(server, c, start) for i, c in enumerate(completions)],
+            "usage": usage([(request, completions)]),
+        }
+        return responses.JSONResponse(reply | prompt_logprobs(request, completions[0]))
 
 
 def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[scheduler_lib.Completion]]]) -> dict:
-    """Of all prompts of a request, as in OpenAI's API; `cached_tokens` are those of prompts whose keys were there already."""
-    num_prompt = sum(len(asked.tokens) for asked, _ in answered)
+    """Returns OpenAI's token counts over several prompts; `cached_tokens` are the prompt tokens found in the prefix cache."""
+    num_prompt = sum(len(request.tokens) for request, _ in answered)
     num_new = sum(len(completion.tokens) for _, completions in answered for completion in completions)
     return {
         "prompt_tokens": num_prompt,
@@ -61,32 +50,44 @@ def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[sched
     }
 
 
-def experts(server: inference_server.InferenceServer, completion: scheduler_lib.Completion, start: int) -> dict:
-    """`routed_experts` of the tokens from `start` on, if they were asked for."""
-    if completion.experts is None:
+def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: scheduler_lib.Completion) -> dict:
+    """Returns vLLM's field `prompt_logprobs` if it was requested, else {}. Its first entry is None: no token precedes."""
+    if not request.prompt_logprobs or completion.prompt_logprobs is None:
         return {}
-    return {"routed_experts": routed_experts.reply_field(completion.experts, server.engine.model, start)}
+    scored = zip(request.tokens, completion.prompt_logprobs, strict=True)
+    return {"prompt_logprobs": [None, *({str(token): {"logprob": x}} for token, x in list(scored)[1:])]}
 
 
-def policy_versions(completion: scheduler_lib.Completion) -> list[list[int]]:
-    """[[version, number of tokens], ...]."""
-    return [[version, len(list(run))] for version, run in itertools.groupby(completion.versions)]
+def extra_fields(
+    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int | None
+) -> dict:
+    """Returns the fields of a choice that OpenAI's API does not have: versions, and those that were requested.
+
+    `experts_start` is the first token whose routed experts are returned; None is 0.
+    """
+    runs = itertools.groupby(completion.versions)
+    fields: dict = {
+        "policy_versions": [[version, len(list(run))] for version, run in runs],
+        "prompt_policy_version": completion.prompt_version,
+    }
+    if completion.raw_logprobs:
+        fields["untempered_logprobs"] = completion.raw_logprobs
+    if completion.experts is not None:
+        model = server.engine.model
+        fields["routed_experts"] = routed_experts.reply_field(completion.experts, model, experts_start or 0)
+    return fields
 
 
-def _choice(index: int, completion: scheduler_lib.Completion) -> dict:
+def _choice(
+    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int | None
+) -> dict:
     content = [
         {"token": f"token_id:{token}", "logprob": logprob}
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
     ]
-    sent = {
-        "index": index,
+    return {
         "token_ids": completion.tokens,
         "finish_reason": completion.finish_reason,
         "logprobs": {"content": content},
-        "policy_versions": policy_versions(completion),
-        "prompt_policy_version": completion.prompt_version,
         "proofs": base64.b64encode(completion.proofs).decode(),
-    }
-    if completion.raw_logprobs:
-        sent["untempered_logprobs"] = completion.raw_logprobs
-    return sent
+    } | extra_fields(server, completion, experts_start)

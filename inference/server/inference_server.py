@@ -1,10 +1,10 @@
-"""A running engine behind the routes: where its weights come from, and what a client's request means to it.
+"""An inference server without its routes: a running engine, the source of its weights, and the meaning of request fields.
 
-1. `start` waits for the first version of a broadcast (its manifest names model and tokenizer); `start_model` loads a
-   Hugging Face folder. Either compiles its large programs side by side, then runs one request.
-2. `InferenceServer.request` turns the wire's sampling fields into a `GenerateRequest`; what is not given gets its default here.
-3. `InferenceServer.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in between
-   two steps. Whatever fails before that leaves the old weights serving.
+1. `start` waits for the first version of a broadcast, whose manifest names model and tokenizer; `start_model` loads a Hugging
+   Face folder. Both compile the large programs concurrently, then run one request.
+2. `InferenceServer.request` turns sampling fields of a request into a `GenerateRequest` and fills in defaults.
+3. `InferenceServer.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in
+   between two engine calls. After an error before the swap, the old weights keep serving.
 """
 
 import dataclasses
@@ -28,41 +28,47 @@ from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 
-RELAY_LAG_S = 60.0  # how long a version that was announced may take to reach our relays
-NOTICE_S = 5.0  # how long a server waits for the first version before it says so
+RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
+NOTICE_S = 5.0  # how long to wait for the first version before a line is logged
 
 
 @dataclasses.dataclass
 class InferenceServer:
-    """A running engine and where its weights come from."""
+    """A running engine and the source of its weights."""
 
-    weights: source_lib.Source | None  # the broadcast, opened; None: updates name their folder
+    weights: source_lib.Source | None  # None if updates name their folder
     scheduler: scheduler_lib.Scheduler
     engine: engine_lib.Engine
-    store: weights_lib.Store | None
+    store: weights_lib.Store
     model_name: str = "policy"
-    key: str | None = None  # hex of the publisher's public key; None: any
-    have: broadcast.Pulled | None = None  # what serves now, from which deltas lead on
+    key: str | None = None  # hex of the public key that must sign weights; None accepts any
+    have: broadcast.Pulled | None = None  # the version in use, which deltas can be applied to
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def tokenizer(self) -> tokenizer_lib.Tokenizer:
+        """The engine's tokenizer."""
         return self.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
+        """The maximum number of tokens of a prompt and its completion."""
         return self.engine.config.max_model_len
 
     def update(self, version: int | None, source: str | None = None) -> int:
-        """Swaps other weights in and returns the version in force. Blocks.
+        """Swaps in other weights and returns the version in use. Blocks until they serve.
 
-        `version` of the broadcast `source` (ours when None), or its newest when None. `source` may also be one version's
-        own folder, or a Hugging Face folder, which is then served as `version` (the next number when None).
+        Args:
+          version: a version of `source`, the newest if None. For a Hugging Face folder, the number to serve it as, one more
+            than that in use if None.
+          source: a broadcast, the server's own if None; or the folder of one version; or a Hugging Face folder.
+
+        Raises ValueError for weights of another model, and OSError or CorruptBroadcast if they cannot be read.
         """
         with self.update_lock:
-            if source is None and self.weights is None:
-                raise ValueError("this server was started without a broadcast; name a weight_dir")
             root = self.weights if source is None else source
+            if root is None:
+                raise ValueError("this server has no weight broadcast to update from; send a weight_dir")
             if source is not None and "://" not in source:
                 folder = pathlib.Path(source)
                 if (folder / "config.json").is_file():
@@ -72,7 +78,7 @@ class InferenceServer:
             if version is None:
                 version = broadcast.latest(root)
                 if version is None and source is not None:
-                    raise FileNotFoundError(f"no published version under {root}; name the root of a broadcast")
+                    raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
             if version is None or (version == self.scheduler.version and source is None):
                 return self.scheduler.version
             if source is None and not isinstance(root, source_lib.Directory):
@@ -83,16 +89,17 @@ class InferenceServer:
             return version
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> scheduler_lib.GenerateRequest:
-        """What the scheduler is asked for; `extra` are fields of `GenerateRequest` that a route decides."""
+        """Returns the scheduler's request for a prompt. Raises ValueError for unsupported fields.
+
+        `extra` are fields of `GenerateRequest` that the route sets.
+        """
         for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
             if getattr(sampling, name) not in (None, neutral):
-                raise ValueError(
-                    f"{name} = {getattr(sampling, name)} is not supported; leave it out, or send {neutral}"
-                )
+                raise ValueError(f"{name} = {getattr(sampling, name)} is not supported; leave it out or send {neutral}")
         if (sampling.routed_experts_prompt_start or 0) >= max(len(tokens), 1):
             raise ValueError(
-                f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start} must be below the prompt's "
-                f"{len(tokens)} tokens"
+                f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start} is past the prompt's "
+                f"{len(tokens)} tokens; send a smaller one"
             )
         stop_ids = dict.fromkeys(sampling.stop_token_ids or ())
         if not sampling.ignore_eos:
@@ -116,7 +123,7 @@ class InferenceServer:
         return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
 
     def close(self) -> None:
-        """Ends the scheduler, and the connections to relays."""
+        """Stops the scheduler and closes the connections to relays."""
         self.scheduler.close()
         if self.weights is not None:
             self.weights.close()
@@ -126,7 +133,7 @@ class InferenceServer:
 
         config = hf.read_config(folder)
         if config != self.engine.model:
-            raise ValueError(f"{folder} is another model than the one that serves; start a server of its own on it")
+            raise ValueError(f"{folder} has another model than this server; start another server for it")
         params = _load_folder(folder, self.store)
         return self._swap(params, self.scheduler.version + 1 if version is None else version)
 
@@ -143,37 +150,40 @@ def start(
     timeout_s: float = 600.0,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
-    every_length: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
-    """Loads the newest weights under `weights` (waiting for the first), compiles, and starts the scheduler.
+    """Starts a server with the newest version of a broadcast. Blocks until there is one and the engine is compiled.
 
-    `weights`: a directory, a bucket URL, or the URLs of relays. `key`: hex of the public key that must have signed them.
-    `mesh`: sizes of the axes of a mesh over this host's devices; one device when None. `quantize`: a name of
-    weights.QUANTIZATIONS. `every_length`: compile for prompts of every length now. `say` hears what takes long.
-    `options`: those of `Scheduler`.
+    Args:
+      weights: a directory, a bucket URL, or the URLs of relays.
+      config: sizes of the engine.
+      key: hex of the public key that must have signed the weights; None accepts any.
+      timeout_s: how long to wait for the first version before TimeoutError is raised.
+      mesh: sizes of the axes of a mesh over this host's devices; None for one device.
+      quantize: one of weights.QUANTIZATIONS.
+      log: called with a line of text before each slow step.
+      **options: `every_length` to compile for prompts of every length now; and the options of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
     try:
         version = broadcast.wait_for(source, 0, timeout_s=min(NOTICE_S, timeout_s))
     except TimeoutError as error:
-        say(f"waiting for weights: {error}")
+        log(f"waiting for weights: {error}")
         version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
-    say(f"loading policy version {version}")
+    log(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
         raise ValueError(
-            f"version {version} under {weights} says neither its model nor its tokenizer, as those of sharding.broadcast "
-            f"publish-dir do not; serve what rl.train publishes, or a folder by --model"
+            f"version {version} under {weights} has a manifest without model and tokenizer, as publish-dir of "
+            "sharding.broadcast writes it; serve weights that rl.train published, or a folder by --model"
         )
-    model = config_lib.ModelConfig(**metadata["model"])
-    store = weights_lib.Store(model, devices, quantize)
+    store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     tokenizer = tokenizer_lib.load(metadata["tokenizer"])
-    server = _serve(source, tokenizer, config, pulled.params, pulled.version, store, options, say, every_length)
-    server.key, server.have = key, pulled
+    server = _run(config, store, tokenizer, pulled.params, pulled.version, log, **options)
+    server.weights, server.key, server.have = source, key, pulled
     return server
 
 
@@ -183,23 +193,20 @@ def start_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
-    every_length: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
-    """Loads a Hugging Face folder, or a hub id, as version 0; see `start`."""
+    """Starts a server with a Hugging Face folder or hub ID, as version 0. The arguments are those of `start`."""
     from models import hf, hub
 
-    say(f"loading {folder}")
+    log(f"loading {folder}")
     folder = str(hub.folder(folder))
-    devices = host_mesh(mesh, config)
-    tokenizer = tokenizer_lib.load(folder)
-    store = weights_lib.Store(hf.read_config(folder), devices, quantize)
-    return _serve(None, tokenizer, config, _load_folder(folder, store), 0, store, options, say, every_length)
+    store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
+    return _run(config, store, tokenizer_lib.load(folder), _load_folder(folder, store), 0, log, **options)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
-    """A mesh over the devices of this process: all of them if sizes are given, or the first. ValueError if it cannot serve."""
+    """Returns a mesh over all devices of this process, or over the first if `sizes` is empty. Raises ValueError if it cannot serve."""
     devices = jax.local_devices()
     mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
     engine_lib.check_mesh(config, mesh)
@@ -207,56 +214,51 @@ def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> 
 
 
 def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
-    """ValueError naming the first tensor that is not of this model."""
+    """Raises ValueError that names the first tensor that does not fit the model."""
     expected = _by_path(transformer.abstract(model))
     given = _by_path(params)
     for path in sorted(expected.keys() | given.keys()):
-        if path not in given or path not in expected:
-            where = "lack" if path not in given else "have"
-            raise ValueError(
-                f"the new weights {where} {path}, which the model that serves {_HAS[where]}; they are refused"
-            )
+        if path not in given:
+            raise ValueError(f"the new weights lack tensor {path}; publish weights of the model that serves")
+        if path not in expected:
+            raise ValueError(f"the new weights have a surplus tensor {path}; publish weights of the model that serves")
         new, old = given[path], expected[path]
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"the new weights have {path} as {new.dtype}{list(new.shape)}; the model that serves needs "
-                f"{old.dtype}{list(old.shape)}, so they are refused"
+                f"the new weights have {path} as {new.dtype}{list(new.shape)}, and the model that serves needs "
+                f"{old.dtype}{list(old.shape)}; publish weights of that model"
             )
 
 
-_HAS = {"lack": "needs", "have": "has not"}
-
-
-def _serve(
-    weights,
-    tokenizer,
+def _run(
     config: engine_lib.EngineConfig,
-    params,
+    store: weights_lib.Store,
+    tokenizer: tokenizer_lib.Tokenizer,
+    params: transformer.Params,
     version: int,
-    store,
-    options: dict,
-    say: Callable,
-    every_length: bool,
+    log: Callable[[str], None],
+    *,
+    every_length: bool = False,
+    **options,
 ) -> InferenceServer:
     if tokenizer.vocab_size > store.model.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries and the model {store.model.vocab_size}: they are not of one "
-            f"checkpoint; give a folder whose tokenizer.json and config.json belong together"
+            f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}; use "
+            "tokenizer.json and config.json of the same checkpoint"
         )
     check_params(params, store.model)
-    say("compiling")
+    log("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
-    scheduler = scheduler_lib.Scheduler(
-        engine, params, version, state=warmup.compile_largest(engine, params), **options
-    )
+    state = warmup.compile_largest(engine, params)
+    scheduler = scheduler_lib.Scheduler(engine, params, version, state=state, **options)
     for request in warmup.requests(config, every_length=every_length):
         scheduler.submit(request).result()
-    return InferenceServer(weights, scheduler, engine, store)
+    return InferenceServer(None, scheduler, engine, store)
 
 
 def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
-    """The weights of a Hugging Face folder, where the store wants them."""
+    """Returns the weights of a Hugging Face folder, placed as the store requires."""
     from models import hf
 
     if store.load_shardings is not None:
@@ -276,5 +278,5 @@ def _given(value, default):
 
 def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     if bad := [token for token in bias if not re.fullmatch(r"\d{1,9}", token)]:
-        raise ValueError(f"logit_bias has the key {bad[0]!r}; keys are token ids in decimal")
+        raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
     return tuple((int(token), float(value)) for token, value in bias.items())

@@ -1,7 +1,7 @@
-"""What clients may send, as pydantic models: wrong types are refused by name, unknown keys are ignored.
+"""The request bodies of all routes, as pydantic models: wrong types are rejected by name, unknown keys are ignored.
 
-`null` stands for "not given" everywhere, as OpenAI's clients have it. Numbers must be finite and of their own type: a
-string is no number, true is no integer. What a field means is in inference/server/inference_server.py, which turns these into requests.
+`null` means "not given" everywhere, as in OpenAI's clients. Numbers must be finite and of their own type: a string is not a
+number, and true is not an integer. inference/server/inference_server.py turns the fields into engine requests.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,20 +10,22 @@ import pydantic
 
 
 class _FailFast(pydantic.FailFast):
-    """One mistake in a list of a million ids is enough; hashable, as a member of a union has to be."""
+    """Stops at the first mistake in a list of a million IDs. Hashable, which members of a union must be."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # the dataclass sets it to None
 
 
 Ids = Annotated[list[int], _FailFast()]
 
 
 class Body(pydantic.BaseModel):
+    """The base of all request bodies."""
+
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class Sampling(Body):
-    """Fields that every generating route shares."""
+    """Sampling fields, which all generating routes share."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -37,35 +39,39 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
-    untempered_logprobs: bool | None = None  # ours
-    return_routed_experts: bool | None = None  # null: where the server records them
-    routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] | None = None  # tokens whose experts are known
+    untempered_logprobs: bool | None = None  # log-probabilities at temperature 1, without filters
+    return_routed_experts: bool | None = None  # null: true if the server records them
+    routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] | None = None  # tokens before it are left out
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
 
 
 class SamplingParams(Sampling):
-    """vLLM's sampling_params."""
+    """The field `sampling_params` of vLLM's generate route."""
 
     logprobs: int | None = None
 
 
 class Generate(Body):
-    """POST /inference/v1/generate."""
+    """The body of POST /inference/v1/generate."""
 
     token_ids: Ids
     sampling_params: SamplingParams = SamplingParams()
     request_id: str | None = None
-    proofs: bool | None = None  # ours
+    proofs: bool | None = None  # true adds TOPLOC proofs to the reply
 
 
 class Part(Body):
+    """A part of a message's content."""
+
     type: str
     text: str | None = None
 
 
 class Message(Body):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
@@ -76,86 +82,85 @@ class Message(Body):
 
 
 class StreamOptions(Body):
+    """Options of a streamed reply."""
+
     include_usage: bool | None = None
 
 
-class Rendering(Body):
-    """How messages become a prompt."""
+class Template(Body):
+    """Inputs of the chat template, in addition to the messages."""
 
-    messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
 
-class Chat(Sampling, Rendering):
-    """POST /v1/chat/completions."""
+class OpenAI(Sampling):
+    """Fields that OpenAI's routes for completions share."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+class Chat(OpenAI, Template):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
 
 
 class ChatTokens(Chat):
-    """POST /v1/chat/completions/tokens: the prompt is `tokens`; the messages only say what they spell."""
+    """The body of POST /v1/chat/completions/tokens: the prompt is `tokens`, and the messages are ignored."""
 
     tokens: Ids
     messages: list[Message] = []
 
 
-class Completions(Sampling):
-    """POST /v1/completions."""
+class Completions(OpenAI):
+    """The body of POST /v1/completions."""
 
     prompt: str | Ids | list[str] | list[Ids]
-    add_special_tokens: bool | None = None  # to a prompt of text, such as Llama's first token; null: yes
-    model: str | None = None
+    add_special_tokens: bool | None = None  # to a text prompt, such as Llama's first token; null: true
     logprobs: int | None = None
     echo: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
 
 
-class Tokenize(Body):
-    """POST /tokenize: messages or a prompt."""
+class Tokenize(Template):
+    """The body of POST /tokenize: messages or a prompt."""
 
     prompt: str | None = None
     add_special_tokens: bool | None = None  # as in Completions
     messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
 
 
 class Detokenize(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: Ids
 
 
 class UpdateWeights(Body):
-    """POST /update_weights: a version of the broadcast, the newest (null), or a folder of weights."""
+    """The body of POST /update_weights: a version of the broadcast, the newest if null, or a folder of weights."""
 
     version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     weight_dir: str | None = None
 
 
-def mistake(error: pydantic.ValidationError) -> str:
-    """The first mistake in one line: where, what is wanted, what came."""
+def describe(error: pydantic.ValidationError) -> str:
+    """Returns the first mistake in a body as one line: the field, the rule, the value."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"the request body is not JSON: {first['msg']}"
-    # Of a union pydantic names the member it tried; the name of a type in the path helps nobody.
+    # For a union, the path contains names of types, which a client does not know.
     path = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
     if first["type"] == "missing":
-        return f"{path} is missing"
-    came = repr(first["input"])
-    return f"{path or 'the request body'}: {first['msg']}; got {came if len(came) <= 80 else came[:77] + '...'}"
+        return f"{path} is missing; add it to the request body"
+    value = repr(first["input"])
+    return f"{path or 'the request body'}: {first['msg']}; got {value if len(value) <= 80 else value[:77] + '...'}"

@@ -70,7 +70,9 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
         try:
             found = {entry["name"]: entry["template"] for entry in found}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{directory}/tokenizer_config.json: an entry of chat_template lacks {error}; download it again") from error
+            raise ValueError(
+                f"{directory}/tokenizer_config.json: an entry of chat_template lacks {error}; download it again"
+            ) from error
     named = dict(found) if isinstance(found, dict) else {"default": found}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
         named[path.stem] = path.read_text("utf-8")

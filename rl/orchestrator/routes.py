@@ -38,9 +38,8 @@ def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
         return orchestrator.submit(parquet.from_bytes(body))
 
     async def taken(request: fastapi.Request) -> dict[str, asyncio.Future]:
-        body = await web.read_body(request, keep=True)
-        found = await asyncio.wrap_future(decoders.submit(web.client_network(request), take, body))
-        web.release_body(request)
+        async with web.open_body(request) as body:
+            found = await asyncio.wrap_future(decoders.submit(web.client_network(request), take, body))
         # Shielded: a group whose judgement was cancelled with its request would be leased to nobody.
         return {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in found.items()}
 

@@ -1,4 +1,4 @@
-"""The client of several servers: where requests go, what is tried again, and what a server may not say."""
+"""The client of several servers: the choice of a server, retries, and malformed replies."""
 
 import asyncio
 import base64
@@ -93,7 +93,7 @@ def test_a_failure_is_tried_on_another_server_and_counted(pauses, failure):
     assert set(client._in_flight.values()) == {0}
 
 
-def test_pauses_grow_and_the_last_reason_is_told(pauses):
+def test_pauses_grow_and_the_last_reason_is_reported(pauses):
     calls = collections.Counter()
 
     def handler(request):
@@ -129,11 +129,11 @@ def test_requests_go_where_fewest_are_in_flight():
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_our_mistake_is_raised_in_the_servers_words(status):
+def test_a_mistake_is_raised_with_the_servers_message(status):
     body = {"error": {"message": "token id 999 is outside the vocabulary of 272 entries"}}
     error, client = run(lambda request: httpx.Response(status, json=body), generate)
     assert isinstance(error, ValueError) and client.num_retries == 0
-    assert str(error) == f"{A}/inference/v1/generate refused the request: {body['error']['message']}"
+    assert str(error) == f"{A}/inference/v1/generate rejected the request: {body['error']['message']}"
     error, _ = run(lambda request: httpx.Response(status, text="<html>what?" + "x" * 5000), generate)
     assert isinstance(error, ValueError) and "<html>what?" in str(error) and len(str(error)) < 600
 
@@ -143,7 +143,7 @@ def test_our_mistake_is_raised_in_the_servers_words(status):
     [
         ({"choices": [choice(token_ids=[5, 6, 7], policy_versions=[[3, 2]])]}, "3 tokens, 3 logprobs and 2 versions"),
         ({"choices": [choice(logprobs={"content": []})]}, "3 tokens, 0 logprobs and 3 versions"),
-        ({"choices": [choice(policy_versions=[[3, 2 * 10**9]])]}, "which are for more"),
+        ({"choices": [choice(policy_versions=[[3, 2 * 10**9]])]}, "for more than those"),
         ({"choices": [choice(policy_versions=[[3, -1], [3, 4]])]}, "not an integer in"),
         ({"choices": [choice(policy_versions=[["3", 3]])]}, "not an integer in"),
         ({"choices": [choice(policy_versions=[3, 3, 3])]}, "malformed reply"),
@@ -176,8 +176,8 @@ def test_our_mistake_is_raised_in_the_servers_words(status):
         ({"choices": [choice(proofs=5)]}, "malformed reply"),
         ({"choices": ["no object"]}, "malformed reply"),
         ({"choices": 5}, "malformed reply"),
-        ({"choices": []}, "0 samples; 1 were asked for"),
-        ({"choices": [choice(), choice()]}, "2 samples; 1 were asked for"),
+        ({"choices": []}, "0 samples; 1 were requested"),
+        ({"choices": [choice(), choice()]}, "2 samples; 1 were requested"),
         ({}, "malformed reply: KeyError: 'choices'"),
         ([], "malformed reply"),
         (b"not json", "Expecting value"),
@@ -214,7 +214,7 @@ def test_a_broken_encoding_is_a_failed_server(pauses):
     assert isinstance(error, client_lib.Unavailable) and "DecodingError" in str(error)
 
 
-def test_every_server_is_told_of_new_weights():
+def test_every_server_updates_its_weights():
     seen = []
 
     def handler(request):
@@ -229,7 +229,7 @@ def test_every_server_is_told_of_new_weights():
     assert isinstance(error, ValueError) and "http://b:2/update_weights" in str(error) and "corrupt" in str(error)
 
 
-def test_no_server_is_refused():
+def test_an_empty_list_of_servers_is_rejected():
     with pytest.raises(ValueError, match="pass at least one URL"):
         client_lib.Client([])
 

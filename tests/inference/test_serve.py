@@ -1,4 +1,4 @@
-"""The rollout server: the wire contract of RL clients, refusals in the server's own words, and weights that change.
+"""The inference server: the wire contract of RL clients, error messages, and weights that change.
 
 In process over ASGI, and once as the real process that `rl.train` starts.
 """
@@ -39,7 +39,7 @@ MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=48, prefill_batch=2, steps_per_call=4)
 METADATA = {"model": dataclasses.asdict(MODEL), "tokenizer": "byte_chatml"}
 PROMPT = list(b"hello")
-START_S = 120  # to import, compile and answer, beside other work
+START_S = 120  # to import, compile and answer, next to other work
 
 
 def publish(root, version, **options):
@@ -134,7 +134,7 @@ def test_the_reply_is_what_rl_clients_check(generate, server):
 
 
 def test_defaults(generate, server):
-    """max_tokens: what is left of the context. Stop ids: the tokenizer's. A seed is drawn, and proofs are not made."""
+    """max_tokens: the rest of the context. Stop ids: the tokenizer's. A seed is drawn, and proofs are not made."""
     first, second = (generate({"sampling_params": {}}).json()["choices"][0] for _ in range(2))
     assert first["token_ids"] != second["token_ids"] and first["proofs"] == ""
     request = server.request(schemas.SamplingParams(), PROMPT)
@@ -146,7 +146,7 @@ def test_defaults(generate, server):
     request = server.request(schemas.SamplingParams(ignore_eos=True, stop_token_ids=[7, 7], stop="x"), PROMPT)
     assert request.stop_ids == (7,) and request.stop_texts == ("x",)
     request = server.request(schemas.SamplingParams(stop_token_ids=[7]), PROMPT)
-    assert request.stop_ids == (7, *server.engine.tokenizer.stop_ids)  # given beside the model's own
+    assert request.stop_ids == (7, *server.engine.tokenizer.stop_ids)  # given in addition to the model's own
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_defaults(generate, server):
         ({}, {"repetition_penalty": 1.1}, "repetition_penalty = 1.1 is not supported"),
     ],
 )
-def test_what_is_refused(generate, server, body, sampling, message):
+def test_rejected_fields(generate, server, body, sampling, message):
     assert re.search(message, refused(generate(body, **sampling)))
     assert server.scheduler.is_alive
 
@@ -204,7 +204,7 @@ def test_what_is_refused(generate, server, body, sampling, message):
         (b"[1, 2]", "the request body: Input should be an object"),
         (b'{"token_ids": [' + b"9" * 5000 + b"]}", "is not JSON"),
         (b"", "is not JSON"),
-        (b"{}", "token_ids is missing"),
+        (b"{}", "token_ids is missing; add it"),
     ],
 )
 def test_a_body_that_is_no_request(ask, content, message):
@@ -276,7 +276,7 @@ def test_a_scheduler_that_stopped_is_503(weights, server):
 
 
 def test_update_weights(ask, generate, weights, server, tmp_path):
-    """A newer version swaps in; one that is corrupt, absent or nonsense leaves the old one serving, and says why."""
+    """A newer version swaps in; a corrupt, absent or malformed one leaves the old one serving, and the reply has the reason."""
     fixed = {"seed": 3, "max_tokens": 8, "ignore_eos": True}
 
     def answer():
@@ -302,7 +302,7 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     message = refused(update(version=2), 500)
-    assert "v00000002" in message and message.endswith("the weights in force go on serving")
+    assert "v00000002" in message and message.endswith("the weights in use keep serving")
     assert "no version 9" in refused(update(version=9), 500)
     for body, text in (
         ({"version": -1}, "got -1"),
@@ -433,7 +433,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
             swapped = asyncio.Event()
 
             async def ask(i):
-                """Again and again until all versions have been in force: nobody knows how long a swap takes."""
+                """Repeats requests until all versions have been in use: the time of a swap is unknown."""
                 choices = []
                 for turn in itertools.count():
                     sampling = {"n": 2, "seed": i + turn * num_requests, "ignore_eos": True}
@@ -449,7 +449,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
                 generated = server.scheduler.stats["tokens"]
                 while server.scheduler.stats["tokens"] < generated + 40:
                     for task in filter(asyncio.Task.done, tasks):
-                        task.result()  # raises what went wrong: none is done before the last swap
+                        task.result()  # raises its error: no task is done before the last swap
                     await asyncio.sleep(0.001)
                 body = {"version": version, "weight_dir": str(root)}
                 response = await client.post("/update_weights", json=body)
@@ -578,7 +578,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
         assert server.update(None, str(folders[1])) == 1
         plain.update(trees[1], 1).result(START_S)
         assert server.scheduler.submit(request).result(START_S) == plain.submit(request).result(START_S)
-        with pytest.raises(ValueError, match="name a weight_dir"):
+        with pytest.raises(ValueError, match="send a weight_dir"):
             server.update(None)
     finally:
         server.close()
@@ -588,13 +588,13 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max_queue", "0"], "--max_queue = 0 must be at least 1"),
-        (["--max_model_len", "1"], "--max_model_len = 1 must be at least 2"),
-        (["--watch", "nan"], "--watch = nan must be at least 0"),
-        (["--grpc_port", "99999"], "--grpc_port = 99999 must be in 0..65535"),
-        (["--weights_key", "ab"], "--weights_key is of a broadcast"),
+        (["--max_queue", "0"], "--max_queue = 0 is too small; choose 1 or more"),
+        (["--max_model_len", "1"], "--max_model_len = 1 is too small; choose 2 or more"),
+        (["--watch", "nan"], "--watch = nan is too small; choose 0 or more"),
+        (["--grpc_port", "99999"], "--grpc_port = 99999 is not a port; choose 0 to 65535"),
+        (["--weights_key", "ab"], "--weights_key applies to a broadcast"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_loaded(arguments, words, capsys):
+def test_a_mistake_is_reported_before_weights_are_loaded(arguments, words, capsys):
     assert serve.main(["--model", "nowhere", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"error: {words}")

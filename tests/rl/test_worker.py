@@ -253,7 +253,7 @@ def test_a_server_that_refuses_ends_it_with_its_words(play, capsys):
     played = play(GROUP)
     played.failures.append(("/inference/v1/generate", 400, refusal("this model's maximum context length is 9")))
     assert run_main(played) == 1
-    assert "refused the request: this model's maximum context length is 9" in capsys.readouterr().err
+    assert "rejected the request: this model's maximum context length is 9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

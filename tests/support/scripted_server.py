@@ -14,6 +14,7 @@ import numpy as np
 
 from inference import serve
 from inference.engine import engine as engine_lib
+from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import grpc_service, inference_server, web
 from models import transformer
@@ -71,7 +72,7 @@ def main() -> None:
     scheduler = scheduler_lib.Scheduler(engine, params, 3)
     engine.scheduler = scheduler
     scheduler.submit(scheduler_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
-    server = inference_server.InferenceServer(None, scheduler, engine, None)
+    server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     sock = sockets.listen("127.0.0.1", 0)
     grpc_server = grpc_service.start(server, "127.0.0.1", 0)
     with open(f"{args.address_file}.grpc", "w") as file:

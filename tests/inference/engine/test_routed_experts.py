@@ -18,6 +18,7 @@ import pytest
 from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights
+from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import transformer
@@ -42,7 +43,7 @@ def params():
 def server():
     engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params())
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, None)
+    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     scheduler.close()
 
 
@@ -147,10 +148,12 @@ def test_who_gets_the_field(ask):
             choice = ask(path, body | asking).json()["choices"][0]
             assert len(choice["routed_experts"]["data"]) > 0
         response = ask(path, body | {"return_routed_experts": True, "stream": True})
-        assert response.status_code == 400 and "not streamed" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "not supported in a stream" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("start", "words"), [(5, "below the prompt's 5 tokens"), (-1, "greater than or equal to 0")])
+@pytest.mark.parametrize(
+    ("start", "words"), [(5, "= 5 is past the prompt's 5 tokens"), (-1, "greater than or equal to 0")]
+)
 def test_a_start_that_cannot_be(ask, start, words):
     sampling = {"routed_experts_prompt_start": start}
     response = ask("/inference/v1/generate", {"token_ids": HELLO, "sampling_params": sampling})

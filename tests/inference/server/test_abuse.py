@@ -1,4 +1,4 @@
-"""What strangers do to a server: it refuses with the right status and its own words, leaks nothing, and goes on answering.
+"""An abused server: it replies with the right status and message, leaks nothing, and keeps serving.
 
 One real process. INTELLAX_ABUSE_S sets how long it is abused (20; a release runs 600).
 """
@@ -88,7 +88,7 @@ STREAM = json.dumps(
 
 
 async def refusals(client, rng, other):
-    """Each is answered 400, with a message that names what is wrong."""
+    """Each gets status 400 and a message that names the mistake."""
     huge = rng.choice([10**30, -1, -(10**30), 2**63, float("nan"), float("inf"), "1", None, [], {}, True, 1e400])
     field = rng.choice(
         ["temperature", "top_k", "top_p", "min_p", "n", "max_tokens", "seed", "stop_token_ids", "logit_bias"]
@@ -109,9 +109,9 @@ async def refusals(client, rng, other):
     response = await client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 5000}]})
     assert response.status_code == 400 and "maximum context length" in response.text
     response = await client.post("/update_weights", json={"weight_dir": str(other)})
-    assert response.status_code == 400 and "they are refused" in response.text
+    assert response.status_code == 400 and "publish weights of that model" in response.text
     response = await client.post("/update_weights", json={"weight_dir": "/nowhere", "version": None})
-    assert response.status_code == 500 and "go on serving" in response.text
+    assert response.status_code == 500 and "keep serving" in response.text
     assert (await client.get("/" + "x" * rng.randrange(100))).status_code == 404
 
 
@@ -128,7 +128,7 @@ def hang_up(sock, rng):
 
 
 def disconnects(host, port, rng, half_open):
-    """A client that leaves at every stage; some never leave, and say nothing."""
+    """A client that disconnects at every stage; some stay connected and send nothing."""
     whole = request_bytes(GENERATE, LONG)
     stages = [
         b"",
@@ -155,7 +155,7 @@ def disconnects(host, port, rng, half_open):
 
 
 async def flood(host, port, count):
-    """More requests at once than the queue holds: each is answered, with a sample or with 429; returns how many with 429.
+    """More concurrent requests than the queue takes: each gets a reply, with a sample or with 429; returns how many with 429.
 
     By bare sockets: httpx's pool takes time quadratic in the number of requests.
     """
@@ -198,7 +198,7 @@ def test_abuse(server):
             sampling = {"seed": 1, "max_tokens": 20, "ignore_eos": True}
             normal = {"token_ids": PROMPT, "sampling_params": sampling}
             before = (await client.post(GENERATE, json=normal)).json()["choices"]
-            num_refused = await flood(host, port, 2000)  # once, for what the allocator then keeps
+            num_refused = await flood(host, port, 2000)  # once, because the allocator keeps some memory
             await settled(client)
             memory, deadline, rounds = resident_bytes(process.pid), time.monotonic() + ABUSE_S, 0
             while time.monotonic() < deadline:
@@ -216,7 +216,7 @@ def test_abuse(server):
             assert after == before and health["stats"]["faults"] == 0
             grown = resident_bytes(process.pid) - memory
             print(f"{rounds} rounds, {num_refused} refused by 429, memory grew by {grown / 2**20:.1f} MiB, {health}")
-            # 64 MiB: what malloc keeps of 800 connections and their bodies; a leak of one request's kilobytes per
+            # 64 MiB: memory that malloc keeps of 800 connections and their bodies; a leak of one request's kilobytes per
             # request would be several times that within ten minutes
             assert grown < 64 * 2**20
         await asyncio.sleep(1)

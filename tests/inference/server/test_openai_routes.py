@@ -1,7 +1,7 @@
-"""The OpenAI-style routes: what is answered at once equals what is streamed, and both equal the ids they spell.
+"""The OpenAI-style routes: whole and streamed replies are equal, and both are the text of their token IDs.
 
-In process over ASGI. The model's weights are random; a logit bias makes it say what a test wants to read: the token that
-is biased by +100 at temperature 0 is the one that is sampled, so texts are spelled token by token by a `Scripted` engine.
+In process over ASGI. The model's weights are random; a `Scripted` engine returns the texts that a test
+needs, token by token. A logit bias of +100 at temperature 0 forces one token.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import pytest
 from inference import chat as chat_lib
 from inference import serve
 from inference.engine import engine as engine_lib
+from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import transformer
@@ -39,13 +40,13 @@ TOOL = {
 
 
 class Scripted(engine_lib.Engine):
-    """Decodes as the engine does; what is read back is `script` instead, up to <|im_end|>, as long as there is one."""
+    """Decodes as the engine does, but returns `script` up to <|im_end|>, if it is set."""
 
     script: list[int] | None = None
     scheduler: scheduler_lib.Scheduler | None = None  # set after it was made
 
     def insert_batch(self, prefix, rows, state, slots, request):
-        if self.script is not None:  # what the engine samples ends nothing
+        if self.script is not None:  # sampled tokens end nothing
             request = request.replace(stop_ids=np.full_like(request.stop_ids, -1))
         return super().insert_batch(prefix, rows, state, slots, request)
 
@@ -73,7 +74,7 @@ def server():
     params = jax.tree.map(jax.numpy.asarray, params)
     engine = Scripted(MODEL, CONFIG, TOK, params)
     scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, None)
+    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     scheduler.close()
 
 
@@ -94,7 +95,7 @@ def ask(server):
 
 @pytest.fixture
 def says(server):
-    """says(text): the next answer spells it, markers and specials included."""
+    """says(text) makes `text` the next completion, markers and special tokens included."""
 
     def says(text):
         ids = TOK.encode(text, special=True)
@@ -208,7 +209,7 @@ BROKEN = "x <tool_call>{'name'}</tool_call> <tool_call>{"
         ("<think>cut off", {"reasoning_content": "cut off", "content": ""}, []),
     ],
 )
-def test_reasoning_and_calls_at_once_and_streamed(ask, says, text, message, calls):
+def test_reasoning_and_calls_whole_and_streamed(ask, says, text, message, calls):
     says(text + "<|im_end|>")
     choice = chat(ask, tools=[TOOL], ignore_eos=True, stop_token_ids=[258], max_tokens=200)["choices"][0]
     read = choice["message"]
@@ -234,7 +235,7 @@ def test_calls_are_text_without_tools(ask, says):
 
 @pytest.mark.parametrize("stop", ["wor", ["zzz", "o w"], "d<|"])
 def test_a_stop_string_cuts_the_text_and_not_the_ids(ask, says, stop):
-    """At once and streamed; no streamed piece holds a beginning of the stop string that it would have to take back."""
+    """Whole and streamed; no streamed piece holds a beginning of the stop string that it would have to take back."""
     for stream in (False, True):
         says("hello world and more")
         fields = dict(max_tokens=20, stop=stop, ignore_eos=True, return_token_ids=True)
@@ -254,7 +255,7 @@ def test_a_stop_string_cuts_the_text_and_not_the_ids(ask, says, stop):
 
 
 def test_a_conversation_is_rendered_as_the_template_has_it(ask):
-    """Parts, null contents, tool calls with arguments as text, tool results; and what the template does not know."""
+    """Parts, null contents, tool calls with arguments as text, tool results, and fields unknown to the template."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
@@ -287,7 +288,7 @@ def test_template_variables_reach_the_template(server):
 
 
 def test_tokens_in_chat_out(ask):
-    """/v1/chat/completions/tokens: the ids are the prompt, whatever the messages say."""
+    """/v1/chat/completions/tokens: the IDs are the prompt, and the messages are ignored."""
     tokens = list(b"any ids at all")
     body = {"messages": HELLO, "tokens": tokens, "seed": 5, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
     reply = ask("/v1/chat/completions/tokens", body).json()
@@ -299,31 +300,35 @@ def test_tokens_in_chat_out(ask):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "there are no messages"),
+        ({"messages": []}, "messages is empty"),
         ({"messages": "hello"}, "messages: Input should be a valid array"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
         ({"messages": [{"role": "user", "content": "x" * 700}]}, "maximum context length is 640 tokens"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "needs function.name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "has no function.name"),
         ({"tool_choice": "required"}, "tool_choice 'required' cannot be enforced"),
         ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
         ({"presence_penalty": 1.0}, "presence_penalty = 1.0 is not supported"),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs = 3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in 0..20"),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"n": 0}, "n must be in 1..1024"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_refused(ask, fields, words, stream):
+def test_rejected_fields(ask, fields, words, stream):
     """A stream that cannot begin is refused by its status, as any request."""
     assert words in chat(ask, 400, **fields, stream=stream)["error"]["message"]
 
 
-def test_an_unknown_route_and_a_wrong_method_are_told_in_json(ask):
-    assert ask("/v1/nowhere").json()["error"]["message"] == "there is no POST /v1/nowhere here"
+def test_an_unknown_route_and_a_wrong_method_get_json(ask):
+    assert ask("/v1/nowhere").json()["error"]["message"].startswith("route POST /v1/nowhere does not exist")
     assert ask("/v1/models").status_code == 405
-    assert ask("/tokenize", {}).json()["error"]["message"] == "send either prompt or messages"
+    assert (
+        ask("/tokenize", {})
+        .json()["error"]["message"]
+        .endswith("both or neither of prompt and messages; send one of them")
+    )
     assert "outside the vocabulary" in ask("/detokenize", {"tokens": [10**6]}).json()["error"]["message"]
 
 
@@ -389,7 +394,7 @@ def test_completions(ask):
     for body, words in (
         ({"prompt": []}, "0 entries"),
         ({"prompt": ["a", "b"], "stream": True}, "one prompt at a time"),
-        ({"prompt": "a", "echo": True}, "echo is not supported"),
+        ({"prompt": "a", "echo": True}, "echo = true is not supported"),
         ({"prompt": {}}, "prompt"),
         ({"prompt": [[]]}, "token_ids is empty"),
     ):
@@ -423,8 +428,12 @@ def test_metrics_have_the_names_that_controllers_read(ask):
     assert {"vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"} <= set(values)
     assert values["vllm:prefix_cache_hits_total"] > 0  # the same prompt was asked more than once above
     assert values["vllm:generation_tokens_total"] > 0 and values["vllm:num_requests_running"] == 0
-    pattern = r'[a-z]+:[a-z_]+\{engine="0",model_name="policy"(,[a-z_]+="\w+")*\} [0-9.e+-]+'
-    assert all(line.startswith("# TYPE ") or re.fullmatch(pattern, line) for line in lines)
+    pattern = r'[a-z]+:[a-z_]+\{(block_size="640",)?engine="0",model_name="policy"(,[a-z_]+="\w+")*\} [0-9.e+-]+'
+    assert all(line.startswith(("# TYPE ", "# HELP ")) or re.fullmatch(pattern, line) for line in lines)
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items()) and kinds.keys() == set(
+        values
+    )
     assert ask("/liveness", method="GET").json() == {"status": "ok"}
 
 
@@ -525,7 +534,7 @@ def test_the_terminal_chat_keeps_the_conversation(ask, says, monkeypatch, capsys
 
 
 def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path):
-    """The server starts in another directory: what is a folder here must be named in full there, and nothing else."""
+    """The server has another working directory: a folder needs its full path there; an ID and a URL stay as they are."""
     seen = []
 
     @contextlib.contextmanager

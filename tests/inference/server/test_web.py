@@ -1,6 +1,6 @@
-"""The budget of request bodies: what strangers can make a server hold, and that others are served meanwhile.
+"""The budgets of a server: how much one client can use of them, and that other clients are served meanwhile.
 
-A real server of a few routes, and raw clients on several loopback addresses, each of which counts as another peer.
+A real server of a few routes, and raw clients on several loopback addresses, each of which counts as another network.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PARTS = 16  # of a body, as it is sent
 
 @pytest.fixture
 def running(monkeypatch):
-    """(URL, the budget, an event that lets /held answer)."""
+    """(URL, the budget, an event that lets /held reply)."""
     app, gate = fastapi.FastAPI(), threading.Event()
 
     @app.post("/read")
@@ -33,9 +33,9 @@ def running(monkeypatch):
 
     @app.post("/held")
     async def held(request: fastapi.Request):
-        size = len(await web.read_body(request, keep=True))
-        await asyncio.to_thread(gate.wait, WAIT_S)
-        return {"bytes": size}
+        async with web.open_body(request) as body:
+            await asyncio.to_thread(gate.wait, WAIT_S)
+            return {"bytes": len(body)}
 
     @app.post("/json")
     async def small(request: fastapi.Request):
@@ -49,7 +49,7 @@ def running(monkeypatch):
     sock = sockets.listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
-    yield sockets.address(sock), server.config.app._budget, gate
+    yield sockets.address(sock), app.state.body_budget, gate
     gate.set()
     server.should_exit = True
     thread.join(WAIT_S)
@@ -69,12 +69,12 @@ async def body(size, until):
 
 
 async def filled(budget, held):
-    while sum(budget.held.values()) < held:
+    while sum(budget.used.values()) < held:
         await asyncio.sleep(0.001)
 
 
 def all_given_back(budget):
-    return budget.free == BUDGET and not budget.held
+    return budget.free == BUDGET and not budget.used
 
 
 def test_one_address_takes_half_and_another_is_served(running):
@@ -85,15 +85,15 @@ def test_one_address_takes_half_and_another_is_served(running):
         async with client(url, "127.0.0.1") as greedy, client(url, "127.0.0.2") as other:
             tasks = [asyncio.create_task(greedy.post("/read", content=body(BODY, until))) for _ in range(8)]
             await asyncio.sleep(1)  # all have come as far as they can
-            assert BODY // 2 < budget.held["127.0.0.1"] <= BUDGET // 2
+            assert BODY // 2 < budget.used["127.0.0.1"] <= BUDGET // 2
             assert (await other.post("/read", content=bytes(BODY))).json() == {"bytes": BODY}
             until.set()
             answers = await asyncio.gather(*tasks)
             refused = [answer for answer in answers if answer.status_code == 503]
             assert len(refused) in (6, 7) and {a.status_code for a in answers} == {200, 503}
             assert all(r.headers["retry-after"] == str(web.RETRY_S) for r in refused)
-            said = refused[0].json()["error"]
-            assert "request bodies of your address take" in said["message"] and said["type"] == "overloaded"
+            error = refused[0].json()["error"]
+            assert "request bodies from your network use" in error["message"] and error["type"] == "overloaded"
             assert (await greedy.post("/read", content=bytes(BODY))).status_code == 200
 
     asyncio.run(main())
@@ -108,7 +108,7 @@ def test_many_addresses_together_leave_room(running):
         greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
         tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
         await asyncio.sleep(1)
-        assert BUDGET / 4 < sum(budget.held.values()) <= BUDGET * 7 / 8 and len(budget.held) == 7
+        assert BUDGET / 4 < sum(budget.used.values()) <= BUDGET * 7 / 8 and len(budget.used) == 7
         async with client(url, "127.0.0.1") as new:
             assert (await new.post("/read", content=bytes(BODY // 4))).status_code == 200
         until.set()
@@ -122,7 +122,7 @@ def test_many_addresses_together_leave_room(running):
 
 
 def test_an_address_is_that_of_the_connection(running):
-    """A header names no other, through which one client would have as many parts as it likes."""
+    """A header cannot name another address, by which one client could get any number of shares."""
     url, budget, gate = running
 
     async def main():
@@ -130,7 +130,7 @@ def test_an_address_is_that_of_the_connection(running):
             sent = [http.post("/held", content=bytes(9), headers={"x-forwarded-for": f"10.0.0.{i}"}) for i in range(3)]
             held = asyncio.gather(*sent)
             await asyncio.wait_for(filled(budget, 27), WAIT_S)
-            assert dict(budget.held) == {"127.0.0.1": 27}
+            assert dict(budget.used) == {"127.0.0.1": 27}
             gate.set()
             await held
 
@@ -154,7 +154,7 @@ def test_a_network_of_ipv6_is_one_address(host, party):
     assert web._network(host) == party
 
 
-def test_what_a_route_holds_counts_until_it_answers(running):
+def test_a_body_counts_until_its_block_ends(running):
     url, budget, gate = running
 
     async def main():
@@ -170,7 +170,7 @@ def test_what_a_route_holds_counts_until_it_answers(running):
     assert all_given_back(budget)
 
 
-def test_who_hangs_up_or_sends_too_much_gives_it_back(running):
+def test_disconnects_and_long_bodies_free_the_budget(running):
     url, budget, _ = running
     host, port = url.removeprefix("http://").split(":")
     rng = random.Random(0)
@@ -217,7 +217,7 @@ def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
 
 
 def test_an_address_leaves_connections_to_others():
-    """Who opens one after another is cut, a client elsewhere is served, and who closes some may open others."""
+    """Connections past the limit are closed, another client is served, and closed connections can be replaced."""
     server = web.server(fastapi.FastAPI(), max_connections=20)
     sock = sockets.listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
@@ -248,7 +248,7 @@ def test_an_address_leaves_connections_to_others():
 
 
 def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
-    """A byte at a time keeps no part of the budget; a body at the least rate passes, however long it takes."""
+    """A body of single bytes is rejected; one at the minimum rate is read, however long it takes."""
     url, budget, _ = running
     monkeypatch.setattr(web, "BODY_GRACE_S", 0.5)
     monkeypatch.setattr(web, "MIN_BODY_RATE", 10_000)

@@ -521,8 +521,8 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
     (other,) = lease(orchestrator, key=OTHER)
     assert list(post(answers(other), OTHER).json()["verdicts"].values()) == ["taken"]
-    (budget,) = {orchestrator._web.config.app._budget}
-    proxy.wait_until(lambda: orchestrator._queue.count()[group_queue.State.LEASED] == 0 and not budget.held)
+    (budget,) = {orchestrator._web.config.app.state.body_budget}
+    proxy.wait_until(lambda: orchestrator._queue.count()[group_queue.State.LEASED] == 0 and not budget.used)
     (refused,) = post(answers(groups[0]), KEY).json()["verdicts"].values()
     assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
     go_on.set()
@@ -544,8 +544,8 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
             return http.post(f"{url}/submit", content=body)
 
     slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
-    (budget,) = {orchestrator._web.config.app._budget}
-    proxy.wait_until(lambda: budget.held["127.0.0.2"] == 5 * len(b"slow"))
+    (budget,) = {orchestrator._web.config.app.state.body_budget}
+    proxy.wait_until(lambda: budget.used["127.0.0.2"] == 5 * len(b"slow"))
     good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
     assert list(post(good, "127.0.0.1").json()["verdicts"].values()) == ["taken"]
     assert not any(future.done() for future in slow)
