@@ -354,7 +354,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(weights, capsys):
     assert error.count("\n") == 1 and error.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
     assert "choose another port" in error
     assert serve.main(["--weights", str(weights), "--port", "0", "--num_slots", "0"]) == 1
-    assert capsys.readouterr().err == "error: inference.num_slots = 0 must be at least 1\n"
+    assert capsys.readouterr().err == "error: inference.num_slots = 0 must be at least 1; set it higher\n"
 
 
 @pytest.mark.slow
