@@ -219,9 +219,11 @@ def tree(size_mb: int, work: pathlib.Path) -> None:
     hash_s, hash_cpu_s = _best(0, lambda: _hash(params))
     tree = work / "tree"
     publish_s, publish_cpu_s = _best(
-        size_mb, lambda: broadcast.publish(params, 0, tree, key=KEY), lambda: shutil.rmtree(tree)
+        size_mb,
+        lambda: broadcast.publish(params, 0, tree, broadcast.PublishOptions(key=KEY)),
+        lambda: shutil.rmtree(tree),
     )
-    broadcast.publish(params, 0, tree, key=KEY)
+    broadcast.publish(params, 0, tree, broadcast.PublishOptions(key=KEY))
     pull_s, pull_cpu_s = _best(size_mb, lambda: broadcast.pull(tree, key=PUBLIC))
     shutil.rmtree(tree)
     print(f"\n{size_mb} MiB on this disk: copy of a file {copy_s:.2f} s, {copy_cpu_s:.2f} CPU s")
@@ -252,9 +254,11 @@ def step(size_mb: int, work: pathlib.Path) -> None:
         )
     num_bytes = sum(leaf.nbytes for leaf in before.values())
     changed = np.mean([np.mean(before[k].view(np.uint16) != after[k].view(np.uint16)) for k in before])
-    broadcast.publish(before, 0, work / "delta", key=KEY)
+    broadcast.publish(before, 0, work / "delta", broadcast.PublishOptions(key=KEY))
     base = broadcast.pull(work / "delta", 0, key=PUBLIC)
-    publish_s = _seconds(lambda: broadcast.publish(after, 1, work / "delta", base=base, key=KEY))
+    publish_s = _seconds(
+        lambda: broadcast.publish(after, 1, work / "delta", broadcast.PublishOptions(key=KEY), base=base)
+    )
     size = sum(o.size for o in broadcast.read_manifest(work / "delta", 1).objects)
     pull_s = _seconds(lambda: broadcast.pull(work / "delta", 1, base=base, key=PUBLIC))
     shutil.rmtree(work / "delta")

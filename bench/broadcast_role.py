@@ -23,7 +23,7 @@ def main() -> None:
     report = {"begun_s": time.time()}
     before_s = _cpu_s()
     if role == "publish":
-        result = broadcast.publish(params, 0, place, key=bench.KEY)
+        result = broadcast.publish(params, 0, place, broadcast.PublishOptions(key=bench.KEY))
     else:
         version = broadcast.wait_for(source, 0, timeout_s=300.0)
         report["seen_s"] = time.time()

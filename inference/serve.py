@@ -43,7 +43,7 @@ MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes abo
 ERRORS = {
     ValueError: (400, "invalid_request_error", None),
     fastapi.exceptions.RequestValidationError: (400, "invalid_request_error", None),  # of the query string
-    broadcast.CorruptBroadcast: (500, "weights_error", None),
+    broadcast.CorruptSource: (500, "weights_error", None),
     OSError: (500, "weights_error", None),
     scheduler_lib.Overloaded: (429, "overloaded", {"retry-after": "1"}),
     scheduler_lib.Closed: (503, "shutting_down", {"retry-after": "5"}),

@@ -166,8 +166,8 @@ def main() -> None:
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
-        options = {"key": key.private, "dtype": exp.config.broadcast.dtype or None}
-        broadcast.publish(params, step, str(weights), metadata=exp.broadcast_metadata, **options)
+        options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
+        broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress, changed)

@@ -204,13 +204,12 @@ def _layout(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> packing.Layo
 
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
     config = exp.config
-    return broadcast.Publisher(
-        str(workdir / "weights"),
+    options = broadcast.PublishOptions(
         key=run_directory.signing_key(workdir, hosts).private,
-        snapshot_every=config.broadcast.snapshot_every,
         keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
         dtype=config.broadcast.dtype or None,
     )
+    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=config.broadcast.snapshot_every)
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):

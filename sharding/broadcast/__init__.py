@@ -1,22 +1,13 @@
-"""Publishes weights and reads them back, verified: `publish` and `Publisher` on the learner, `pull` on every reader."""
+"""The broadcast of weights: `publish` and `Publisher` for the learner, `pull` for every reader. All that is pulled is verified."""
 
-from sharding.broadcast.publish import Publisher, publish, remove, tree_digest
-from sharding.broadcast.pull import (
-    DTYPES,
-    CorruptBroadcast,
-    Pulled,
-    latest,
-    pull,
-    read_manifest,
-    verify,
-    versions,
-    wait_for,
-    watch,
-)
+from sharding.broadcast.assemble import Pulled
+from sharding.broadcast.publish import Publisher, PublishOptions, publish, remove, tree_digest
+from sharding.broadcast.pull import latest, pull, read_manifest, verify, versions, wait_for, watch
+from sharding.format.journal import CorruptSource
 
 __all__ = [
-    "DTYPES",
-    "CorruptBroadcast",
+    "CorruptSource",
+    "PublishOptions",
     "Publisher",
     "Pulled",
     "latest",

@@ -1,27 +1,30 @@
-"""`python -m sharding.broadcast`: published weights for people.
+"""Inspects and publishes weights: `python -m sharding.broadcast COMMAND`.
 
-    list SOURCE                   one line per version: kind, size, tensors, digest, who signed it
-    verify SOURCE [--version N]   fetches and proves everything, and keeps nothing
-    watch SOURCE [--after N]      does so for every new version, until interrupted
+    list SOURCE                   prints one line per version: kind, size, tensors, digest, signer
+    verify SOURCE [--version N]   reads and proves a version, and keeps nothing
+    watch SOURCE [--after N]      verifies every new version, until interrupted
     publish-dir DIR ROOT          publishes the *.safetensors of a directory; its config.json becomes the metadata
 
-SOURCE is a directory, a bucket URL, or the URLs of relays, separated by commas. A progress bar on a terminal's standard error.
+SOURCE is a directory, a bucket URL, or the URLs of relays, separated by commas. A terminal shows a progress bar.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import pathlib
 import sys
-import time
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+import rich.console
+import rich.progress
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
+from sharding.broadcast import assemble
 from sharding.format import chunks, manifest
 from sharding.system import cli
 
@@ -30,10 +33,11 @@ SAFETENSORS = {
     **{"I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
 }
-MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+MAX_HEADER_BYTES = 100 << 20  # the limit of the format
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -45,34 +49,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(prog="python -m sharding.broadcast", description="Look at published weights.")
+    parser = cli.Parser(prog="python -m sharding.broadcast", description="Inspects and publishes weights.")
     commands = parser.add_subparsers(required=True, metavar="command")
-
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text)
-        sub.set_defaults(run=run)
-        return sub
-
     for name, run, text in (
-        ("list", _list, "what there is"),
+        ("list", _list, "print one line per version"),
         ("verify", _verify, "prove a version, by default the newest"),
         ("watch", _watch, "prove every new version"),
     ):
-        sub = command(name, run, text)
+        sub = commands.add_parser(name, help=text)
+        sub.set_defaults(run=run)
         sub.add_argument("source", help="directory, bucket URL, or relay URLs separated by commas")
-        sub.add_argument("--key", help="hex of the publisher's ed25519 public key; other signatures are refused")
+        sub.add_argument("--key", help="hex of the publisher's ed25519 public key; other signatures are rejected")
         if name == "watch":
             sub.add_argument("--after", type=int, default=-1, help="only versions newer than this")
-            sub.add_argument("--count", type=int, help="end after so many")
+            sub.add_argument("--count", type=int, help="exit after this many versions")
         else:
-            sub.add_argument("--version", type=int)
-    sub = command("publish-dir", _publish_dir, "publish the safetensors of a directory")
-    sub.add_argument("directory")
+            sub.add_argument("--version", type=int, help=f"the version to {name}")
+    sub = commands.add_parser("publish-dir", help="publish the safetensors of a directory")
+    sub.set_defaults(run=_publish_dir)
+    sub.add_argument("directory", help="directory with *.safetensors and, optionally, config.json")
     sub.add_argument("root", help="directory or bucket URL to publish to")
-    sub.add_argument("--version", type=int, help="default: the newest there, plus 1")
-    sub.add_argument("--dtype", help="cast wider floats, for example bfloat16")
-    sub.add_argument("--key-file", help="PEM of an ed25519 private key to sign with")
-    sub.add_argument("--keep", type=int, default=8, help="how many versions stay")
+    sub.add_argument("--version", type=int, help="the new version; default: the newest one plus 1")
+    sub.add_argument("--dtype", help="cast wider floats, for example to bfloat16")
+    sub.add_argument("--key-file", help="PEM file of an ed25519 private key to sign with")
+    sub.add_argument("--keep", type=int, default=8, help="number of versions to keep")
     return parser
 
 
@@ -89,25 +89,27 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with _Bar("verify") as bar:
-        found = broadcast.verify(_source(args.source), args.version, key=args.key, progress=bar.update)
-    print(f"ok: {_describe(found)}")
+    _verify_one(args, args.version, "verify")
     return 0
 
 
 def _watch(args: argparse.Namespace) -> int:
-    source = _source(args.source)
     if args.count is not None and args.count < 1:
-        raise ValueError(f"--count = {args.count} must be at least 1")
+        raise ValueError(f"--count = {args.count} must be at least 1: leave it out to watch without end")
     if not ("://" in args.source or pathlib.Path(args.source).is_dir()):
-        print(f"waiting for a publisher to make {args.source}", file=sys.stderr, flush=True)
-    for seen, version in enumerate(broadcast.watch(source, after=args.after, key=args.key), start=1):
-        with _Bar(f"version {version}") as bar:
-            found = broadcast.verify(source, version, key=args.key, progress=bar.update)
-        print(f"ok: {_describe(found)}", flush=True)
-        if seen == args.count:
+        print(f"waiting for a publisher to create {args.source}", file=sys.stderr, flush=True)
+    watched = broadcast.watch(_source(args.source), after=args.after, key=args.key)
+    for count, version in enumerate(watched, start=1):
+        _verify_one(args, version, f"version {version}")
+        if count == args.count:
             break
     return 0
+
+
+def _verify_one(args: argparse.Namespace, version: int | None, title: str) -> None:
+    with _progress_bar(title) as update:
+        found = broadcast.verify(_source(args.source), version, key=args.key, progress=update)
+    print(f"ok: {_describe(found)}", flush=True)
 
 
 def _publish_dir(args: argparse.Namespace) -> int:
@@ -118,22 +120,22 @@ def _publish_dir(args: argparse.Namespace) -> int:
     newest = broadcast.latest(args.root)
     version = args.version if args.version is not None else (0 if newest is None else newest + 1)
     key = None if args.key_file is None else _load_key(args.key_file)
-    found = broadcast.publish(params, version, args.root, key=key, metadata=metadata, keep=args.keep, dtype=args.dtype)
-    print(f"published: {_describe(found)}")
+    options = broadcast.PublishOptions(key=key, keep=args.keep, dtype=args.dtype)
+    print(f"published: {_describe(broadcast.publish(params, version, args.root, options, metadata=metadata))}")
     return 0
 
 
 def read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
-    """All tensors of a directory's *.safetensors by name, memory-mapped. ValueError names a file that breaks the format."""
+    """Returns all tensors of a directory's *.safetensors by name, memory-mapped. Raises ValueError for a malformed file."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"no *.safetensors in {directory}: give a directory that holds a model's weights")
+        raise FileNotFoundError(f"no *.safetensors in {directory}: give a directory with a model's weights")
     found: dict[str, np.ndarray] = {}
     for path in paths:
         data = np.memmap(path, np.uint8, "r")
         size = int.from_bytes(data[:8].tobytes(), "little")
         if len(data) < 8 or size > min(MAX_HEADER_BYTES, len(data) - 8):
-            raise ValueError(f"{path} is no safetensors file: it has {len(data)} bytes and a header of {size}")
+            raise ValueError(f"{path} is not a safetensors file: it has {len(data)} bytes and a header of {size}")
         header = json.loads(data[8 : 8 + size].tobytes())
         for name, entry in header.items():
             if name == "__metadata__":
@@ -141,12 +143,13 @@ def read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
             if entry["dtype"] not in SAFETENSORS:
                 raise ValueError(f"tensor {name!r} of {path} has dtype {entry['dtype']!r}, not one of {[*SAFETENSORS]}")
             if name in found:
-                raise ValueError(f"tensor {name!r} of {path} is in another file, too")
+                raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of them")
             kind = chunks.dtype(SAFETENSORS[entry["dtype"]])
             start, stop = (8 + size + offset for offset in entry["data_offsets"])
             if not 8 + size <= start <= stop <= len(data) or stop - start != math.prod(entry["shape"]) * kind.itemsize:
                 raise ValueError(
-                    f"tensor {name!r} of {path} has offsets {entry['data_offsets']} for shape {entry['shape']}"
+                    f"tensor {name!r} of {path} has offsets {entry['data_offsets']} for shape {entry['shape']}: download the "
+                    "file again"
                 )
             found[name] = data[start:stop].view(kind).reshape(entry["shape"])
     return found
@@ -162,7 +165,7 @@ def _load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not an unencrypted PEM private key: {error}") from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{path} holds {type(key).__name__}; versions are signed with ed25519")
+        raise ValueError(f"{path} contains {type(key).__name__}: pass an ed25519 key")
     return key
 
 
@@ -172,29 +175,17 @@ def _describe(m: manifest.Manifest) -> str:
     return f"version {m.version}: {kind}, {len(m.tensors)} tensors, {m.size_bytes / 1e6:.1f} MB, digest {m.digest}, {signer}"
 
 
-class _Bar:
-    """One line that is written over, at most ten times a second, and wiped at the end; nothing where no person looks."""
-
-    def __init__(self, title: str):
-        self._title, self._begun_s, self._drawn_s = title, time.monotonic(), 0.0
-        self._shown = sys.stderr.isatty()
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def update(self, done_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        if not self._shown or (now_s - self._drawn_s < 0.1 and done_bytes < total_bytes):
-            return
-        self._drawn_s = now_s
-        filled = round(30 * done_bytes / max(1, total_bytes))
-        rate = done_bytes / 1e6 / max(1e-9, now_s - self._begun_s)
-        line = f"{self._title} [{'#' * filled}{'.' * (30 - filled)}] {done_bytes / 1e6:.1f}/{total_bytes / 1e6:.1f} MB {rate:.0f} MB/s"
-        print(f"\r{line:<100}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: Any) -> None:
-        if self._shown and self._drawn_s:
-            print(f"\r{'':<100}\r", end="", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def _progress_bar(title: str) -> Iterator[assemble.Progress]:
+    """Shows a bar on a terminal's standard error, which disappears at the end, and yields the function that updates it."""
+    console = rich.console.Console(stderr=True)
+    columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
+    speed = rich.progress.TransferSpeedColumn()
+    with rich.progress.Progress(
+        *columns, speed, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

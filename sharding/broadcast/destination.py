@@ -1,14 +1,14 @@
-"""Where a publisher writes a version: a directory that it has to itself, or a bucket. Nothing counts before `finish`.
+"""The place that a publisher writes a version to: a directory, or a bucket. A version exists once `finish` has returned.
 
-1. `begin` locks the root (directories only), deletes what killed publishers left behind, and makes the version's directory.
-2. `put` writes an object; `note` adds it to `objects.jsonl`, from which relays learn what they may fetch already.
-3. `finish` writes the manifest under a temporary name and renames it: from then on the version is there, and it is whole.
-4. `abort`, on any error, takes everything back. A publisher that is killed leaves a directory without manifest, which no
-   reader takes for a version and the next `begin` deletes.
+1. `lock` takes the root (directories only); `begin` deletes the leftovers of killed publishers and makes the version's directory.
+2. `put` writes an object; `note` adds it to `objects.jsonl`, from which relays learn which objects they may fetch already.
+3. `finish` writes the manifest under a temporary name and renames it: from then on the version is visible, and complete.
+4. `abort`, after any error, deletes everything. A killed publisher leaves a directory without manifest, which no reader takes
+   for a version and the next `begin` deletes.
 
-Nothing is synced to disk. A process that dies loses nothing; a machine that dies may lose the newest versions, or parts of them,
-which readers find by their hashes, and which a resumed learner publishes again from its checkpoint. A sync per object made the
-publisher wait for the disk at every step, to protect what lives for eight steps.
+Nothing is synced to disk. A process that dies loses nothing. A machine that dies may lose the newest versions, or parts of
+them; readers detect that by the digests, and a resumed learner publishes them again from its checkpoint. A sync per object made
+the publisher wait for the disk at every step, to protect files that are kept for eight steps.
 """
 
 import fcntl
@@ -18,48 +18,28 @@ import pathlib
 import re
 import shutil
 from collections.abc import Sequence
-from typing import Protocol
+from typing import IO
 
-import numpy as np
 import tensorstore as ts
 
 from sharding.format import journal
 from sharding.system import atomic_file
 
-Buffer = bytes | memoryview | np.ndarray
-
-
-class Writer(Protocol):
-    def lock(self) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def put(self, path: str, parts: Sequence[Buffer]) -> None: ...
-
-    def note(self, entry: journal.Object) -> None: ...
-
-    def delete(self, path: str) -> None: ...
-
-    def get(self, path: str) -> bytes: ...
-
-    def finish(self, manifest: bytes) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
+Buffer = bytes | memoryview
 
 
 def create(root: str | os.PathLike, version: int) -> "Directory | Bucket":
+    """Returns the destination of a version. Writes nothing yet."""
     return Bucket(str(root), version) if "://" in str(root) else Directory(root, version)
 
 
 def remove(root: str | os.PathLike, version: int) -> None:
-    """Deletes a version: first invisible, then gone."""
+    """Deletes a version. It becomes invisible first. Versions that need it can no longer be pulled."""
     create(root, version).remove()
 
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:
-    """The version that `version` needs. Read from the head of our own manifest: the whole may have 60 MB."""
+    """Returns the version that `version` needs, from the first bytes of its manifest: the whole may have 60 MB."""
     if "://" in str(root):
         head = _bucket(str(root)).read(f"{journal.dirname(version)}/manifest.json").result().value[:64]
     else:
@@ -72,20 +52,23 @@ def base_of(root: str | os.PathLike, version: int) -> int | None:
 
 
 class Directory:
+    """A version below a directory that all hosts share."""
+
     def __init__(self, root: str | os.PathLike, version: int):
         self._root = pathlib.Path(root)
         self._directory = self._root / journal.dirname(version)
         self._made: set[pathlib.Path] = set()
         self._lock: int | None = None
-        self._journal = None
+        self._journal: IO[bytes] | None = None
 
     def lock(self) -> None:
-        """Holds the root exclusively; the kernel lets go when a publisher dies, so its leftovers are safe to delete."""
+        """Blocks until no other publisher has the root. The kernel unlocks it when a publisher dies."""
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._root, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def begin(self) -> None:
+        """Deletes leftovers, and makes the version's directory. Only the first host calls this, after `lock`."""
         for path in self._root.iterdir():
             unfinished = journal.parse_dirname(path.name) is not None and not (path / "manifest.json").exists()
             if unfinished or path.name.startswith(".tmp-"):
@@ -94,6 +77,7 @@ class Directory:
         self._journal = open(self._directory / "objects.jsonl", "ab", buffering=0)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Writes a file of the version. Called from many threads."""
         full = self._directory / path
         if full.parent not in self._made:
             full.parent.mkdir(parents=True, exist_ok=True)
@@ -103,37 +87,45 @@ class Directory:
                 file.write(part)
 
     def note(self, entry: journal.Object) -> None:
-        if self._journal is not None:  # the first host's: it called `begin`
+        """Adds a finished object to the journal. Does nothing on a host that has not called `begin`."""
+        if self._journal is not None:
             self._journal.write(json.dumps(vars(entry)).encode() + b"\n")
 
     def get(self, path: str) -> bytes:
+        """Returns a file of the version."""
         return (self._directory / path).read_bytes()
 
     def delete(self, path: str) -> None:
+        """Deletes a file of the version."""
         (self._directory / path).unlink()
 
     def finish(self, manifest: bytes) -> None:
+        """Writes the manifest, which makes the version visible."""
         atomic_file.write(self._directory / "manifest.json", manifest)
 
     def abort(self) -> None:
+        """Deletes the unfinished version."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
+        """Unlocks the root."""
         if self._journal is not None:
             self._journal.close()
         if self._lock is not None:
             os.close(self._lock)
 
     def remove(self) -> None:
+        """Deletes the version. It becomes invisible first."""
         doomed = self._root / f".tmp-removed-{self._directory.name}"
         os.rename(self._directory, doomed)
         shutil.rmtree(doomed)
 
 
 class Bucket:
-    """gs://, s3:// or file:// through tensorstore. One publisher per bucket is the user's promise: there is no lock.
+    """A version in a bucket (gs://, s3:// or file://), through tensorstore. The methods are those of `Directory`.
 
-    There is no journal either, as buckets cannot append: readers see a version when it is complete.
+    There is no lock: the user must run one publisher per bucket. There is no journal, as buckets cannot append: readers see a
+    version when it is complete.
     """
 
     def __init__(self, root: str, version: int):
@@ -141,37 +133,41 @@ class Bucket:
         self._name = journal.dirname(version)
 
     def lock(self) -> None:
-        pass
+        """Does nothing."""
 
     def begin(self) -> None:
-        self._delete()
+        """Deletes the leftovers of this version."""
+        self.remove()
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Writes a file of the version."""
         self._store.write(f"{self._name}/{path}", b"".join(parts)).result()
 
     def note(self, entry: journal.Object) -> None:
-        pass
+        """Does nothing."""
 
     def get(self, path: str) -> bytes:
+        """Returns a file of the version."""
         return self._store.read(f"{self._name}/{path}").result().value
 
     def delete(self, path: str) -> None:
+        """Deletes a file of the version."""
         self._store.write(f"{self._name}/{path}", None).result()
 
     def finish(self, manifest: bytes) -> None:
+        """Writes the manifest, which makes the version visible."""
         self.put("manifest.json", [manifest])
 
     def abort(self) -> None:
-        self._delete()
+        """Deletes the unfinished version."""
+        self.remove()
 
     def close(self) -> None:
-        pass
+        """Does nothing."""
 
     def remove(self) -> None:
-        self._delete()
-
-    def _delete(self) -> None:
-        self._store.write(f"{self._name}/manifest.json", None).result()  # first, so that nobody reads on
+        """Deletes the version. It becomes invisible first."""
+        self.delete("manifest.json")
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
 
 

@@ -1,54 +1,93 @@
-"""Writes versions: `publish`, and `Publisher`, which keeps the base of the next delta."""
+"""Publishes weights: every policy version leaves the learner here, as a snapshot, as deltas, or as both.
 
+The steps, on every host of the learner:
+
+1. The tree is walked: leaves get names joined by "/", and the containers are recorded, so that the tree can be rebuilt.
+2. A lock on the root keeps other publishers out; the leftovers of a killed one are deleted.
+3. Each host writes the chunks of its own shards (`sharding/broadcast/encode.py`).
+4. Finished objects are added to the journal, from which relays fetch them already.
+5. The first host merges the parts of all hosts; its signed manifest (`sharding/format/manifest.py`) makes the version visible.
+6. Versions older than the newest `keep`, and not needed by one of these, are deleted.
+
+Left out: compression of snapshots (bf16 weights shrink by a factor of 1.3, for one core); OCDBT (one growing file is awkward
+to relay and to hash, and needs Range); deduplication of chunks (an optimizer step leaves no block of 512 bytes unchanged).
+"""
+
+import contextlib
 import dataclasses
+import errno
+import itertools
+import json
 import os
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
+import jax
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
+from jax.experimental import multihost_utils
 
 from sharding.broadcast import assemble, destination, encode
-from sharding.broadcast.pull import Manifest, Pulled
-from sharding.format import chunks, manifest
+from sharding.download import source as source_lib
+from sharding.format import chunks, journal, manifest
+from sharding.multihost import transport
+
+Manifest = manifest.Manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishOptions:
+    """The options that all versions of a run share.
+
+    `key` signs the manifests. `keep` is the number of versions that are kept, in addition to the versions that these need.
+    `dtype` narrows wider floats, on the device. `run` names the run: readers may require it.
+    """
+
+    key: ed25519.Ed25519PrivateKey | None = None
+    keep: int = 8
+    dtype: str | None = None
+    run: str = ""
+
+    def __post_init__(self):
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep} would delete the version just published: pass 1 or more")
+        if self.dtype is not None:
+            is_known = self.dtype in manifest.ITEM_BYTES
+            if not is_known or not jax.numpy.issubdtype(chunks.dtype(self.dtype), np.floating):
+                raise ValueError(
+                    f"dtype {self.dtype!r} is not a floating dtype that can be published: pass 'bfloat16' or None"
+                )
+        if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
+            raise ValueError(
+                f"run {str(self.run)[:80]!r} must be a string of at most {manifest.MAX_RUN_LENGTH} characters: shorten it"
+            )
 
 
 class Publisher:
-    """Publishes a run's versions: a snapshot every `snapshot_every` versions, between them deltas.
+    """Publishes the versions of a run: a snapshot every `snapshot_every` versions, and deltas between them.
 
-    Keeps the last version on the host (each host its own shards) as the base of the next delta. With `snapshot_every=1`
-    nothing is kept and no delta is written.
+    Keeps a copy of the last version in host memory (each host its own shards) as the base of the next delta. With
+    `snapshot_every=1` it keeps none and writes no deltas.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike,
-        *,
-        key: ed25519.Ed25519PrivateKey | None = None,
-        snapshot_every: int = 1,
-        keep: int = 8,
-        dtype: str | None = None,
-        run: str = "",
-    ):
+    def __init__(self, root: str | os.PathLike, options: PublishOptions = PublishOptions(), *, snapshot_every: int = 1):
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every={snapshot_every}: pass 1 for snapshots only, 8 for one in eight versions")
-        self._root, self._snapshot_every = root, snapshot_every
-        self._options = {"key": key, "keep": keep, "dtype": dtype, "run": run}
-        self._base: Pulled | None = None
-        self._num_since = 0
+        self._root, self._options, self._snapshot_every = root, options, snapshot_every
+        self._copy: encode.HostCopy | None = None
+        self._num_deltas = 0  # since the last snapshot
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
-        base, self._base = self._base, None  # after a failure the copy may be half of the new version: not kept
-        due = base is None or self._num_since + 1 >= self._snapshot_every
-        kept = None
-        if self._snapshot_every > 1:
-            kept = encode.Kept({}) if base is None else base.params
-        written = encode.write(
-            params, version, self._root, base=base, snapshot=due, metadata=metadata, kept=kept, **self._options
-        )
-        if kept is not None:
-            kept.written = written
-            self._base = Pulled(version, kept, {}, written.digest)
-        self._num_since = 0 if written.base is None else self._num_since + 1
+        """Publishes `params` as `version`; the function `publish` has the contract."""
+        base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
+        copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
+        snapshot = base is None or self._num_deltas + 1 >= self._snapshot_every
+        written = _publish(params, version, self._root, self._options, base, snapshot, metadata, copy)
+        if copy is not None:
+            copy.written = written
+        self._copy = copy
+        self._num_deltas = 0 if written.base is None else self._num_deltas + 1
         return written
 
 
@@ -56,44 +95,229 @@ def publish(
     params: Any,
     version: int,
     root: str | os.PathLike,
+    options: PublishOptions = PublishOptions(),
     *,
-    base: Pulled | None = None,
+    base: assemble.Pulled | None = None,
     snapshot: bool | None = None,
-    key: ed25519.Ed25519PrivateKey | None = None,
     metadata: dict | None = None,
-    keep: int = 8,
-    dtype: str | None = None,
-    run: str = "",
 ) -> Manifest:
-    """Writes `params` (dicts, lists, tuples of numpy or jax arrays) as `<root>/v<version>`, whole or not at all.
+    """Writes `params` as `<root>/v<version>`, completely or not at all, and returns the manifest.
 
-    `root` is a directory (of all hosts, if there are several) or a bucket URL; over several hosts all must call. With
-    `base`, an older version still under `root`, deltas are written, and a snapshot too if `snapshot`; without, a snapshot.
-    `dtype` casts wider floats on the device. `metadata` is any JSON object; as JSON, its tuples come back as lists. `run`
-    names the run, so that readers may insist on it. Versions only grow: after a resume from an older checkpoint, `remove`
-    the newer versions first. `keep` counts versions; those that they are built on stay as well.
+    Versions only grow: after a resume from an older checkpoint, `remove` the newer versions first. With several hosts, all
+    must call this, with a root that they share.
+
+    Args:
+      params: dicts, lists and tuples of numpy or jax arrays.
+      version: an integer >= 0.
+      root: a directory or a bucket URL.
+      options: the options that all versions share.
+      base: an older version, still under `root`. Deltas from it are written instead of a snapshot, or, if it was removed,
+        republished, or sharded differently, a snapshot all the same.
+      snapshot: True writes a snapshot in addition to the deltas.
+      metadata: any JSON object; tuples in it come back as lists.
+
+    Raises:
+      ValueError: params, version, base or metadata that cannot be published; nothing was written.
+      OSError: no space left, or another host failed; the version was deleted.
     """
-    return encode.write(
-        params, version, root, base=base, snapshot=snapshot, key=key, metadata=metadata, keep=keep, dtype=dtype, run=run
-    )
+    return _publish(params, version, root, options, base, snapshot, metadata, None)
 
 
 def remove(root: str | os.PathLike, version: int) -> None:
-    """Deletes a version: first invisible, then gone. Versions that are built on it can no longer be pulled."""
+    """Deletes a version. It becomes invisible first. Versions that need it can no longer be pulled."""
     destination.remove(root, version)
 
 
 def tree_digest(params: Any) -> str:
-    """The digest that `publish` would give this tree (see `manifest.digest`); whole arrays must be at hand."""
-    leaves, _, ties = encode.walk(params, None)
+    """Returns the digest that `publish` would give this tree. This process must have whole arrays."""
+    leaves, _, ties = encode.named_leaves(params)
 
     def describe(name: str) -> manifest.Tensor:
-        tensor = encode.blank(name, leaves[name], leaves[name].dtype, ties.get(name))
+        tensor = encode.blank_tensor(name, leaves[name], None, ties.get(name))
         if tensor.tied_to is not None:
             return tensor
-        array = chunks.host(leaves[name])
-        cells = (chunks.raw(array, region, tensor.chunk) for _, region in tensor.cells())
-        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_digest(cell)[1] for cell in cells))
+        array = chunks.to_host(leaves[name])
+        values = (chunks.padded_bytes(array, region, tensor.chunk) for _, region in tensor.chunk_regions())
+        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_digest(chunk)[1] for chunk in values))
 
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS) as pool:
         return manifest.digest(tuple(pool.map(describe, leaves)))
+
+
+def _publish(
+    params: Any,
+    version: int,
+    root: str | os.PathLike,
+    options: PublishOptions,
+    base: assemble.Pulled | encode.HostCopy | None,
+    snapshot: bool | None,
+    metadata: dict | None,
+    copy: encode.HostCopy | None,
+) -> Manifest:
+    """Publishes a version; `copy` receives this host's chunks."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
+    if base is None and snapshot is False:
+        raise ValueError("snapshot=False without base: pass the version that the deltas apply to")
+    metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata is a {type(metadata).__name__}: pass a dict")
+    leaves, containers, ties = encode.named_leaves(params)
+    tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
+    num_hosts, is_first = jax.process_count(), jax.process_index() == 0
+    with contextlib.closing(destination.create(root, version)) as out:
+        with _together():
+            if is_first:
+                out.lock()
+                _check_is_newer(root, version)
+                out.begin()
+        try:
+            with _together(), _explaining_full_disk(version, root, options.keep):
+                before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
+                old_chunk = None
+                if base is not None and before is not None:
+                    tensors = [
+                        dataclasses.replace(t, chunk=b.chunk) for t, b in zip(tensors, before.tensors, strict=True)
+                    ]
+                    old_chunk = base.chunk if isinstance(base, encode.HostCopy) else encode.tree_chunks(base.params)
+                elif copy is not None:
+                    copy.chunks.clear()
+                writes_arrays = before is None or snapshot is True
+                part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
+                if num_hosts > 1:
+                    out.put(_part_name(jax.process_index()), [part.to_json()])
+            with _together(), _explaining_full_disk(version, root, options.keep):
+                parts = [part]
+                if num_hosts > 1:
+                    parts = [encode.HostPart.from_json(out.get(_part_name(i))) for i in range(num_hosts)]
+                merged = encode.merge(tensors, parts, before is not None)
+                written = Manifest(
+                    version=version,
+                    base=None if before is None or writes_arrays else before.version,
+                    delta_of=None if before is None else before.version,
+                    encodings=(("xor",) if before is not None else ()) + (("zarr3",) if writes_arrays else ()),
+                    digest_before=None if before is None else before.digest,
+                    digest_after=manifest.digest(merged),
+                    tensors=merged,
+                    objects=tuple(o for part in parts for o in part.objects),
+                    containers=containers,
+                    metadata=metadata,
+                    run=options.run,
+                    public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
+                )
+                if is_first:
+                    _finish(out, written, options.key, parts)
+        except BaseException:
+            if is_first:
+                out.abort()
+            raise
+        if is_first:
+            for i in range(num_hosts) if num_hosts > 1 else ():
+                out.delete(_part_name(i))  # every host has read them
+            for old in _unneeded(root, options.keep):
+                destination.remove(root, old)
+    return written
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """A barrier over the hosts: after it, either every host succeeded, or every host raises."""
+    if jax.process_count() == 1:
+        yield
+        return
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
+        if not failed and len(others):
+            raise transport.RemoteHostError(
+                f"hosts {others.tolist()} could not publish, so this version is not published: see their errors"
+            )
+
+
+@contextlib.contextmanager
+def _explaining_full_disk(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = f"no space left to publish version {version}, which was deleted: free some or lower keep={keep}"
+        raise OSError(errno.ENOSPC, text, str(root)) from error
+
+
+def _check_is_newer(root: str | os.PathLike, version: int) -> None:
+    existing = _versions(root)
+    if version in existing:
+        raise ValueError(f"version {version} exists under {root} and is immutable: remove() it or publish a newer one")
+    if existing and version < existing[-1]:
+        raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
+
+
+def _base_manifest(
+    root: str | os.PathLike,
+    version: int,
+    base: assemble.Pulled | encode.HostCopy,
+    leaves: dict[str, Any],
+    tensors: Sequence[manifest.Tensor],
+) -> Manifest | None:
+    """Returns the manifest of `base`, or None if no delta can be made from it and a snapshot is needed."""
+    before = base.written if isinstance(base, encode.HostCopy) else base
+    assert before is not None  # a Publisher fills in its copy's manifest
+    number, digest = before.version, before.digest
+    if number >= version:
+        raise ValueError(f"base is version {number}, but deltas to version {version} need an older one")
+    if number not in _versions(root):
+        return None
+    if isinstance(before, assemble.Pulled):
+        with contextlib.closing(source_lib.open(root)) as opened:
+            before = assemble.load(opened, number)
+    if before.digest != digest:  # it was removed and published again
+        return None
+    for t, b in itertools.zip_longest(tensors, before.tensors):
+        if t is None or b is None or (t.name, t.shape, t.dtype, t.tied_to) != (b.name, b.shape, b.dtype, b.tied_to):
+            name = t.name if t is not None else b.name if b is not None else ""
+            raise ValueError(f"tensor {name!r} differs from version {number}: publish without base")
+    return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
+
+
+def _part_name(process: int) -> str:
+    return f".part-{process:05d}.json"
+
+
+def _finish(
+    out: destination.Directory | destination.Bucket,
+    written: Manifest,
+    key: ed25519.Ed25519PrivateKey | None,
+    parts: Sequence[encode.HostPart],
+) -> None:
+    """Completes the journal and writes the manifest."""
+    data = manifest.encode(written, key)
+    if len(data) > journal.MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"the manifest has {len(data)} bytes, more than readers accept ({journal.MAX_MANIFEST_BYTES}): shorten metadata"
+        )
+    for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
+        out.note(entry)  # this host's own are there already; two hosts must not append to one file of a network drive
+    out.finish(data)
+
+
+def _unneeded(root: str | os.PathLike, keep: int) -> list[int]:
+    """Returns the versions that are neither among the newest `keep` nor needed by one of them."""
+    existing = _versions(root)
+    needed: set[int] = set()
+    todo: list[int | None] = [*existing[-keep:]]
+    while todo:
+        version = todo.pop()
+        if version is not None and version not in needed:
+            needed.add(version)
+            if version in existing:
+                todo.append(destination.base_of(root, version))
+    return [v for v in existing if v not in needed]
+
+
+def _versions(root: str | os.PathLike) -> list[int]:
+    with contextlib.closing(source_lib.open(root)) as opened:
+        return opened.versions()

@@ -1,8 +1,8 @@
-"""How many reads run at once: few while they are quick, as many as there are threads where they take long.
+"""Adaptive concurrency: few reads at a time while reads are quick, as many as there are threads while they are slow.
 
-On a short way a handful of reads keeps every core busy with receiving and hashing, and each more only takes cache and time slices from
-the others. On a long way the reads in flight are the bandwidth. So a read counts for its first `quick_s` only: where reads
-take a second, all that wait have begun before the first ends.
+On a fast network a few reads keep every core busy with receiving and hashing, and more of them only take cache and time slices
+from the others. On a slow network the bandwidth grows with the number of reads. So a read counts against the limit only
+during its first `quick_s` seconds: where reads take a second, all of them have begun before the first ends.
 """
 
 import contextlib
@@ -11,16 +11,17 @@ import time
 from collections.abc import Iterator
 
 
-class Ramp:
-    """Use as `with ramp.admitted(): ...`. Thread-safe."""
+class AdaptiveConcurrency:
+    """Limits how many reads are in their first `quick_s` seconds to `limit`. Thread-safe."""
 
-    def __init__(self, few: int, quick_s: float):
-        self._few, self._quick_s = few, quick_s
+    def __init__(self, limit: int, quick_s: float):
+        self._limit, self._quick_s = limit, quick_s
         self._changed = threading.Condition()
         self._begun_s: dict[object, float] = {}
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
+        """A context manager for one read. Entering blocks until the read may begin."""
         read = object()
         with self._changed:
             while (wait_s := self._wait_s()) > 0:
@@ -34,6 +35,6 @@ class Ramp:
                 self._changed.notify()
 
     def _wait_s(self) -> float:
-        """Until fewer than `few` are in their first `quick_s`, if none of them ends before."""
-        newest = sorted(self._begun_s.values())[-self._few :]
-        return newest[0] + self._quick_s - time.monotonic() if len(newest) == self._few else 0.0
+        """Returns the time until fewer than `limit` reads are in their first `quick_s`, if none ends earlier."""
+        newest = sorted(self._begun_s.values())[-self._limit :]
+        return newest[0] + self._quick_s - time.monotonic() if len(newest) == self._limit else 0.0

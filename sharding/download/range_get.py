@@ -1,4 +1,4 @@
-"""One GET from one relay: a range into a given buffer, or a small answer. It can be cut off from any thread, at any time."""
+"""One HTTP GET from one relay: a byte range into a given buffer, or a small reply. Any thread may abort it at any time."""
 
 import bisect
 import collections
@@ -14,34 +14,34 @@ from typing import Any
 
 from sharding.format import digests, journal
 
-SLICE_BYTES = 256 << 10  # what one call may write into the buffer before it looks whether it was cut off
-HEDGE_FLOOR_S = 0.3  # no range is doubled earlier: a second request costs the relays as much as the first
+SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
+HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
 HEDGE_UNMEASURED_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How long to wait and how wide to fetch; only relays use all of it."""
+    """Timeouts and concurrency of downloads from relays. Directories and buckets ignore them."""
 
-    patience_s: float = 60.0  # a read fails after this, plus the object's size at MIN_BYTES_PER_S
+    patience_s: float = 60.0  # a read fails after this, plus the time for its size at relays.MIN_BYTES_PER_S
     connect_s: float = 5.0
     stall_s: float = 10.0  # silence on an open connection
-    range_bytes: int = 8 << 20
+    range_bytes: int = 8 << 20  # an object is requested in ranges of this size
     parallel: int = 16  # requests in flight, over all objects
-    seed: int | None = None  # of the relay choice
+    seed: int | None = None  # of the relay selection
 
 
 class Target:
-    """Writable bytes in one or several pieces, addressed as one: where an object is received."""
+    """Writable buffers, addressed as one, that receive the bytes of an object."""
 
     @classmethod
     def of(cls, entry: journal.Object, views: Sequence[memoryview]) -> "Target":
-        """For a read of `entry`; ValueError where that is no object, or the views are not of its size."""
+        """Returns a target for `entry`. Raises ValueError for a bad path, or views of another total size."""
         target = cls(views)
         if not journal.is_object_path(entry.path):
-            raise ValueError(f"object path {entry.path!r} is no path of plain segments")
+            raise ValueError(f"object path {entry.path!r} is not a relative path of plain segments")
         if len(target) != entry.size:
-            raise ValueError(f"{entry.path} has {entry.size} bytes: pass views of as many together, not {len(target)}")
+            raise ValueError(f"{entry.path} has {entry.size} bytes: pass views of that total size, not {len(target)}")
         return target
 
     def __init__(self, views: Sequence[memoryview]):
@@ -51,71 +51,81 @@ class Target:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def at(self, start: int, most: int) -> memoryview:
-        """From `start`, as far as one piece goes, at most `most` bytes."""
+    def view(self, start: int, limit: int) -> memoryview:
+        """Returns a view of at most `limit` bytes from `start`. It ends where the buffer that contains `start` ends."""
         i = bisect.bisect_right(self._starts, start) - 1
         offset = start - self._starts[i]
-        return self._views[i][offset : offset + most]
+        return self._views[i][offset : offset + limit]
 
     def put(self, start: int, data: memoryview) -> None:
+        """Copies `data` to the bytes from `start`."""
         while data:
-            view = self.at(start, len(data))
+            view = self.view(start, len(data))
             view[:] = data[: len(view)]
             start, data = start + len(view), data[len(view) :]
 
     def copy(self) -> bytes:
+        """Returns a copy of all bytes."""
         return b"".join(self._views)
 
     def digest(self) -> str:
+        """Returns the digest of all bytes."""
         return digests.of(*self._views)
 
 
 class Failed(Exception):
-    """A request that brought nothing, or not all; never seen outside."""
+    """Raised by a request that delivered nothing, or not everything; handled inside sharding/download."""
 
     retry_after_s = 0.0
 
 
 class Missing(Failed):
-    """404: this relay does not have it, or not yet."""
+    """Raised for a 404: the relay does not have the file, or not yet."""
 
 
 class Relay:
-    """What is known of one relay, and its idle connections."""
+    """The measured state of one relay, and its idle connections."""
 
     def __init__(self, url: str, options: Options):
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"relay {url!r} is no URL such as http://host:port")
+        host = parts.hostname
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise ValueError(f"relay {url!r} is not a URL such as http://host:port: correct it")
         self.url, self.options = url.rstrip("/"), options
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect: Callable = lambda: kind(parts.hostname, parts.port, timeout=options.connect_s)
+        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(
+            host, parts.port, timeout=options.connect_s
+        )
         self.prefix = parts.path.rstrip("/")
         self.listing, self.tag, self.is_alive, self.reason = journal.Listing(), "", False, ""
         self.cursors: dict[int, tuple[str, int]] = {}  # version -> epoch of the relay's journal, entries read
-        self.success, self.bytes_per_s = 1.0, None
+        self.success = 1.0
+        self.bytes_per_s: float | None = None
         self.num_bytes = self.num_requests = self.num_failures = self.num_lies = self.failures_in_a_row = 0
-        self.suspended_s = 0.0
-        self.lacking_s: dict[int, float] = {}
+        self.suspended_s = 0.0  # until when no request is sent to it
+        self.lacking_s: dict[int, float] = {}  # version -> until when it is assumed not to have it
         self._idle: collections.deque = collections.deque()
         self.is_closed = False
 
     def ready_s(self, version: int) -> float:
+        """Returns the time from which it can be asked for `version`."""
         return max(self.suspended_s, self.lacking_s.get(version, 0.0))
 
     def take(self) -> tuple[http.client.HTTPConnection, bool]:
-        """(A connection, whether it was used before and may have been closed by the relay since.)"""
+        """Returns (connection, True if it was used before: the relay may have closed it since)."""
         try:
             return self._idle.pop(), True
         except IndexError:
             return self._connect(), False
 
     def give(self, connection: http.client.HTTPConnection) -> None:
+        """Takes back a connection that can be used again."""
         self._idle.append(connection)
         if self.is_closed:
             self.close()
 
     def close(self) -> None:
+        """Closes the idle connections, and those that are given back later. Requests that begin later fail."""
         self.is_closed = True
         while True:
             try:
@@ -125,49 +135,54 @@ class Relay:
 
 
 class Get:
-    """One GET: a range into `target`, or a small answer of at most `limit` bytes. Can be cut off from any thread."""
+    """One GET of `path` from `relay`: bytes [start, stop) of `total` into `target`, or a reply of at most `limit` bytes.
+
+    Byte `start` belongs at `origin` of `target`. `rival` is the request for the same bytes that this one hedges; each of the
+    two has the other as its `rival` until one ends. `extra_s` is added to the time that the relay may be silent.
+    """
 
     def __init__(
         self,
         relay: Relay,
-        name: str,
+        path: str,
         *,
-        start=0,
-        stop=0,
-        total=0,
-        target=None,
-        origin=0,
-        twin=None,
-        limit=0,
-        extra_s=0.0,
+        start: int = 0,
+        stop: int = 0,
+        total: int = 0,
+        target: Target | None = None,
+        origin: int = 0,
+        rival: "Get | None" = None,
+        limit: int = 0,
+        extra_s: float = 0.0,
     ):
-        self.relay, self.name = relay, name
-        self.start, self.stop, self.total, self.target, self.limit = start, stop, total, target, limit
-        self._origin = origin  # where in the target the byte `start` belongs
-        self.twin, self.is_hedge = twin, twin is not None
+        self.relay, self.path = relay, path
+        self.start, self.stop, self.target = start, stop, target
+        self._total, self._origin, self._limit, self._extra_s = total, origin, limit, extra_s
+        self.rival, self.is_hedge = rival, rival is not None
         self.received = 0
-        self.begun_s = self.ended_s = None
-        self._extra_s = extra_s
+        self._begun_s: float | None = None
+        self._ended_s: float | None = None
         self._aborted = False
         self._writing = threading.Lock()
         self._socket: socket.socket | None = None
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self.begun_s is None else (self.ended_s or time.monotonic()) - self.begun_s
+        """The time since it began, or that it took; 0 before it began."""
+        return 0.0 if self._begun_s is None else (self._ended_s or time.monotonic()) - self._begun_s
 
     def run(self) -> tuple[bytes, Any]:
-        """(Body, headers); the body is empty for a range, which is in `target` then. Raises `Failed` only."""
-        self.begun_s = time.monotonic()
+        """Runs the request and returns (body, headers). Blocks. A range's body is in `target`, not here. Raises Failed."""
+        self._begun_s = time.monotonic()
         try:
             if self._aborted or self.relay.is_closed:
-                raise Failed("cut off")
+                raise Failed("aborted")
             return self._try()
         finally:
-            self.ended_s = time.monotonic()
+            self._ended_s = time.monotonic()
 
     def abort(self) -> None:
-        """No byte is written to `target` after this returns."""
+        """Ends the request. No byte is written to `target` after this returns."""
         self._aborted = True
         sock = self._socket
         if sock is not None:
@@ -179,9 +194,7 @@ class Get:
             pass
 
     def is_straggling(self, relays: list[Relay]) -> bool:
-        """Whether another relay would most likely deliver the rest before this one does."""
-        if self.begun_s is None:
-            return False
+        """Returns True if another relay would probably deliver the rest in less than half of the remaining time."""
         rates = [r.bytes_per_s for r in relays if r is not self.relay and r.bytes_per_s]
         elapsed_s, size = self.seconds, self.stop - self.start
         if not rates:
@@ -200,9 +213,9 @@ class Get:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 connection.close()
                 if self._aborted:
-                    raise Failed("cut off") from error
+                    raise Failed("aborted") from error
                 if used and not self.received:
-                    continue  # most likely closed while idle; each turn takes one such connection away
+                    continue  # probably closed while idle; each turn uses up one such connection
                 raise Failed(f"{type(error).__name__}: {error}") from error
             except Failed:
                 connection.close()
@@ -211,19 +224,19 @@ class Get:
                 self._socket = None
 
     def _exchange(self, connection: http.client.HTTPConnection) -> tuple[bytes, Any]:
-        options = self.relay.options
         if connection.sock is None:
             connection.connect()
         self._socket = connection.sock
-        self._socket.settimeout(options.stall_s + self._extra_s)
+        assert self._socket is not None
+        self._socket.settimeout(self.relay.options.stall_s + self._extra_s)
         if self._aborted:
-            raise Failed("cut off")
+            raise Failed("aborted")
         headers = {"Range": f"bytes={self.start}-{self.stop - 1}"} if self.target is not None else {}
-        connection.request("GET", self.relay.prefix + self.name, headers=headers)
+        connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
             if response.status not in (200, 206):
-                self._refused(response)
-            body = self._body(response) if self.target is None else self._receive(response)
+                raise _refusal(response)
+            body = self._read_body(response) if self.target is None else self._receive(response, self.target)
             reusable = not response.will_close
         if reusable and not self._aborted:
             self.relay.give(connection)
@@ -231,45 +244,42 @@ class Get:
             connection.close()
         return body, response.headers
 
-    def _body(self, response: http.client.HTTPResponse) -> bytes:
+    def _read_body(self, response: http.client.HTTPResponse) -> bytes:
         body = bytearray()
-        while chunk := response.read1(1 << 16):
-            body += chunk
-            if len(body) > self.limit:
-                raise Failed(f"answered {self.name} with more than {self.limit} bytes")
+        while data := response.read1(1 << 16):
+            body += data
+            if len(body) > self._limit:
+                raise Failed(f"sent more than {self._limit} bytes for {self.path}")
         if response.length:
-            raise Failed(f"closed {response.length} bytes before the end of {self.name}")
+            raise Failed(f"closed {response.length} bytes before the end of {self.path}")
         return bytes(body)
 
-    def _receive(self, response: http.client.HTTPResponse) -> bytes:
-        self._check_range(response)
+    def _receive(self, response: http.client.HTTPResponse, target: Target) -> bytes:
         size = self.stop - self.start
+        expected = f"bytes {self.start}-{self.stop - 1}/{self._total}"
+        got = response.headers.get("Content-Range")
+        if response.status == 206 and got != expected:
+            raise Failed(f"sent {got!r} of {self.path}, not {expected!r}")
+        if response.status == 200 and size != self._total:
+            raise Failed("ignores Range: serve it with a server that does not")
+        if response.length != size:
+            raise Failed(f"has {response.length} bytes of {self.path}, not {size}")
         while self.received < size:
             with self._writing:
                 if self._aborted:
-                    raise Failed("cut off")
-                most = min(SLICE_BYTES, size - self.received)
-                n = response.readinto(self.target.at(self._origin + self.received, most))
+                    raise Failed("aborted")
+                limit = min(SLICE_BYTES, size - self.received)
+                n = response.readinto(target.view(self._origin + self.received, limit))
                 self.received += n
             if n == 0:
-                raise Failed(f"closed after {self.received} of {size} bytes of {self.name}")
+                raise Failed(f"closed after {self.received} of {size} bytes of {self.path}")
         return b""
 
-    def _check_range(self, response: http.client.HTTPResponse) -> None:
-        size = self.stop - self.start
-        expected = f"bytes {self.start}-{self.stop - 1}/{self.total}"
-        got = response.headers.get("Content-Range")
-        if response.status == 206 and got != expected:
-            raise Failed(f"answered {got!r} where {expected!r} of {self.name} was asked for")
-        if response.status == 200 and size != self.total:
-            raise Failed("ignores Range: serve it with a server that does not")
-        if response.length != size:
-            raise Failed(f"has {response.length} bytes where {size} of {self.name} were asked for")
 
-    def _refused(self, response: http.client.HTTPResponse) -> None:
-        words = response.read1(200).decode(errors="replace").strip()
-        error = (Missing if response.status == 404 else Failed)(f"HTTP {response.status} {words}")
-        after = response.headers.get("Retry-After", "")
-        if response.status in (429, 503) and after.isdigit():
-            error.retry_after_s = float(after[:4])
-        raise error
+def _refusal(response: http.client.HTTPResponse) -> Failed:
+    text = response.read1(200).decode(errors="replace").strip()
+    error = (Missing if response.status == 404 else Failed)(f"HTTP {response.status} {text}")
+    after = response.headers.get("Retry-After", "")
+    if response.status in (429, 503) and after.isdigit():
+        error.retry_after_s = float(after[:4])
+    return error

@@ -1,14 +1,14 @@
-"""Many relays as one source: what they are asked for, when they are believed, and what is done about liars.
+"""Several relays as one source: which is asked for what, when a reply is trusted, and how a dishonest relay is found.
 
-An object takes this way:
+An object is read in two steps:
 
-1. `sharding/download/object.py` fetches it in ranges, each from a relay drawn by `sharding/download/relay_choice.py`.
-2. The digest of the whole is compared. If it is wrong and came from one relay, that relay lied; if it came from several,
-   one relay at a time is asked for the whole, and those whose ranges differ from the right bytes lied. A liar is counted
-   and suspended. It cannot make an object wrong, nor a read fail while an honest relay lives.
+1. `sharding/download/object_download.py` downloads it in ranges, each from a relay that the selector draws.
+2. The digest of the whole is compared. If it is wrong and one relay delivered everything, that relay is at fault. If several
+   did, one relay at a time is asked for the whole, and the relays whose ranges differ from the right bytes are at fault.
+   Such a relay is counted and suspended. It cannot make an object wrong, nor a read fail while an honest relay works.
 
 Every wait has an end: connecting, silence, and the read as a whole (`patience_s` plus the size at `MIN_BYTES_PER_S`).
-Left out: discovering relays (a list is configuration), and peers serving peers, which shows workers' addresses to all.
+Left out: discovering relays (a list is configuration), and peers that serve peers, which shows workers' addresses to all.
 """
 
 import collections
@@ -19,95 +19,95 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sharding.download import concurrency, object, range_get
-from sharding.download import relay_choice as choice_lib
+from sharding.download import concurrency, object_download, range_get, relay_selector, request_pool
 from sharding.format import digests, journal
 from sharding.format import manifest as manifest_lib
 
-MIN_BYTES_PER_S = 32_000  # below this an object is given up: a 4 MB chunk may take two minutes
-MAX_LIES_PER_OBJECT = 3  # how often one object may arrive wrong from the only relay: wires flip bits, too
+MIN_BYTES_PER_S = 32_000  # an object that is slower fails: a 4 MB chunk may take two minutes
+MAX_CORRUPT_PER_OBJECT = 3  # copies of one object that the only relay may deliver wrong: wires flip bits, too
 FEW_READS = max(4, 2 * (os.cpu_count() or 1))
 QUICK_S = 0.1  # 4 MB at 40 MB/s
 MAX_LISTED = 4096
-MANIFESTS_AT_ONCE = 3
-COUNTERS = ("num_bytes", "num_objects", "num_bad_objects", "num_resumed", "num_hedges", "num_hedges_won")
+PARALLEL_MANIFESTS = 3
+PHANTOM_S = 5.0
+
+_Manifest = tuple[bytes, manifest_lib.Manifest]
 
 
 class Relays:
-    """One or more `python -m sharding.relay`, or anything else that speaks their few routes."""
+    """A source over one or more `python -m sharding.relay`, or other servers of the same routes.
+
+    The methods are those of `source.Directory`.
+    """
 
     def __init__(self, urls: Sequence[str], trusted_key: str | None = None, options: range_get.Options | None = None):
-        self.options = options or range_get.Options()
-        self.relays = [range_get.Relay(url, self.options) for url in urls]
-        self.choice = choice_lib.Choice(self.relays, self.options.seed)
-        self._pieces = concurrent.futures.ThreadPoolExecutor(self.options.parallel, "weights-piece")
-        # apart, or hedges would queue behind those that hang
-        self._hedges = concurrent.futures.ThreadPoolExecutor(self.options.parallel, "weights-hedge")
-        self._ramp = concurrency.Ramp(FEW_READS, QUICK_S)
-        self.is_closed = False
-        self._closing = threading.Lock()
+        self._options = options or range_get.Options()
+        self.relays = [range_get.Relay(url, self._options) for url in urls]
+        self._selector = relay_selector.RelaySelector(self.relays, self._options.seed)
+        self._pool = request_pool.RequestPool(self._options, len(urls))
+        self._concurrency = concurrency.AdaptiveConcurrency(FEW_READS, QUICK_S)
         self._trusted_key = trusted_key
-        self._asks = concurrent.futures.ThreadPoolExecutor(4 * len(urls) + 4, "weights-ask")
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
-        self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
-        self._phantoms: dict[int, float] = {}  # versions that were claimed and not delivered, until when to ignore them
-        self._counters = collections.Counter()
+        self._manifests: collections.OrderedDict[int, _Manifest] = collections.OrderedDict()
+        self._phantoms: dict[int, float] = {}  # versions that were listed but not delivered -> ignored until
 
-    # -- what there is
+    # ---- versions
 
     def versions(self) -> list[int]:
-        """Complete versions. The newest is proved by its manifest, so a relay cannot make up a version 999999."""
-        claimed = [v for v in self.listing().complete if self._phantoms.get(v, 0.0) < time.monotonic()]
-        refused = None
-        while claimed:
+        """Returns the complete versions. The newest has a valid manifest: a relay cannot invent a version 999999."""
+        listed = [v for v in self.listing().complete if self._phantoms.get(v, 0.0) < time.monotonic()]
+        first_error = None
+        while listed:
             try:
-                self.manifest_bytes(claimed[-1])
-                return claimed
+                self.manifest_bytes(listed[-1])
+                return listed
             except FileNotFoundError:
-                claimed.pop()
+                listed.pop()
             except (journal.CorruptSource, journal.Unavailable) as error:
-                refused = refused or error
-                self._phantoms[claimed.pop()] = time.monotonic() + 5.0
-        if refused is not None:  # there are versions, and none is good: the reason helps more than an empty list
-            raise refused
+                first_error = first_error or error
+                self._phantoms[listed.pop()] = time.monotonic() + PHANTOM_S
+        if first_error is not None:  # versions exist, and none is valid: the reason helps more than an empty list
+            raise first_error
         return []
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """The union over the relays; with `wait_s`, held back until it differs from `known`. `Unavailable`: none answers."""
-        asked = set()
+        """Returns the union of the relays' listings; blocks up to `wait_s` until it differs from `known`.
+
+        Raises Unavailable if no relay replies.
+        """
+        begun = set()
         with self._lock:
             for relay in self.relays:
                 if relay not in self._polls or self._polls[relay][1].done():
-                    name = f"/versions?tag={relay.tag if wait_s else ''}&wait={wait_s:.1f}"
-                    get = range_get.Get(relay, name, limit=1 << 20, extra_s=wait_s)
-                    self._polls[relay] = (get, self._submit(self._asks, self._poll, get))
-                    asked.add(self._polls[relay][1])
-            # A relay that still holds an earlier question back has no news, or hangs: it is waited for only by who waits,
-            # and where nobody else lives.
-            waiting = asked if not wait_s and self._any_alive() else {future for _, future in self._polls.values()}
-        until_s = time.monotonic() + (wait_s + 0.5 if self._any_alive() else self.options.connect_s + wait_s)
-        graced = False
+                    path = f"/versions?tag={relay.tag if wait_s else ''}&wait={wait_s:.1f}"
+                    get = range_get.Get(relay, path, limit=1 << 20, extra_s=wait_s)
+                    self._polls[relay] = (get, self._pool.submit(get, self._poll))
+                    begun.add(self._polls[relay][1])
+            # A relay that has not replied to an earlier poll has no news, or hangs. It is waited for only with `wait_s`,
+            # and where no other relay is alive.
+            waiting = begun if not wait_s and self._any_alive() else {future for _, future in self._polls.values()}
+        until_s = time.monotonic() + (wait_s + 0.5 if self._any_alive() else self._options.connect_s + wait_s)
+        grace_given = False
         while waiting and not (wait_s and self._union() != known):
-            done, waiting = concurrent.futures.wait(
-                waiting, max(0.0, until_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED
-            )
+            done, waiting = request_pool.wait_first(waiting, until_s)
             if not done:
                 break
-            if not wait_s and not graced and self._any_alive():
-                until_s, graced = time.monotonic() + 0.5, True  # the others get a moment, a hung one gets no more
+            if not wait_s and not grace_given and self._any_alive():
+                until_s, grace_given = time.monotonic() + 0.5, True  # for the others; a relay that hangs gets no more
         if not self._any_alive():
-            raise journal.Unavailable(f"no relay answers: {self.choice.reasons()}")
+            raise journal.Unavailable(f"no relay replies: {self._selector.reasons()}")
         listing = self._union()
-        with self._lock:  # a number that went away and comes back is another version
+        with self._lock:  # a version that was deleted and comes back may be another one
             for number in [n for n in self._manifests if n not in listing.complete]:
                 del self._manifests[number]
         return listing
 
     def _poll(self, get: range_get.Get) -> None:
+        """Requests a relay's listing and stores it in the relay."""
         relay = get.relay
         try:
             body, _ = get.run()
@@ -115,7 +115,7 @@ class Relays:
             complete, partial, tag = (fields[name] for name in ("complete", "partial", "tag"))
             numbers = [*complete, *partial]
             if len(numbers) > MAX_LISTED or any(type(n) is not int or not 0 <= n < 10**15 for n in numbers):
-                raise ValueError("its versions are no short list of integers >= 0")
+                raise ValueError(f"its versions are not a list of at most {MAX_LISTED} integers >= 0")
             relay.listing = journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
             relay.tag, relay.is_alive = urllib.parse.quote(str(tag)[:100]), True
         except (range_get.Failed, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -130,15 +130,17 @@ class Relays:
     def _any_alive(self) -> bool:
         return any(relay.is_alive for relay in self.relays)
 
-    # -- manifests and journals
+    # ---- manifests and journals
 
     def manifest_bytes(self, version: int) -> bytes:
+        """Returns the bytes of a valid manifest."""
         return self._manifest(version)[0]
 
     def manifest(self, version: int) -> manifest_lib.Manifest:
+        """Returns a valid manifest."""
         return self._manifest(version)[1]
 
-    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
+    def _manifest(self, version: int) -> _Manifest:
         with self._lock:
             if version in self._manifests:
                 return self._manifests[version]
@@ -149,117 +151,128 @@ class Relays:
                 self._manifests.popitem(last=False)
         return found
 
-    def _signed_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        """The first good one: a signature needs no second opinion. A few are asked at once, since one may hang."""
-        deadline_s = time.monotonic() + self.options.patience_s
-        num_missing, num_wrong, refused = collections.Counter(), collections.Counter(), None
+    def _signed_manifest(self, version: int) -> _Manifest:
+        """Returns the first manifest with the trusted signature. Asks a few relays at a time, since one may hang."""
+        deadline_s = time.monotonic() + self._options.patience_s
+        num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
         while True:
-            relays = []
-            given_up = {r for r, n in num_wrong.items() if n >= MAX_LIES_PER_OBJECT}
-            while len(relays) < MANIFESTS_AT_ONCE:
-                relay = self.choice.choose(version, given_up | set(relays), wait=not relays)
+            relays: list[range_get.Relay] = []
+            given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
+            while len(relays) < PARALLEL_MANIFESTS:
+                relay = self._selector.select(version, given_up | set(relays), wait=not relays)
                 if relay is None:
                     break
                 relays.append(relay)
-            if not relays:
-                raise refused
-            answers = self._ask(relays, f"/{journal.dirname(version)}/manifest.json", deadline_s, first=True)
-            for relay, answer in answers.items():
-                if isinstance(answer, bytes):
-                    try:
-                        return answer, manifest_lib.parse(answer, version=version, trusted_key=self._trusted_key)
-                    except journal.CorruptSource as error:
-                        self.choice.convict(relay, str(error))
-                        num_wrong[relay] += 1
-                        refused = refused or journal.CorruptSource(f"{relay.url}: {error}")
-                elif isinstance(answer, range_get.Missing):
-                    num_missing[relay] += 1
-            if all(num_missing[r] >= 2 or num_wrong[r] for r in self.relays):
-                raise refused or journal.no_version(version, self.choice.urls(), self._union().complete)
-            if time.monotonic() > deadline_s:
-                raise refused or journal.Unavailable(
-                    f"no manifest of version {version} in time: {self.choice.reasons()}"
-                )
+            replies = self._request_manifest(relays, version, deadline_s, first=True)
+            for relay, reply in replies.items():
+                parsed = self._parse(relay, reply, version)
+                if isinstance(parsed, manifest_lib.Manifest):
+                    return reply, parsed
+                if isinstance(parsed, journal.CorruptSource):
+                    num_corrupt[relay] += 1
+                    error = error or parsed
+                num_missing[relay] += isinstance(reply, range_get.Missing)
+            if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
+                raise error or self._no_version(version)
+            self._check_deadline(version, deadline_s, error)
             time.sleep(0.02)
 
-    def _agreed_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        """From all relays at once: without a key, two that differ cannot be told apart, and neither is taken."""
-        deadline_s = time.monotonic() + self.options.patience_s
+    def _agreed_manifest(self, version: int) -> _Manifest:
+        """Returns the manifest of all relays that have one. Without a key, none can be trusted if two differ."""
+        deadline_s = time.monotonic() + self._options.patience_s
         while True:
-            answers = self._ask(self.relays, f"/{journal.dirname(version)}/manifest.json", deadline_s)
-            good, refused = {}, None
-            for relay, answer in answers.items():
-                if isinstance(answer, bytes):
-                    try:
-                        parsed = good[answer][1] if answer in good else manifest_lib.parse(answer, version=version)
-                        good[answer] = relay, parsed
-                    except journal.CorruptSource as error:
-                        self.choice.convict(relay, str(error))
-                        refused = refused or journal.CorruptSource(f"{relay.url}: {error}")
-            if len(good) > 1:
-                urls = ", ".join(relay.url for relay, _ in good.values())
+            replies = self._request_manifest(self.relays, version, deadline_s)
+            valid: dict[bytes, tuple[range_get.Relay, manifest_lib.Manifest]] = {}
+            error = None
+            for relay, reply in replies.items():
+                parsed = valid[reply][1] if reply in valid else self._parse(relay, reply, version)
+                if isinstance(parsed, manifest_lib.Manifest):
+                    valid[reply] = relay, parsed
+                error = error or (parsed if isinstance(parsed, journal.CorruptSource) else None)
+            if len(valid) > 1:
+                urls = ", ".join(relay.url for relay, _ in valid.values())
                 raise journal.CorruptSource(
-                    f"{urls} hold different manifests of version {version}: pass the trusted key"
+                    f"{urls} have different manifests of version {version}: pass the trusted key"
                 )
-            if good:
-                ((data, (_, parsed)),) = good.items()
+            if valid:
+                ((data, (_, parsed)),) = valid.items()
                 return data, parsed
-            if all(isinstance(answer, range_get.Missing) for answer in answers.values()):
-                raise journal.no_version(version, self.choice.urls(), self._union().complete)
-            if refused is not None and not any(type(answer) is range_get.Failed for answer in answers.values()):
-                raise refused
-            if time.monotonic() > deadline_s:
-                raise refused or journal.Unavailable(
-                    f"no manifest of version {version} in time: {self.choice.reasons()}"
-                )
+            if all(isinstance(reply, range_get.Missing) for reply in replies.values()):
+                raise self._no_version(version)
+            if error is not None and not any(type(reply) is range_get.Failed for reply in replies.values()):
+                raise error
+            self._check_deadline(version, deadline_s, error)
             time.sleep(0.2)
 
-    def _ask(
-        self, relays: list[range_get.Relay], name: str, deadline_s: float, first: bool = False
+    def _parse(self, relay: range_get.Relay, reply: bytes | range_get.Failed, version: int) -> Any:
+        """Returns the manifest in a reply, the CorruptSource that is wrong with it, or None for a failed request."""
+        if isinstance(reply, range_get.Failed):
+            return None
+        try:
+            return manifest_lib.parse(reply, version=version, trusted_key=self._trusted_key)
+        except journal.CorruptSource as error:
+            self._selector.record_corrupt(relay, str(error))
+            return journal.CorruptSource(f"{relay.url}: {error}")
+
+    def _no_version(self, version: int) -> FileNotFoundError:
+        return journal.no_version(version, self._selector.urls(), self._union().complete)
+
+    def _check_deadline(self, version: int, deadline_s: float, error: Exception | None) -> None:
+        if time.monotonic() > deadline_s:
+            reasons = self._selector.reasons()
+            raise error or journal.Unavailable(f"the manifest of version {version} did not come in time: {reasons}")
+
+    def _request_manifest(
+        self, relays: list[range_get.Relay], version: int, deadline_s: float, first: bool = False
     ) -> dict[range_get.Relay, Any]:
-        """Body or `Failed` by relay. Those far slower than the first body are cut off; with `first`, all others are."""
-        gets = [range_get.Get(relay, name, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
-        calls = {self._submit(self._asks, get.run): get for get in gets}
-        answers, waiting, begun_s = {}, set(calls), time.monotonic()
-        until_s = min(deadline_s, begun_s + self.options.patience_s / 4)  # one hung relay must not use up the time
-        while waiting and not (first and any(isinstance(answer, bytes) for answer in answers.values())):
-            done, waiting = concurrent.futures.wait(
-                waiting, max(0.0, until_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED
-            )
+        """Returns the body, or a Failed, by relay.
+
+        Aborts the relays that are far slower than the first body; with `first`, all others.
+        """
+        path = f"/{journal.dirname(version)}/manifest.json"
+        gets = [range_get.Get(relay, path, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
+        calls = {self._pool.submit(get): get for get in gets}
+        replies, waiting, begun_s = {}, set(calls), time.monotonic()
+        until_s = min(
+            deadline_s, begun_s + self._options.patience_s / 4
+        )  # one relay that hangs must not use up the time
+        while waiting and not (first and any(isinstance(reply, bytes) for reply in replies.values())):
+            done, waiting = request_pool.wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
                 relay, seconds = calls[future].relay, time.monotonic() - begun_s
                 try:
-                    answers[relay], _ = future.result()
-                    self.choice.observe(relay, True, 0, seconds)
+                    replies[relay], _ = future.result()
+                    self._selector.observe(relay, True, 0, seconds)
                     until_s = min(until_s, time.monotonic() + max(0.5, 2 * seconds))
                 except range_get.Failed as error:
-                    answers[relay] = error
-                    self.choice.failed(relay, error, 0, seconds)
+                    replies[relay] = error
+                    self._selector.record_failure(relay, error, 0, seconds)
         for future in waiting:
             get = calls[future]
             get.abort()
-            answers[get.relay] = range_get.Failed(f"{name} did not come in time")
-            if not (first and len(answers) > len(waiting)):  # to be second is no failure
-                self.choice.failed(get.relay, answers[get.relay], 0, time.monotonic() - begun_s)
-        return answers
+            replies[get.relay] = range_get.Failed(f"{path} did not come in time")
+            if not (first and len(replies) > len(waiting)):  # not for being slower than the first body
+                self._selector.record_failure(get.relay, replies[get.relay], 0, time.monotonic() - begun_s)
+        return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """(Objects that some relay got since the last call, whether some relay has the manifest); waits for either."""
+        """Returns (objects that a relay finished since the last call, True if a relay has the manifest).
+
+        Blocks up to `wait_s` until there is one of these.
+        """
         calls = {}
         for relay in self.relays:
             if version in relay.listing.complete + relay.listing.partial:
                 epoch, count = relay.cursors.get(version, ("", 0))
-                name = f"/{journal.dirname(version)}/objects.jsonl?epoch={epoch}&after={count}&wait={wait_s:.1f}"
-                get = range_get.Get(relay, name, limit=journal.MAX_JOURNAL_BYTES, extra_s=wait_s)
-                calls[self._submit(self._asks, get.run)] = get
+                path = f"/{journal.dirname(version)}/objects.jsonl?epoch={epoch}&after={count}&wait={wait_s:.1f}"
+                get = range_get.Get(relay, path, limit=journal.MAX_JOURNAL_BYTES, extra_s=wait_s)
+                calls[self._pool.submit(get)] = get
         entries, is_complete, waiting = [], False, set(calls)
-        until_s = time.monotonic() + wait_s + self.options.stall_s
+        until_s = time.monotonic() + wait_s + self._options.stall_s
         while waiting and not entries and not is_complete:
-            done, waiting = concurrent.futures.wait(
-                waiting, max(0.0, until_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED
-            )
+            done, waiting = request_pool.wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
@@ -271,7 +284,7 @@ class Relays:
                     relay.reason = str(error)
                     continue
                 except journal.CorruptSource as error:
-                    self.choice.convict(relay, str(error))
+                    self._selector.record_corrupt(relay, str(error))
                     continue
                 epoch = urllib.parse.quote(headers.get("X-Epoch", "")[:100])
                 following = headers.get("X-Next", "")
@@ -281,89 +294,78 @@ class Relays:
         for future in waiting:
             calls[future].abort()
         if not entries and not is_complete:
-            # who refused did so at once, and would be asked again at once
-            time.sleep(max(0.0, min(0.05, until_s - self.options.stall_s - time.monotonic())))
+            # Relays that failed did so immediately: do not ask them again without a pause.
+            time.sleep(max(0.0, min(0.05, until_s - self._options.stall_s - time.monotonic())))
         return entries, is_complete
 
-    # -- objects
+    # ---- objects
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        """Fills `into` with a verified object."""
         target = range_get.Target.of(entry, into)
-        with self._ramp.admitted():
+        if entry.size == 0 and entry.digest != digests.of():
+            raise journal.CorruptSource(
+                f"object {entry.path} of version {version} is empty but has digest {entry.digest}"
+            )
+        with self._concurrency.slot():
             self._read(version, entry, target)
 
     def _read(self, version: int, entry: journal.Object, target: range_get.Target) -> None:
-        deadline_s = time.monotonic() + self.options.patience_s + entry.size / MIN_BYTES_PER_S
-        name = f"/{journal.dirname(version)}/{entry.path}"
-        mixed: list[tuple[bytes, list[object.Part]]] = []  # what several relays together delivered, and was wrong
-        lies, only = collections.Counter(), None
-        if entry.size == 0 and entry.digest != digests.of():
-            raise journal.CorruptSource(
-                f"object {entry.path} of version {version} has no bytes, and digest {entry.digest}"
-            )
+        deadline_s = time.monotonic() + self._options.patience_s + entry.size / MIN_BYTES_PER_S
+        path = f"/{journal.dirname(version)}/{entry.path}"
+        mixed: list[
+            tuple[bytes, list[object_download.ReceivedRange]]
+        ] = []  # wrong copies that several relays delivered
+        num_corrupt, only = collections.Counter(), None
         while True:
+            download = object_download.ObjectDownload(
+                self._pool, self._selector, version, path, target, self._options.range_bytes, deadline_s, only
+            )
             try:
-                parts = object.Gathering(self, version, name, target, deadline_s, only).run()
-            except range_get.Failed:
-                parts = None  # the one relay that was to deliver all of it does not
-            actual = None if parts is None else target.digest()
+                received = download.run()
+            except range_get.Failed:  # of the relay `only`
+                received = None
+            actual = None if received is None else target.digest()
             if actual == entry.digest:
                 right = target.copy() if mixed else b""
-                for relay in {p.relay for other, ps in mixed for p in ps if not p.agrees(other, right)}:
-                    self.choice.convict(relay, f"{name} differs from what was published")
-                self.count("num_bytes", entry.size)
-                self.count("num_objects", 1)
+                for relay in {r.relay for wrong, ranges in mixed for r in ranges if not r.is_equal(wrong, right)}:
+                    self._selector.record_corrupt(relay, f"{path} differs from the published object")
+                self._pool.count("num_bytes", entry.size)
+                self._pool.count("num_objects")
                 return
-            if parts is not None:
-                self.count("num_bad_objects", 1)
-                relays = {p.relay for p in parts}
+            if received is not None:
+                self._pool.count("num_bad_objects")
+                relays = {r.relay for r in received}
                 if len(relays) > 1:
-                    mixed.append((target.copy(), parts))
+                    mixed.append((target.copy(), received))
                 else:
                     (relay,) = relays
-                    lies[relay] += 1
-                    self.choice.convict(relay, f"{name} has digest {actual}, not {entry.digest}")
-            honest = [r for r in self.relays if not lies[r]]
-            if not honest and max(lies.values()) >= MAX_LIES_PER_OBJECT:
+                    num_corrupt[relay] += 1
+                    self._selector.record_corrupt(relay, f"{path} has digest {actual}, not {entry.digest}")
+            honest = [r for r in self.relays if not num_corrupt[r]]
+            if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
                 raise journal.CorruptSource(
-                    f"object {entry.path} of version {version} is wrong wherever it was asked for: {self.choice.reasons()}"
+                    f"object {entry.path} of version {version} is wrong on every relay: {self._selector.reasons()}"
                 )
             if time.monotonic() > deadline_s:
                 raise journal.Unavailable(
-                    f"object {entry.path} of version {version} did not come in time: {self.choice.reasons()}"
+                    f"object {entry.path} of version {version} did not come in time: {self._selector.reasons()}"
                 )
-            only = self.choice.choose(version, set(lies) if honest else ())
+            only = self._selector.select(version, set(num_corrupt) if honest else ())
 
-    # -- the rest
+    # ---- the rest
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and per relay its averages, failures and lies."""
-        with self._lock:
-            counters = {name: self._counters[name] for name in COUNTERS}
-        return {"source": self.choice.urls(), **counters, "relays": self.choice.stats()}
-
-    def submit(self, get: range_get.Get) -> concurrent.futures.Future:
-        return self._submit(self._hedges if get.is_hedge else self._pieces, get.run)
-
-    def _submit(self, pool: concurrent.futures.Executor, function: Callable, *args: Any) -> concurrent.futures.Future:
-        with self._closing:  # a pool that was shut down raises what nobody outside expects
-            if self.is_closed:
-                raise journal.Unavailable("the source was closed")
-            return pool.submit(function, *args)
-
-    def count(self, name: str, amount: int) -> None:
-        with self._lock:
-            self._counters[name] += amount
+        """Returns counters, and the measured state of each relay."""
+        return {"source": self._selector.urls(), **self._pool.counters(), "relays": self._selector.stats()}
 
     def close(self) -> None:
-        with self._closing:
-            self.is_closed = True
+        """Ends every call that is running, and makes later ones raise Unavailable."""
+        self._pool.mark_closed()
         with self._lock:
             polls = [get for get, _ in self._polls.values()]
         for get in polls:
             get.abort()
         for relay in self.relays:
             relay.close()
-        self._asks.shutdown(wait=False)
-        self._pieces.shutdown(wait=False)
-        self._hedges.shutdown(wait=False)
+        self._pool.shut_down()

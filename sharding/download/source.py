@@ -1,7 +1,7 @@
-"""Where published versions are read from: a directory, a bucket, or relays (`sharding/download/relays.py`).
+"""The places that published versions are read from: a directory, a bucket, or relays (`sharding/download/relays.py`).
 
-`open` gives a `Source`. Nothing leaves it unverified: a manifest is parsed (and, with `trusted_key`, its signature
-checked) and an object is hashed before the read returns.
+`open` returns a `Source`. It returns nothing unverified: a manifest is parsed (and, with `trusted_key`, its signature checked),
+and an object is hashed before the read returns. Imports no jax, and tensorstore only for a bucket: relays start without them.
 """
 
 import builtins
@@ -11,41 +11,28 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sharding.download import range_get, relays
 from sharding.format import digests, journal
 from sharding.format import manifest as manifest_lib
 
-POLL_S = 0.01  # how often a directory is looked at by whoever waits for it
+DIRECTORY_POLL_S = 0.01
+BUCKET_POLL_S = 1.0
 MAX_TRIES = 3  # of an object that a bucket delivers wrong
 
 
-class Source(Protocol):
-    """What `open` returns. All methods may be called from many threads."""
-
-    def versions(self) -> list[int]: ...
-
-    def manifest_bytes(self, version: int) -> bytes: ...
-
-    def manifest(self, version: int) -> manifest_lib.Manifest: ...
+class Reader(Protocol):
+    """Reads objects. `read` may be called from many threads."""
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into`, writable views of `entry.size` bytes together, with an object that has the digest of the entry.
+        """Fills `into` with the object `entry`, whose digest is checked. `into` has `entry.size` writable bytes in total.
 
-        `CorruptSource` where whoever has it delivers something else, `FileNotFoundError` where nobody has it, `Unavailable`
-        where nobody delivers in time. After an error the views hold anything.
+        Raises CorruptSource if the object differs everywhere, FileNotFoundError if it is missing, and Unavailable if no relay
+        delivers it in time. After an error the contents of `into` are undefined.
         """
         ...
-
-    def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing: ...
-
-    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 def open(
@@ -53,15 +40,22 @@ def open(
     *,
     trusted_key: str | None = None,
     options: range_get.Options | None = None,
-):
-    """A `Source` for a directory, a bucket URL (gs://, s3://), or the URLs of one or more relays.
+) -> "Source":
+    """Opens a directory, a bucket URL (gs://, s3://), or the URLs of one or more relays.
 
-    `trusted_key` is the hex of the ed25519 public key that must have signed every manifest. Without it the relays of a
-    list must agree on a manifest, since nothing else could tell which one is right.
+    Args:
+      source: the place, or a sequence of relay URLs.
+      trusted_key: hex of the ed25519 public key that must have signed every manifest. Without it, several relays must agree
+        on each manifest.
+      options: timeouts and concurrency for relays.
+
+    Raises:
+      ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
     """
     if trusted_key is not None and not re.fullmatch(r"[0-9a-f]{64}", trusted_key):
-        raise ValueError(f"trusted_key {trusted_key!r} is not the 64 lower-case hex digits of an ed25519 public key")
-    options = options or range_get.Options()
+        raise ValueError(
+            f"trusted_key {trusted_key!r} is not 64 lowercase hex digits: pass the publisher's ed25519 public key"
+        )
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
@@ -78,65 +72,90 @@ def open(
     raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
 
 
-def read(source: Source, version: int, entry: journal.Object) -> bytearray:
-    """An object of a source, in memory of its own."""
+def read(source: Reader, version: int, entry: journal.Object) -> bytearray:
+    """Returns a verified object in newly allocated memory."""
     data = bytearray(entry.size)
     source.read(version, entry, [memoryview(data)])
     return data
 
 
-# ---- a directory -----------------------------------------------------------------------------------------------------
+class _Storage:
+    """The methods that directories and buckets share: polling, and parsing of manifests."""
 
+    _scan: Callable[[], journal.Listing]
+    _is_complete: Callable[[int], bool]
+    _new_entries: Callable[[int], list[journal.Object]]
+    _read_manifest: Callable[[int], bytes]
 
-class Directory:
-    """The root a publisher writes to, or a relay's directory."""
-
-    def __init__(self, root: str, trusted_key: str | None = None):
-        self.root = pathlib.Path(root)
-        self._trusted_key = trusted_key
-        self._cursors: dict[int, tuple[int, bytes]] = {}  # version -> bytes read of the journal, the last line of them
+    def __init__(self, place: str, trusted_key: str | None, poll_s: float):
+        self._place = place if place.endswith("/") else f"{place}/"
+        self._trusted_key, self._poll_s = trusted_key, poll_s
         self._is_closed = False
         self._counters = collections.Counter()
 
     def versions(self) -> list[int]:
+        """Returns the complete versions, ascending."""
         return list(self.listing().complete)
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Held back for at most `wait_s` until it differs from `known`."""
+        """Returns the versions; blocks up to `wait_s` until they differ from `known`."""
         deadline_s = time.monotonic() + wait_s
         while True:
-            now = self._scan()
-            if now != known or time.monotonic() >= deadline_s or self._is_closed:
-                return now
-            time.sleep(POLL_S)
+            listing = self._scan()
+            if listing != known or not self._sleep(deadline_s):
+                return listing
+
+    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
+        """Returns (new entries of the journal, True if the manifest exists); blocks up to `wait_s` for one of these."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            is_complete = self._is_complete(version)  # before the journal: then no entry can be missed
+            entries = self._new_entries(version)
+            if entries or is_complete or not self._sleep(deadline_s):
+                return entries, is_complete
 
     def manifest_bytes(self, version: int) -> bytes:
+        """Returns the bytes of a valid manifest. Raises CorruptSource, or FileNotFoundError for a missing version."""
         return self._manifest(version)[0]
 
     def manifest(self, version: int) -> manifest_lib.Manifest:
+        """Returns a valid manifest. Raises as `manifest_bytes` does."""
         return self._manifest(version)[1]
 
     def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        path = self.root / journal.dirname(version) / "manifest.json"
+        data = self._read_manifest(version)
         try:
-            with builtins.open(path, "rb") as file:
-                data = file.read(journal.MAX_MANIFEST_BYTES + 1)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise journal.no_version(version, self.root, self._scan().complete) from error
-        return data, _parsed(data, version, self._trusted_key, path)
+            return data, manifest_lib.parse(data, version=version, trusted_key=self._trusted_key)
+        except journal.CorruptSource as error:
+            raise journal.CorruptSource(f"{self._place}{journal.dirname(version)}/manifest.json: {error}") from error
 
-    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """(Objects finished since the last call, whether the manifest is there); waits for either."""
-        directory = self.root / journal.dirname(version)
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            complete = (directory / "manifest.json").exists()  # before the journal: then nothing can be missed
-            entries = self._new_entries(version, directory / "objects.jsonl")
-            if entries or complete or time.monotonic() >= deadline_s or self._is_closed:
-                return entries, complete
-            time.sleep(POLL_S)
+    def stats(self) -> dict[str, Any]:
+        """Returns counters of the bytes and the bad objects so far."""
+        return {"source": self._place, **self._counters}
+
+    def close(self) -> None:
+        """Ends calls that block."""
+        self._is_closed = True
+
+    def _sleep(self, deadline_s: float) -> bool:
+        """Sleeps until the next poll, or returns False if there is none."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or self._is_closed:
+            return False
+        time.sleep(min(self._poll_s, left_s))
+        return True
+
+
+class Directory(_Storage):
+    """The root that a publisher writes to, or a relay's directory."""
+
+    def __init__(self, root: str, trusted_key: str | None = None):
+        super().__init__(root, trusted_key, DIRECTORY_POLL_S)
+        self.root = pathlib.Path(root)
+        self._cursors: dict[int, tuple[int, bytes]] = {}  # version -> bytes read of the journal, the last line of them
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        """Fills `into` with a verified object."""
         target = range_get.Target.of(entry, into)
         full = self.root / journal.dirname(version) / entry.path
         try:
@@ -145,7 +164,7 @@ class Directory:
                 if actual_size != entry.size:
                     raise journal.CorruptSource(f"object {full} has {actual_size} bytes, not {entry.size}")
                 position = 0
-                while position < entry.size and (n := file.readinto(target.at(position, entry.size))):
+                while position < entry.size and (n := file.readinto(target.view(position, entry.size))):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
@@ -159,19 +178,14 @@ class Directory:
             self._counters["num_bad_objects"] += 1
             raise journal.CorruptSource(f"object {full} has digest {actual}, not {entry.digest}")
 
-    def stats(self) -> dict[str, Any]:
-        return {"source": str(self.root), **self._counters}
-
-    def close(self) -> None:
-        self._is_closed = True  # ends what waits
-
     def _scan(self) -> journal.Listing:
         complete, partial = [], []
         try:
             names = os.listdir(self.root)
         except FileNotFoundError as error:
-            what = f"no broadcast directory {self.root}: start the publisher, or pass the root it publishes to"
-            raise FileNotFoundError(what) from error
+            raise FileNotFoundError(
+                f"no broadcast directory {self.root}: start the publisher, or pass the root that it publishes to"
+            ) from error
         for name in names:
             version = journal.parse_dirname(name)
             if version is None:
@@ -182,12 +196,15 @@ class Directory:
                 partial.append(version)
         return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
 
-    def _new_entries(self, version: int, path: pathlib.Path) -> list[journal.Object]:
+    def _is_complete(self, version: int) -> bool:
+        return (self.root / journal.dirname(version) / "manifest.json").exists()
+
+    def _new_entries(self, version: int) -> list[journal.Object]:
         try:
-            with builtins.open(path, "rb") as file:
+            with builtins.open(self.root / journal.dirname(version) / "objects.jsonl", "rb") as file:
                 position, line = self._cursors.get(version, (0, b""))
                 file.seek(position - len(line))
-                if file.read(len(line)) != line:  # a publisher that died was started again and writes this version anew
+                if file.read(len(line)) != line:  # another publisher has begun this version again
                     position, line = 0, b""
                     file.seek(0)
                 data = file.read(journal.MAX_JOURNAL_BYTES)
@@ -198,111 +215,88 @@ class Directory:
             self._cursors[version] = (position + used, data[:used].splitlines(keepends=True)[-1])
         return entries
 
+    def _read_manifest(self, version: int) -> bytes:
+        try:
+            with builtins.open(self.root / journal.dirname(version) / "manifest.json", "rb") as file:
+                return file.read(journal.MAX_MANIFEST_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise journal.no_version(version, self.root, self._scan().complete) from error
 
-# ---- a bucket --------------------------------------------------------------------------------------------------------
 
-
-class Bucket:
-    """gs://bucket/prefix or s3://bucket/prefix, through tensorstore, which knows credentials and retries."""
+class Bucket(_Storage):
+    """A source at gs://bucket/prefix or s3://bucket/prefix, through tensorstore, which handles credentials and retries."""
 
     def __init__(self, url: str, trusted_key: str | None = None):
         import tensorstore as ts  # only here: relays and their clients start without it
 
-        self.url = url if url.endswith("/") else url + "/"
+        super().__init__(url, trusted_key, BUCKET_POLL_S)
         self._range = ts.KvStore.KeyRange
-        self._store = ts.KvStore.open(self.url).result()
-        self._trusted_key = trusted_key
+        self._store = ts.KvStore.open(self._place).result()
         self._lock = threading.Lock()
         self._complete: set[int] = set()
-        self._journals: dict[int, int] = {}
-        self._counters = collections.Counter()
-
-    def versions(self) -> list[int]:
-        return list(self.listing().complete)
-
-    def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Lists only the keys of versions newer than the newest known: a bucket lists a thousand keys per request."""
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            with self._lock:
-                newest = max(self._complete, default=-1)
-            keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
-            found = collections.defaultdict(set)
-            for key in keys:
-                name, _, path = key.decode().partition("/")
-                version = journal.parse_dirname(name)
-                if version is not None and path in ("manifest.json", "objects.jsonl"):
-                    found[version].add(path)
-            new = {v for v, paths in found.items() if "manifest.json" in paths}
-            with self._lock:
-                self._complete |= new
-                result = journal.Listing(tuple(sorted(self._complete)), tuple(sorted(set(found) - new)))
-            if result != known or time.monotonic() >= deadline_s:
-                return result
-            time.sleep(min(1.0, max(0.0, deadline_s - time.monotonic())))
-
-    def manifest_bytes(self, version: int) -> bytes:
-        return self._manifest(version)[0]
-
-    def manifest(self, version: int) -> manifest_lib.Manifest:
-        return self._manifest(version)[1]
-
-    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        data = self._get(f"{journal.dirname(version)}/manifest.json")
-        if data is None:
-            with self._lock:
-                self._complete.discard(version)
-                known = sorted(self._complete)
-            raise journal.no_version(version, self.url, known)
-        where = f"{self.url}{journal.dirname(version)}/manifest.json"
-        return data, _parsed(data, version, self._trusted_key, where)
-
-    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            complete = self._get(f"{journal.dirname(version)}/manifest.json") is not None
-            data = self._get(f"{journal.dirname(version)}/objects.jsonl") or b""
-            position = self._journals.get(version, 0)
-            position = position if position <= len(data) else 0
-            entries, used = journal.parse_journal(data[position:])
-            self._journals[version] = position + used
-            if entries or complete or time.monotonic() >= deadline_s:
-                return entries, complete
-            time.sleep(min(1.0, max(0.0, deadline_s - time.monotonic())))
+        self._cursors: dict[int, int] = {}  # version -> bytes read of the journal
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
+        """Fills `into` with a verified object."""
         target = range_get.Target.of(entry, into)
-        where = f"{self.url}{journal.dirname(version)}/{entry.path}"
+        path = f"{journal.dirname(version)}/{entry.path}"
+        data, actual = b"", ""
         for _ in range(MAX_TRIES):
-            data = self._get(f"{journal.dirname(version)}/{entry.path}")
-            if data is None:
-                raise FileNotFoundError(f"{where} is not there: pull the newest version")
-            actual = digests.of(data)
+            found = self._get(path)
+            if found is None:
+                raise FileNotFoundError(f"{self._place}{path} does not exist: pull the newest version")
+            data, actual = found, digests.of(found)
             if actual == entry.digest and len(data) == entry.size:
                 self._counters["num_bytes"] += entry.size
                 target.put(0, memoryview(data))
                 return
             self._counters["num_bad_objects"] += 1
         raise journal.CorruptSource(
-            f"object {where} has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
+            f"object {self._place}{path} has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
         )
 
-    def stats(self) -> dict[str, Any]:
-        return {"source": self.url, **self._counters}
+    def _scan(self) -> journal.Listing:
+        """Lists only the keys after the newest known version: a bucket lists a thousand keys per request."""
+        with self._lock:
+            newest = max(self._complete, default=-1)
+        keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
+        found = collections.defaultdict(set)
+        for key in keys:
+            name, _, path = key.decode().partition("/")
+            version = journal.parse_dirname(name)
+            if version is not None and path in ("manifest.json", "objects.jsonl"):
+                found[version].add(path)
+        new = {v for v, paths in found.items() if "manifest.json" in paths}
+        with self._lock:
+            self._complete |= new
+            return journal.Listing(tuple(sorted(self._complete)), tuple(sorted(set(found) - new)))
 
-    def close(self) -> None:
-        pass
+    def _is_complete(self, version: int) -> bool:
+        return self._get(f"{journal.dirname(version)}/manifest.json") is not None
+
+    def _new_entries(self, version: int) -> list[journal.Object]:
+        data = self._get(f"{journal.dirname(version)}/objects.jsonl") or b""
+        position = self._cursors.get(version, 0)
+        position = position if position <= len(data) else 0
+        entries, used = journal.parse_journal(data[position:])
+        self._cursors[version] = position + used
+        return entries
+
+    def _read_manifest(self, version: int) -> bytes:
+        data = self._get(f"{journal.dirname(version)}/manifest.json")
+        if data is None:
+            with self._lock:
+                self._complete.discard(version)
+                known = sorted(self._complete)
+            raise journal.no_version(version, self._place, known)
+        return data
 
     def _get(self, key: str) -> bytes | None:
         try:
             result = self._store.read(key).result()
-        except ValueError as error:  # tensorstore's only type of error; it has retried what can be retried
-            raise journal.Unavailable(f"{self.url}{key}: {error}") from error
+        except ValueError as error:  # the only type of error that tensorstore raises; it has retried what it could
+            raise journal.Unavailable(f"{self._place}{key}: {error}") from error
         return None if result.state == "missing" else result.value
 
 
-def _parsed(data: bytes, version: int, trusted_key: str | None, where: str | os.PathLike) -> manifest_lib.Manifest:
-    try:
-        return manifest_lib.parse(data, version=version, trusted_key=trusted_key)
-    except journal.CorruptSource as error:
-        raise journal.CorruptSource(f"{where}: {error}") from error
+Source = Directory | Bucket | relays.Relays  # all methods may be called from many threads

@@ -1,14 +1,13 @@
-"""How arrays are cut: the chunk grid, what of an array this process owns, and the bytes of one chunk.
+"""Cuts arrays into chunks: the chunk shape, the shards that this process writes, and the bytes of one chunk.
 
-Chunks divide the dims where they can, since zarr stores edge chunks whole. They also divide the shards of a sharded array, so that
-each chunk lies on one host: every host writes its own chunks, straight from its devices, and no chunk is written twice.
-Replicas are written by the first. Left out: zarr's sharded codec, whose point is fewer files for very large arrays; here
-chunks grow with the array instead, up to 32 MB, which costs no second pass of hashing.
+Chunks divide the dims where possible, since zarr stores edge chunks whole. They also divide the shards of a sharded array, so
+that each chunk is on one host: every host writes its own chunks from its devices, and no chunk is written twice. Of several
+replicas, the first is written. Left out: zarr's sharded codec, which is for fewer files of very large arrays; here chunks
+grow with the array instead, up to 32 MB, without a second pass of hashing.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import google_crc32c
@@ -18,43 +17,51 @@ import numpy as np
 
 from sharding.format import digests, manifest
 
-CHUNK_BYTES = (
-    4 << 20
-)  # whole-chunk reads: large enough for 1 GB/s, small enough to fetch again or to read for one shard
+CHUNK_BYTES = 4 << 20  # large enough for 1 GB/s, small enough to fetch again, or to read for one shard
 LARGEST_CHUNK_BYTES = 32 << 20
-CHUNKS_PER_ARRAY = 256  # beyond this many, chunks grow: 62 GB of weights stay below 10 000 objects
+CHUNKS_PER_ARRAY = 256  # with more than this, chunks grow: 62 GB of weights have fewer than 10,000 objects
 
 Region = tuple[slice, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of an array that this process writes: where it starts, its shape, and its values on the host."""
+class OwnedShard:
+    """A region of an array that this process writes. The cast to `kind` runs on the device: half the bytes to copy."""
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    prefetch: Callable[[], None]  # starts the copy to the host
-    fetch: Callable[[], np.ndarray]
+    def __init__(self, start: tuple[int, ...], data: Any, kind: np.dtype):
+        self.start, self.shape = start, np.shape(data)
+        self._data, self._kind, self._cast = data, kind, None
+
+    def prefetch(self) -> None:
+        """Starts the copy from the device to the host. Does not block."""
+        if isinstance(self._data, jax.Array) and self._cast is None:
+            self._cast = self._data if self._data.dtype == self._kind else self._data.astype(self._kind)
+            self._cast.copy_to_host_async()
+
+    def fetch(self) -> np.ndarray:
+        """Returns the values on the host. Blocks until they are there."""
+        if not isinstance(self._data, jax.Array):
+            return to_host(np.asarray(self._data).astype(self._kind, copy=False))
+        self.prefetch()
+        array, self._cast = to_host(self._cast), None
+        return array
 
 
 def dtype(name: str) -> np.dtype:
+    """Returns the numpy dtype of a name, those of ml_dtypes included."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def grid(leaf: Any, kind: np.dtype) -> tuple[int, ...]:
-    """The chunk shape for an array of dtype `kind`, the same on every host."""
-    return chunk_shape(leaf.shape, shard_shape(leaf), kind.itemsize)
-
-
 def shard_shape(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of one shard of a jax array, or the whole shape of any other array."""
     return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else np.shape(leaf)
 
 
 def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """Splits leading dims until a chunk has about CHUNK_BYTES, by a divisor of the dim where a fair one exists.
+    """Returns the chunk shape for an array: the same on every host.
 
-    A prime dim (151669 tokens) has no fair divisor; there the chunks are equal up to one row, which wastes less than a
-    row per chunk. Where a dim is sharded, only a divisor of the shard will do, and the nearest is taken.
+    Splits leading dims until a chunk has about CHUNK_BYTES, by a divisor of the dim where a fair one exists. A prime dim
+    (151,669 tokens) has none; its chunks are equal up to one row, which wastes less than a row per chunk. A sharded dim
+    must be split by a divisor of the shard, so the nearest is taken.
     """
     target = min(
         max(CHUNK_BYTES, math.prod(shape) * item_bytes // CHUNKS_PER_ARRAY), max(LARGEST_CHUNK_BYTES, CHUNK_BYTES)
@@ -63,50 +70,41 @@ def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], item_bytes: int)
     for i, n in enumerate(chunk):
         if math.prod(chunk) * item_bytes <= target:
             break
-        rows = max(1, target // (math.prod(chunk[i + 1 :]) * item_bytes))
+        row_bytes = math.prod(chunk[i + 1 :]) * item_bytes
+        rows = max(1, target // row_bytes)
         if shard[i] == shape[i]:
             balanced = -(-n // -(-n // rows))
             chunk[i] = next((d for d in range(rows, rows // 4, -1) if n % d == 0), balanced)
         else:
-            largest = (
-                4 * rows if math.prod(chunk[i + 1 :]) * item_bytes * 4 * rows <= manifest.MAX_CHUNK_BYTES else rows
-            )
+            largest = 4 * rows if row_bytes * 4 * rows <= manifest.MAX_CHUNK_BYTES else rows
             chunk[i] = min(_divisors(n, largest), key=lambda d: abs(math.log(d / rows)))
     return tuple(chunk)
 
 
 def fits(chunk: tuple[int, ...], leaf: Any) -> bool:
-    """Whether every chunk of this grid lies within one shard."""
+    """Returns True if every chunk of this shape is within one shard of `leaf`."""
     return all(s == n or s % c == 0 for c, s, n in zip(chunk, shard_shape(leaf), leaf.shape, strict=True))
 
 
-def pieces(leaf: Any, kind: np.dtype) -> Iterator[Piece]:
-    """What this process writes of a leaf, cast to `kind` on the device."""
-    if not isinstance(leaf, jax.Array):
+def owned_shards(leaf: Any, kind: np.dtype) -> Iterator[OwnedShard]:
+    """Yields the shards of a leaf that this process writes; the first process writes an array that every process has."""
+    if not isinstance(leaf, jax.Array) or (leaf.is_fully_addressable and jax.process_index() != 0):
         if jax.process_index() == 0:
-            yield Piece(
-                (0,) * np.ndim(leaf),
-                np.shape(leaf),
-                lambda: None,
-                lambda: host(np.asarray(leaf).astype(kind, copy=False)),
-            )
+            yield OwnedShard((0,) * np.ndim(leaf), leaf, kind)
         return
-    if leaf.is_fully_addressable and jax.process_index() != 0:
-        return  # every process has it: the first writes it
     for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
-            start = tuple(s.start or 0 for s in shard.index)
-            yield _Lazy(shard.data, kind).piece(start)
+            yield OwnedShard(tuple(s.start or 0 for s in shard.index), shard.data, kind)
 
 
-def host(array: Any) -> np.ndarray:
-    """C order, little-endian; 0-d stays 0-d."""
+def to_host(array: Any) -> np.ndarray:
+    """Returns a numpy array in C order and little-endian, without a copy if possible. A scalar keeps rank 0."""
     array = np.asarray(array, order="C")
     return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
 
 
-def raw(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> np.ndarray:
-    """uint8 [bytes of a chunk]: `array[region]`, filled up with zeros to the shape of the chunk; a view if possible."""
+def padded_bytes(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> np.ndarray:
+    """Returns `array[region]`, padded with zeros to the chunk shape, as a uint8 vector; a view if possible."""
     part = array[(*region, ...)]
     if part.shape != chunk:
         padded = np.zeros(chunk, array.dtype)
@@ -115,21 +113,24 @@ def raw(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> np.ndarray
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
-def paste(
+def copy_into(
     target: np.ndarray, origin: tuple[int, ...], values: np.ndarray, tensor: manifest.Tensor, region: Region
 ) -> None:
-    """Writes the part of a chunk's bytes that lies in `target`, an array whose first element is at `origin`."""
-    cell = values.view(target.dtype).reshape(tensor.chunk)
+    """Copies the bytes of a chunk to `target`, an array that starts at `origin`, as far as the two overlap."""
+    chunk = values.view(target.dtype).reshape(tensor.chunk)
     into, out_of = [], []
     for s, o, n in zip(region, origin, target.shape, strict=True):
         start, stop = max(s.start, o), min(s.stop, o + n)
         into.append(slice(start - o, stop - o))
         out_of.append(slice(start - s.start, stop - s.start))
-    target[(*into, ...)] = cell[(*out_of, ...)]
+    target[(*into, ...)] = chunk[(*out_of, ...)]
 
 
-def slot(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor, region: Region) -> np.ndarray | None:
-    """The bytes of `target` that are exactly this chunk, if they lie there in one stretch: it can be built in place."""
+def view_in(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor, region: Region) -> np.ndarray | None:
+    """Returns the bytes of `target` that are exactly this chunk, if contiguous, so that it can be built in place.
+
+    `target` starts at `origin`. Returns None for a chunk that is not whole in it, or not contiguous.
+    """
     inner = [slice(s.start - o, s.stop - o) for s, o in zip(region, origin, strict=True)]
     whole = all(
         0 <= s.start and s.stop <= n and s.stop - s.start == c
@@ -140,7 +141,7 @@ def slot(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor, r
 
 
 def host_region(leaf: Any, region: Region) -> np.ndarray | None:
-    """`leaf[region]` on the host; None if this process does not hold it."""
+    """Returns `leaf[region]` on the host, or None if no device of this process has it."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[(*region, ...)]
     for shard in leaf.addressable_shards:
@@ -153,35 +154,15 @@ def host_region(leaf: Any, region: Region) -> np.ndarray | None:
 
 
 def encoded_digest(values: np.ndarray) -> tuple[bytes, str]:
-    """(CRC, digest of bytes and CRC): what zarr3 stores for a chunk, and what proves it, without a copy."""
+    """Returns (CRC, digest of bytes and CRC) of a chunk's bytes, as zarr3 stores it, without a copy."""
     value, hasher = 0, digests.Hasher()
     for start in range(0, len(values), digests.SLICE_BYTES):
         part = values[start : start + digests.SLICE_BYTES]
         value = google_crc32c.extend(value, part)
-        hasher.update(part)
+        hasher.update(part.data)
     checksum = value.to_bytes(manifest.CRC_BYTES, "little")
     hasher.update(checksum)
     return checksum, hasher.hexdigest()
-
-
-class _Lazy:
-    """A shard on its way to the host. The cast runs on the device: half the bytes to copy."""
-
-    def __init__(self, data: jax.Array, kind: np.dtype):
-        self._data, self._kind, self._cast = data, kind, None
-
-    def piece(self, start: tuple[int, ...]) -> Piece:
-        return Piece(start, self._data.shape, self._prefetch, self._fetch)
-
-    def _prefetch(self) -> None:
-        if self._cast is None:
-            self._cast = self._data if self._data.dtype == self._kind else self._data.astype(self._kind)
-            self._cast.copy_to_host_async()
-
-    def _fetch(self) -> np.ndarray:
-        self._prefetch()
-        array, self._cast = host(self._cast), None
-        return array
 
 
 def _divisors(n: int, largest: int) -> list[int]:

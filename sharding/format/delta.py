@@ -1,17 +1,18 @@
-"""What changed between two versions of a chunk, small: the xor of the bit patterns. Bytes in, bytes out.
+"""The delta of one chunk, as a patch: the XOR of the bit patterns before and after, compressed. Bytes in, bytes out.
 
-An Adam step of reinforcement learning (learning rate 1e-6) moves most bfloat16 weights by less than half of their last bit, so
-that 1 to 4 of 100 change at all (PULSE, arXiv 2602.03839). Xor is exact where a difference of floats is not, and needs fewer
-bits than the new values: sign and exponent rarely change. A patch takes the smaller of two forms:
+An Adam step of reinforcement learning (learning rate 1e-6) moves most bfloat16 weights by less than half of their last bit,
+so that only 1 to 4 of 100 change (PULSE, arXiv 2602.03839). XOR is exact where a difference of floats is not, and has fewer
+bits set than the new values: sign and exponent rarely change. A patch has the smaller of two forms:
 
-* sparse: the gaps between changed elements, one byte each (255: skip 255 elements), and the xor of each changed element;
-* dense: the xor of every element.
+* sparse: the gaps between changed elements, one byte each (255: skip 255 elements), and the XOR of each changed element;
+* dense: the XOR of every element.
 
-The xors are split into byte planes (all low bytes, then the next), and each plane and the gaps are compressed (zstd level 1) by
-themselves: their statistics differ. A stream that zstd does not shrink is stored as it is.
+The XORs are split into byte planes (all low bytes, then the next). Each plane and the gaps are compressed separately (zstd
+level 1), since their statistics differ. A stream that zstd does not shrink is stored uncompressed.
 
-`apply` reads hostile bytes: it allocates at most a few times the chunk. Whether the patched chunk is the right one is for
-the caller's hash to say. Left out: positions by run lengths (no better at these densities) and dictionaries (chunks are large).
+`apply` accepts hostile bytes: it allocates at most a few times the chunk. It does not prove that the result is right: the
+caller compares the digest. Left out: run lengths for positions (no smaller at these densities), zstd dictionaries (chunks
+are large).
 """
 
 import struct
@@ -21,18 +22,23 @@ import pyarrow as pa
 
 SPARSE, DENSE = 1, 2
 LEVEL = 1
-SPARSE_BELOW = 0.45  # of the elements changed: there both forms are the same size (tests/sharding/format/test_delta.py)
+SPARSE_BELOW = (
+    0.45  # fraction of elements changed at which both forms are equally large (tests/sharding/format/test_delta.py)
+)
 ESCAPE = 255
 _HEAD = struct.Struct("<BB")  # form, bytes per element
 _STREAM = struct.Struct("<QQ")  # bytes before and after compression; equal: not compressed
 
 
 class CorruptDelta(ValueError):
-    """A patch that no encoder wrote, or one for another chunk."""
+    """Raised for a patch that `encode` cannot have written for the chunk."""
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
-    """The patch from `old` to `new`, both uint8 [n], n a multiple of `item_bytes`; None where they are equal."""
+    """Returns the patch from `old` to `new`, or None if they are equal.
+
+    Both are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one element.
+    """
     if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
         raise ValueError(
             f"chunks are {old.dtype}{old.shape} and {new.dtype}{new.shape}: pass two uint8 vectors of one length"
@@ -56,7 +62,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
 
 
 def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None:
-    """Changes `chunk` (uint8 [n], writable) in place; `CorruptDelta`, with the chunk as it was, for a bad patch."""
+    """Changes `chunk` (a writable uint8 vector) in place. Raises CorruptDelta, with the chunk unchanged, for a bad patch."""
     unit = _unit(item_bytes, len(chunk))
     if len(patch) < _HEAD.size:
         raise CorruptDelta(f"patch has {len(patch)} bytes: too short for a header")
@@ -87,15 +93,18 @@ def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None
 
 
 def _unit(item_bytes: int, num_bytes: int) -> int:
-    """Bytes of what is compared: an element, or half of a complex128."""
+    """Returns the bytes of one compared element: those of an array element, or half of a complex128."""
     if item_bytes not in (1, 2, 4, 8, 16) or num_bytes % item_bytes:
-        raise ValueError(f"chunk of {num_bytes} bytes with {item_bytes} per element: no whole number of known elements")
+        raise ValueError(
+            f"a chunk of {num_bytes} bytes cannot have elements of {item_bytes} bytes: pass 1, 2, 4, 8 or 16, a divisor of "
+            "the chunk's length"
+        )
     return min(item_bytes, 8)
 
 
 def _changed(xor: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
-    """(Indices int64 [k] ascending, xors uint8 [k * unit]) of the nonzero elements of uint64 words."""
-    where = np.flatnonzero(xor != 0)  # word by word first: 4 bfloat16 are skipped at once
+    """Returns (ascending indices int64 [k], XORs uint8 [k * unit]) of the nonzero elements of uint64 words."""
+    where = np.flatnonzero(xor != 0)  # word by word first: skips 4 bfloat16 in one comparison
     words = xor[where]
     items = words.view(f"u{unit}")
     per_word = 8 // unit
@@ -112,7 +121,7 @@ def _planes(values: np.ndarray, unit: int) -> list[np.ndarray]:
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
     gaps = np.diff(positions, prepend=-1) - 1
-    if gaps.max() < ESCAPE:
+    if gaps.max() < ESCAPE:  # 9 times as fast, at a fifth of the elements changed
         return gaps.astype(np.uint8)
     skips, rest = np.divmod(gaps, ESCAPE)
     ends = np.cumsum(skips + 1) - 1
@@ -122,20 +131,18 @@ def _gaps(positions: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray) -> np.ndarray:
-    steps = gaps.astype(np.int64)
     is_item = gaps != ESCAPE
-    steps += is_item
-    return (np.cumsum(steps) - 1)[is_item]
+    return (np.cumsum(gaps.astype(np.int64) + is_item) - 1)[is_item]
 
 
 def _codec() -> pa.Codec:
     return pa.Codec("zstd", compression_level=LEVEL)
 
 
-def _read_streams(patch: memoryview, largest: list[int]) -> list[np.ndarray]:
-    """One uint8 vector per entry of `largest`, the bytes it may have at most."""
+def _read_streams(patch: memoryview, limits: list[int]) -> list[np.ndarray]:
+    """Returns one uint8 vector per entry of `limits`, its greatest length."""
     streams = []
-    for limit in largest:
+    for limit in limits:
         if len(patch) < _STREAM.size:
             raise CorruptDelta("patch ends within the header of a stream")
         size, num_stored = _STREAM.unpack_from(patch)
@@ -146,7 +153,7 @@ def _read_streams(patch: memoryview, largest: list[int]) -> list[np.ndarray]:
             try:
                 stored = _codec().decompress(stored, decompressed_size=size)
             except (pa.ArrowException, OSError) as error:
-                raise CorruptDelta(f"a stream is no zstd of {size} bytes: {error}") from error
+                raise CorruptDelta(f"a stream is not zstd of {size} bytes: {error}") from error
         stream = np.frombuffer(stored, np.uint8)
         if len(stream) != size:
             raise CorruptDelta(f"a stream has {len(stream)} bytes, not {size}")

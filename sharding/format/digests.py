@@ -1,7 +1,7 @@
-"""What proves bytes in the broadcast: BLAKE3 with 256 bits, written as 64 lower-case hex digits. It is stated here and nowhere else.
+"""The digest of the broadcast: BLAKE3 with 256 bits, written as 64 lowercase hex digits. The only place that names the hash.
 
-SHARDCAST's hash, too. A core hashes several times as many bytes per second with it as with SHA-256 (docs/performance.md), and every
-byte of a broadcast is hashed by its publisher, each relay and each client. Imports no jax: relays run without.
+SHARDCAST uses the same hash. One core hashes several times as many bytes per second as with SHA-256 (docs/performance.md),
+and every byte of a broadcast is hashed by its publisher, each relay, and each client. Imports no jax: relays run without it.
 """
 
 import os
@@ -13,14 +13,14 @@ import blake3
 HEX_DIGITS = 64
 SLICE_BYTES = (
     256 << 10
-)  # what is hashed at a time by whoever reads, copies or sums the same bytes: it stays in the cache
+)  # a loop that reads, copies or sums the bytes that it hashes takes this many: they stay in cache
 _PATTERN = re.compile(f"[0-9a-f]{{{HEX_DIGITS}}}")
 
-Hasher = blake3.blake3  # update(bytes-like) -> None, hexdigest() -> str; lets other threads run meanwhile
+Hasher = blake3.blake3  # update(bytes-like) -> None, hexdigest() -> str; releases the GIL
 
 
 def of(*parts: bytes | bytearray | memoryview) -> str:
-    """The digest of `parts`, one after the other."""
+    """Returns the digest of the concatenated `parts`."""
     hasher = Hasher()
     for part in parts:
         hasher.update(part)
@@ -28,7 +28,7 @@ def of(*parts: bytes | bytearray | memoryview) -> str:
 
 
 def of_file(path: str | os.PathLike) -> str:
-    """The digest of a file's bytes; OSError where it cannot be read."""
+    """Returns the digest of a file's bytes. Raises OSError if the file cannot be read."""
     hasher, buffer = Hasher(), memoryview(bytearray(SLICE_BYTES))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -37,4 +37,5 @@ def of_file(path: str | os.PathLike) -> str:
 
 
 def is_digest(value: Any) -> bool:
+    """Returns True for a string of 64 lowercase hex digits."""
     return isinstance(value, str) and _PATTERN.fullmatch(value) is not None

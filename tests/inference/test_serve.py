@@ -42,14 +42,14 @@ PROMPT = list(b"hello")
 START_S = 120  # to import, compile and answer, next to other work
 
 
-def publish(root, version, **options):
+def publish(root, version, options=None):
     rng = np.random.default_rng(version)
 
     def draw(spec):
         return (1 + rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5).astype(np.float32) - (len(spec.shape) > 1)
 
     params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
-    broadcast.publish(params, version, str(root), metadata=METADATA, **options)
+    broadcast.publish(params, version, str(root), options or broadcast.PublishOptions(), metadata=METADATA)
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +425,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
     start = server.scheduler.version
     first = start + 1000
     for version in range(first, first + num_swaps):
-        publish(root, version, keep=num_swaps)
+        publish(root, version, broadcast.PublishOptions(keep=num_swaps))
 
     async def main():
         transport = httpx.ASGITransport(app=serve.make_app(server))

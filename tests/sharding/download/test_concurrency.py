@@ -10,10 +10,10 @@ from sharding.download import concurrency
 
 
 def most_at_once(few, quick_s, takes_s, num_reads=12):
-    admitting, lock, now, most = concurrency.Ramp(few, quick_s), threading.Lock(), [0], [0]
+    limiter, lock, now, most = concurrency.AdaptiveConcurrency(few, quick_s), threading.Lock(), [0], [0]
 
     def read(_):
-        with admitting.admitted():
+        with limiter.slot():
             with lock:
                 now[0] += 1
                 most[0] = max(most[0], now[0])
@@ -38,9 +38,9 @@ def test_slow_reads_are_joined_by_all_others():
 
 
 def test_a_read_that_fails_makes_room():
-    admitting = concurrency.Ramp(1, 60.0)
+    limiter = concurrency.AdaptiveConcurrency(1, 60.0)
     for _ in range(3):
-        with pytest.raises(OSError), admitting.admitted():
+        with pytest.raises(OSError), limiter.slot():
             raise OSError
-    with admitting.admitted():
+    with limiter.slot():
         pass

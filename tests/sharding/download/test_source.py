@@ -13,14 +13,13 @@ import time
 
 import pytest
 
-from sharding.download import range_get, relay_choice, source
-from sharding.download import relays as swarm
+from sharding.download import range_get, relays, source
 from sharding.format import journal
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
 FAST = range_get.Options(patience_s=3.0, connect_s=1.0, stall_s=1.0, seed=0)
-SMALL_PIECES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, range_bytes=10_000, seed=0)
+SMALL_RANGES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, range_bytes=10_000, seed=0)
 
 
 @pytest.fixture
@@ -57,9 +56,9 @@ def read(opened, objects, path):
         (["http://a:1", "/tmp"], {}, "mix kinds"),
         (["/a", "/b"], {}, "mix kinds"),
         ("ftp://a", {}, "unknown scheme"),
-        ("http://", {}, "is no URL"),
-        ("http://a/?x=1", {}, "is no URL"),
-        ("/tmp", {"trusted_key": "abc"}, "64 lower-case hex digits"),
+        ("http://", {}, "is not a URL"),
+        ("http://a/?x=1", {}, "is not a URL"),
+        ("/tmp", {"trusted_key": "abc"}, "64 lowercase hex digits"),
     ],
 )
 def test_what_is_no_source_is_refused(what, options, message):
@@ -108,14 +107,14 @@ def test_a_hostile_entry_is_refused(changes):
 def test_a_line_without_its_end_is_not_an_entry_yet():
     line = json.dumps(ENTRY).encode() + b"\n"
     assert journal.parse_journal(line + line[:-1]) == ([journal.parse_object(ENTRY)], len(line))
-    with pytest.raises(journal.CorruptSource, match="no JSON"):
+    with pytest.raises(journal.CorruptSource, match="not JSON"):
         journal.parse_journal(b"{\n")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: proxy.manifest(1, o), "where version 0 was asked for"),
+        (lambda o: proxy.manifest(1, o), "is of version 1, not of version 0"),
         (lambda o: proxy.manifest(0, o, key=proxy.OTHER_KEY), "is signed by"),
         (lambda o: proxy.manifest(0, o, key=None), "is signed by None"),
         (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "digest"),
@@ -205,7 +204,7 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
             "relays": good.url,
             "relays that lie": [bad.url, good.url],
         }
-        opened = opening(place[kind], options=SMALL_PIECES, trusted_key=TRUSTED)
+        opened = opening(place[kind], options=SMALL_RANGES, trusted_key=TRUSTED)
         array, checksum = bytearray(b"?" * (len(data) + 6)), bytearray(4)
         into = [memoryview(array)[5 : 5 + len(data) - 4], memoryview(b""), memoryview(checksum)]
         for _ in range(3):
@@ -215,7 +214,7 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
         for wrong in (into[:1], [*into, memoryview(bytearray(1))]):
             with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes: pass views"):
                 opened.read(0, entry, wrong)
-        with pytest.raises(ValueError, match="no path of plain segments"):
+        with pytest.raises(ValueError, match="not a relative path of plain segments"):
             opened.read(0, dataclasses.replace(entry, path="../v00000000/tensors/t4/c.0"), into)
 
 
@@ -243,7 +242,7 @@ def opening():
 
 
 def test_relays_give_what_was_published(origin, opening):
-    opened = opening(origin.url, trusted_key=TRUSTED, options=SMALL_PIECES)
+    opened = opening(origin.url, trusted_key=TRUSTED, options=SMALL_RANGES)
     objects = proxy.contents(0)
     assert opened.versions() == [0]
     assert proxy.read_all(opened, 0, objects) == objects
@@ -256,14 +255,14 @@ def test_relays_give_what_was_published(origin, opening):
 def test_a_big_object_comes_from_several_relays(root, origin, opening):
     with proxy.running(root) as second:
         proxy.wait_until(proxy.holds(second, 0))
-        opened = opening([origin.url, second.url], options=SMALL_PIECES)
+        opened = opening([origin.url, second.url], options=SMALL_RANGES)
         objects = proxy.contents(0)
         for _ in range(5):
             assert read(opened, objects, "tensors/t4/c.0") == objects["tensors/t4/c.0"]
         assert all(relay["num_bytes"] > 100_000 for relay in opened.stats()["relays"].values())
 
 
-@pytest.mark.parametrize("options", [FAST, SMALL_PIECES])
+@pytest.mark.parametrize("options", [FAST, SMALL_RANGES])
 def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
     with proxy.running(tamper(root, tmp_path / "bad")) as liar:
         proxy.wait_until(proxy.holds(liar, 0))
@@ -282,7 +281,7 @@ def test_only_liars_is_an_error_in_bounded_time(root, opening, tmp_path):
         proxy.wait_until(proxy.holds(liar, 0))
         opened = opening(liar.url)
         begun_s = time.monotonic()
-        with pytest.raises(journal.CorruptSource, match="wrong wherever"):
+        with pytest.raises(journal.CorruptSource, match="wrong on every relay"):
             read(opened, proxy.contents(0), "tensors/t3/c.0")
         assert time.monotonic() - begun_s < 10  # three attempts, two suspensions of at most 1 s between them
 
@@ -364,7 +363,7 @@ def test_too_slow_is_an_error_in_bounded_time(origin, opening):
         begun_s = time.monotonic()
         with pytest.raises(journal.Unavailable, match="in time"):
             read(opened, proxy.contents(0), "tensors/t3/c.0")
-        assert time.monotonic() - begun_s < 1.0 + 70_000 / swarm.MIN_BYTES_PER_S + 2
+        assert time.monotonic() - begun_s < 1.0 + 70_000 / relays.MIN_BYTES_PER_S + 2
 
 
 def test_who_was_cut_off_writes_nothing_more(origin, opening, tmp_path):
@@ -382,7 +381,7 @@ def test_who_was_cut_off_writes_nothing_more(origin, opening, tmp_path):
             total=len(target),
             target=range_get.Target([memoryview(target)]),
         )
-        future = opened.submit(get)
+        future = opened._pool.submit(get)
         proxy.wait_until(lambda: get.received > 0)
         get.abort()
         before = bytes(target)
@@ -407,12 +406,13 @@ def test_who_is_being_cut_off_is_waited_for():
             return 2
 
     target = bytearray(8)
-    get = range_get.Get(relays(1)[0], "/x", stop=8, total=8, target=range_get.Target([memoryview(target)]))
+    into = range_get.Target([memoryview(target)])
+    get = range_get.Get(range_get.Relay("http://r:1", FAST), "/x", stop=8, total=8, target=into)
     failed, returned = [], threading.Event()
 
     def receive():
         try:
-            get._receive(Response())
+            get._receive(Response(), into)
         except range_get.Failed as error:
             failed.append(error)
 
@@ -462,51 +462,3 @@ def test_a_made_up_version_hides_no_real_one(origin, opening):
         assert opened.versions() == [0]
         assert opened.versions() == [0]
         server.shutdown()
-
-
-# ---- choice ----------------------------------------------------------------------------------------------------------
-
-
-def relays(n):
-    return [range_get.Relay(f"http://r{i}:1", FAST) for i in range(n)]
-
-
-def test_choice_is_proportional_to_success_times_bandwidth():
-    chosen = relay_choice.Choice(relays(3), seed=1)
-    for relay, (success, rate) in zip(chosen.relays, [(1.0, 4e6), (0.5, 4e6), (1.0, 1e6)], strict=True):
-        relay.success, relay.bytes_per_s = success, rate
-    counts = collections.Counter(chosen.choose(0) for _ in range(7000))
-    for relay, expected in zip(chosen.relays, (4000, 2000, 1000), strict=True):
-        assert abs(counts[relay] - expected) < 5 * expected**0.5  # five standard deviations, at least
-
-
-def test_averages_heal_and_never_shut_a_relay_out():
-    chosen = relay_choice.Choice(relays(2), seed=1)
-    a, b = chosen.relays
-    chosen.observe(a, True, 1_000_000, 0.5)
-    chosen.observe(a, True, 1_000_000, 1.0)
-    assert a.bytes_per_s == pytest.approx(0.7 * 2e6 + 0.3 * 1e6)
-    chosen.observe(b, True, 1_000_000, 1.0)
-    chosen.observe(b, False, 0, 0.0)
-    assert b.success == pytest.approx(0.7)
-    chosen.observe(a, True, 1, 0.001)  # too small to say anything of bandwidth
-    assert a.bytes_per_s == pytest.approx(1.7e6) and b.success == pytest.approx(0.71)
-    chosen.convict(b, "lied")
-    assert b.success == 0.0 and all(chosen.choose(0) is a for _ in range(100))  # suspended
-    b.suspended_s = 0.0
-    counts = collections.Counter(chosen.choose(0) for _ in range(5000))
-    assert 20 < counts[b] < 400  # one in fifty
-    for _ in range(100):
-        chosen.observe(a, True, 0, 0.01)
-    assert b.success == pytest.approx(1.0)
-
-
-def test_a_relay_that_lacks_a_version_is_asked_for_others():
-    chosen = relay_choice.Choice(relays(2), seed=1)
-    a, b = chosen.relays
-    chosen.failed(a, range_get.Missing("HTTP 404"), 0, 0.1, version=5)
-    assert all(chosen.choose(5) is b for _ in range(50))
-    assert {chosen.choose(4) for _ in range(50)} == {a, b}
-    assert a.success == 1.0  # late is no failure
-    assert chosen.choose(5, {b}, wait=False) is None and chosen.choose(5, {a, b}) is None
-    assert chosen.choose(5, {b}) is a  # after its moment

@@ -596,7 +596,7 @@ def test_bad_arguments_end_in_one_line(tmp_path, capsys):
         (["--upstream", str(tmp_path / "d"), "--dir", str(tmp_path / "d")], "is the upstream itself"),
         (["--upstream", str(tmp_path / "d"), "--allow", "nonsense"], "no address or network"),
         (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--keep", "0"], "would hold nothing"),
-        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--trusted_key", "ab"], "64 lower-case hex"),
+        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--trusted_key", "ab"], "64 lowercase hex"),
         (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--port", port], "cannot listen on"),
     ]:
         extra = [] if "--port" in arguments else ["--port", "0"]
@@ -676,7 +676,7 @@ def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
     config = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=4)
     metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
     first, second = (transformer.init(jax.random.key(seed), model) for seed in (0, 1))
-    broadcast.publish(first, 0, pub, metadata=metadata, key=key)
+    broadcast.publish(first, 0, pub, broadcast.PublishOptions(key=key), metadata=metadata)
     request = scheduler_lib.GenerateRequest(tokens=tuple(b"hello"), max_tokens=8, seed=1)
 
     def answer(server):
@@ -691,7 +691,9 @@ def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
         server = inference_server.start(b.url, config)
         try:
             before = answer(server)
-            broadcast.publish(second, 1, pub, base=broadcast.pull(pub, 0), metadata=metadata, key=key)
+            broadcast.publish(
+                second, 1, pub, broadcast.PublishOptions(key=key), base=broadcast.pull(pub, 0), metadata=metadata
+            )
             assert broadcast.wait_for(b.url, 1, timeout_s=20) == 1
             assert server.update(1) == 1
             after = answer(server)

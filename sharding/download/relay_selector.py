@@ -1,9 +1,9 @@
-"""Which of several relays is asked next, from what became of the requests before.
+"""Selects the relay for the next request by the results of the earlier ones.
 
-A relay is drawn with probability proportional to success rate x bandwidth, as SHARDCAST does. Both are exponential moving
-averages; the success rate heals a little whenever another relay is used, and no weight is 0, so one that recovered is
-found again. Beyond that: a failure suspends a relay for a moment that doubles, a 404 says that it lacks a version for
-now, and a lie takes its success to 0 and suspends it for longer each time.
+A relay is drawn with probability proportional to success rate x bandwidth, as in SHARDCAST. Both are exponential moving
+averages. The success rate recovers a little whenever another relay is used, and no weight is 0, so a relay that works again
+is found. In addition, a failure suspends a relay for a moment that doubles, a 404 marks it as lacking a version for a moment,
+and a corrupt reply sets its success rate to 0 and suspends it for longer each time.
 """
 
 import random
@@ -15,33 +15,37 @@ from typing import Any
 from sharding.download import range_get
 
 EMA = 0.3  # weight of the newest observation
-HEALING = 0.01  # what a relay's success rate regains whenever another one is used
-EXPLORE = 0.02  # least weight, relative to the best: one request in fifty finds out that a relay recovered
-RATE_SAMPLE_BYTES = 64 << 10  # smaller answers measure the latency, not the bandwidth
+HEALING = 0.01  # added to a relay's success rate whenever another relay is used
+EXPLORE = 0.02  # least weight, relative to the best: one request in fifty finds out that a relay works again
+RATE_SAMPLE_BYTES = 64 << 10  # smaller replies measure the latency, not the bandwidth
+STATS = ("success", "bytes_per_s", "num_bytes", "num_requests", "num_failures", "num_lies", "is_alive", "reason")
 
 
-class Choice:
-    """The relays and what is known of them. Thread-safe."""
+class RelaySelector:
+    """Selects relays, and updates their measured state. Thread-safe."""
 
     def __init__(self, relays: list[range_get.Relay], seed: int | None):
         self.relays = relays
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def choose(
+    def select(
         self, version: int, avoid: Collection[range_get.Relay] = (), *, wait: bool = True
     ) -> range_get.Relay | None:
-        """One that is not in `avoid`. If all are suspended or lack the version: after a sleep the one that is free first.
+        """Returns a relay that is not in `avoid`.
 
-        None where `avoid` has all, and with `wait=False` also instead of sleeping.
+        If all of these are suspended or lack the version, sleeps for up to 1 s and returns the one that is ready first, or
+        with `wait=False` returns None immediately. Also returns None if `avoid` contains all relays.
         """
         allowed = [r for r in self.relays if r not in avoid]
         with self._lock:
             now_s = time.monotonic()
             ready = [r for r in allowed if r.ready_s(version) <= now_s]
             if ready:
-                known = [r.bytes_per_s for r in ready if r.bytes_per_s is not None]
-                fastest = max(known, default=1.0)  # who was never measured counts as the fastest, and so is measured
+                measured = [r.bytes_per_s for r in ready if r.bytes_per_s is not None]
+                fastest = max(
+                    measured, default=1.0
+                )  # also taken for relays without a measurement, so that they get one
                 weights = [r.success * (fastest if r.bytes_per_s is None else r.bytes_per_s) for r in ready]
                 floor = max(EXPLORE * max(weights), 1e-9)
                 return self._random.choices(ready, [max(w, floor) for w in weights])[0]
@@ -52,7 +56,7 @@ class Choice:
         return relay
 
     def observe(self, relay: range_get.Relay, succeeded: bool | None, num_bytes: int, seconds: float) -> None:
-        """Moves the averages; `succeeded` None: it was cut off, which tells its speed only."""
+        """Updates the averages with a request. `succeeded` is None for an aborted one, which measures only the speed."""
         with self._lock:
             relay.num_bytes += num_bytes
             if num_bytes >= RATE_SAMPLE_BYTES or (not succeeded and seconds > 0.5):
@@ -72,7 +76,7 @@ class Choice:
                 relay.failures_in_a_row += 1
                 relay.suspended_s = time.monotonic() + min(0.05 * 2 ** min(relay.failures_in_a_row, 10), 5.0)
 
-    def failed(
+    def record_failure(
         self,
         relay: range_get.Relay,
         error: range_get.Failed,
@@ -80,7 +84,7 @@ class Choice:
         seconds: float,
         version: int | None = None,
     ) -> None:
-        """A request that did not bring what it was for; `version` is what a 404 was about."""
+        """Updates the state after a failed request. A 404 is not a failure: it marks `version` as lacking for a moment."""
         relay.reason = str(error)
         if isinstance(error, range_get.Missing):
             if version is not None:
@@ -91,8 +95,8 @@ class Choice:
             with self._lock:
                 relay.suspended_s = max(relay.suspended_s, time.monotonic() + min(error.retry_after_s, 5.0))
 
-    def convict(self, relay: range_get.Relay, reason: str) -> None:
-        """It delivered what is provably not what was published: a lie, or a wire that flips bits."""
+    def record_corrupt(self, relay: range_get.Relay, reason: str) -> None:
+        """Updates the state after bytes that are provably not the published ones: a dishonest relay, or a bad wire."""
         with self._lock:
             relay.num_lies += 1
             relay.success = 0.0
@@ -100,21 +104,14 @@ class Choice:
             relay.suspended_s = time.monotonic() + min(0.5 * 2 ** min(relay.num_lies, 10), 60.0)
 
     def stats(self) -> dict[str, Any]:
-        fields = (
-            "success",
-            "bytes_per_s",
-            "num_bytes",
-            "num_requests",
-            "num_failures",
-            "num_lies",
-            "is_alive",
-            "reason",
-        )
+        """Returns the fields `STATS` by the URL of the relay."""
         with self._lock:
-            return {relay.url: {name: getattr(relay, name) for name in fields} for relay in self.relays}
+            return {relay.url: {name: getattr(relay, name) for name in STATS} for relay in self.relays}
 
     def urls(self) -> str:
+        """Returns all URLs, for error messages."""
         return ", ".join(relay.url for relay in self.relays)
 
     def reasons(self) -> str:
-        return "; ".join(f"{relay.url}: {relay.reason or 'no answer'}" for relay in self.relays)
+        """Returns the last failure of each relay, for error messages."""
+        return "; ".join(f"{relay.url}: {relay.reason or 'no reply'}" for relay in self.relays)

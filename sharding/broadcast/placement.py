@@ -1,0 +1,104 @@
+"""Places a pulled tree: in host memory as numpy arrays, or on devices as jax arrays with given shardings.
+
+Both functions return the requests for `assemble.read` and the function that turns the arrays of a request into a leaf.
+"""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sharding.broadcast import assemble
+from sharding.format import chunks, manifest, tree
+
+Placement = tuple[list[assemble.TensorRequest], Callable[[assemble.TensorRequest, list[np.ndarray]], Any]]
+
+
+def on_host(target: manifest.Manifest) -> Placement:
+    """Returns the placement of whole arrays in host memory."""
+    by_name, requests = {t.name: t for t in target.tensors}, []
+    for owner, names in _tied_names(target).items():
+        t = by_name[owner]
+        requests.append(assemble.TensorRequest(t, (tuple(slice(0, n) for n in t.shape),), tuple(names)))
+    return requests, lambda request, arrays: arrays[0]
+
+
+def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
+    """Returns the placement on this process's devices. Raises ValueError if a tensor does not fit its sharding."""
+    checked = _checked_shardings(target, shardings)
+    by_name = {t.name: t for t in target.tensors}
+    requests, places = [], {}
+    for owner, names in _tied_names(target).items():
+        t = by_name[owner]
+        by_sharding = collections.defaultdict(list)
+        for name in names:
+            by_sharding[checked[name]].append(name)
+        for sharding, same in by_sharding.items():
+            indices = sharding.addressable_devices_indices_map(t.shape)
+            devices = {
+                device: tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, t.shape, strict=True))
+                for device, index in indices.items()
+            }
+            regions = tuple({tuple((s.start, s.stop) for s in region): region for region in devices.values()}.values())
+            request = assemble.TensorRequest(t, regions, tuple(same))
+            places[request.names] = sharding, devices
+            requests.append(request)
+
+    def place(request: assemble.TensorRequest, arrays: list[np.ndarray]) -> jax.Array:
+        sharding, devices = places[request.names]
+        values = []
+        for device, region in devices.items():
+            single = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            values.append(jax.device_put(arrays[request.regions.index(region)], single))
+        return jax.make_array_from_single_device_arrays(request.tensor.shape, sharding, values)
+
+    return requests, place
+
+
+def _tied_names(target: manifest.Manifest) -> dict[str, list[str]]:
+    """Returns, for each stored tensor, the names of all leaves that are this array."""
+    names = collections.defaultdict(list)
+    for t in target.tensors:
+        names[t.tied_to or t.name].append(t.name)
+    return names
+
+
+def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, jax.sharding.Sharding]:
+    """Returns the shardings by tensor name, each checked against its tensor."""
+
+    def check(name: str, leaf: Any) -> None:
+        is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+        if not is_abstract and not isinstance(leaf, jax.sharding.Sharding):
+            raise ValueError(
+                f"shardings leaf {name!r} is a {type(leaf).__name__}: pass one jax Sharding, or ShapeDtypeStruct with a "
+                "sharding, per tensor"
+            )
+
+    leaves, _ = tree.flatten(shardings, check)
+    unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))
+    if unmatched:
+        raise ValueError(f"shardings and version {target.version} differ in {unmatched[:8]}: use that model's config")
+    checked = {}
+    for t in target.tensors:
+        leaf = leaves[t.name]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if (leaf.shape, leaf.dtype.name) != (t.shape, t.dtype):
+                raise ValueError(
+                    f"tensor {t.name!r} of version {target.version} is {t.dtype}{list(t.shape)}, but the model has "
+                    f"{leaf.dtype.name}{list(leaf.shape)}: use that model's config"
+                )
+            leaf = leaf.sharding
+        if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # jax would truncate silently
+            raise ValueError(
+                f"tensor {t.name!r} is {t.dtype}, which jax would narrow: set jax_enable_x64 or pull to numpy"
+            )
+        try:
+            leaf.shard_shape(t.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}: change the mesh"
+            ) from error
+        checked[t.name] = leaf
+    return checked

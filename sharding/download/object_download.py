@@ -1,0 +1,166 @@
+"""Downloads one object from several relays into a buffer, hedging the requests that are slow.
+
+1. The object is split into ranges of `Options.range_bytes`, up to 8 of which are requested at the same time.
+2. The relay for each range is drawn by `sharding/download/relay_selector.py`.
+3. If a connection breaks, the received bytes are kept and the rest of the range is requested from another relay.
+4. A range that is far slower than another relay would be is hedged: requested there, too. The first request to end wins and
+   the other is aborted; none of its bytes reaches the buffer afterwards.
+
+The digest is not checked here: `run` returns which relay delivered which bytes, for the caller that does.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+
+from sharding.download import range_get, relay_selector, request_pool
+from sharding.format import journal
+
+MAX_RUNNING = 8  # requests for one object
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedRange:
+    """The relay that delivered the bytes [start, stop) of an object."""
+
+    start: int
+    stop: int
+    relay: range_get.Relay
+
+    def is_equal(self, data: bytes, other: bytes) -> bool:
+        """Returns True if two copies of the object agree in this range."""
+        return data[self.start : self.stop] == other[self.start : self.stop]
+
+
+class ObjectDownload:
+    """The download of one object into `target`. One thread calls `run` once; the pool's threads run the requests."""
+
+    def __init__(
+        self,
+        pool: request_pool.RequestPool,
+        selector: relay_selector.RelaySelector,
+        version: int,
+        path: str,
+        target: range_get.Target,
+        range_bytes: int,
+        deadline_s: float,
+        only: range_get.Relay | None,
+    ):
+        self._pool, self._selector, self._only = pool, selector, only
+        self._version, self._path, self._target, self._deadline_s = version, path, target, deadline_s
+        size = len(target)
+        starts = range(0, size, range_bytes)
+        self._waiting = collections.deque((start, min(start + range_bytes, size)) for start in starts)
+        self._running: dict[concurrent.futures.Future, range_get.Get] = {}
+        self._num_missing = collections.Counter()
+        self._num_failed = 0
+        self._received: list[ReceivedRange] = []
+
+    def run(self) -> list[ReceivedRange]:
+        """Fills the target and returns who delivered each part of it. Blocks until the deadline at most.
+
+        Raises Unavailable after the deadline, FileNotFoundError if no relay has the object, and Failed if the relay `only`
+        failed three times.
+        """
+        if not self._waiting:  # an empty object needs no request; its digest is checked all the same
+            return [ReceivedRange(0, 0, self._selector.relays[0])]
+        try:
+            while self._waiting or self._running:
+                while self._waiting and len(self._running) < MAX_RUNNING:
+                    relay = self._only or self._selector.select(self._version, wait=not self._running)
+                    if relay is None:
+                        break
+                    self._launch(relay, *self._waiting.popleft())
+                done, _ = concurrent.futures.wait(self._running, 0.05, concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    if future in self._running:  # its rival may have ended in the same moment
+                        self._settle(future)
+                if not done:
+                    self._hedge()
+                if self._pool.is_closed:
+                    raise journal.Unavailable(f"the source was closed while {self._path} was read")
+                if time.monotonic() > self._deadline_s:
+                    raise journal.Unavailable(f"{self._path} did not come in time: {self._selector.reasons()}")
+            return self._received
+        finally:
+            for get in self._running.values():
+                get.abort()
+
+    def _launch(self, relay: range_get.Relay, start: int, stop: int, rival: range_get.Get | None = None) -> None:
+        target, origin = self._target, start
+        if rival is not None:  # memory of its own: until one of the two is aborted, both write
+            target, origin = range_get.Target([memoryview(bytearray(stop - start))]), 0
+        get = range_get.Get(
+            relay,
+            self._path,
+            start=start,
+            stop=stop,
+            total=len(self._target),
+            target=target,
+            origin=origin,
+            rival=rival,
+        )
+        if rival is not None:
+            rival.rival = get
+        self._running[self._pool.submit(get)] = get
+
+    def _settle(self, future: concurrent.futures.Future) -> None:
+        get = self._running.pop(future)
+        try:
+            future.result()
+        except range_get.Failed as error:
+            self._fail(get, error)
+            return
+        self._selector.observe(get.relay, True, get.received, get.seconds)
+        if get.rival is not None:  # before its bytes are overwritten
+            self._abort(get.rival)
+        if get.is_hedge:
+            self._pool.count("num_hedges_won")
+            if get.rival is not None:
+                self._received.append(ReceivedRange(get.rival.start, get.start, get.rival.relay))
+            assert get.target is not None
+            self._target.put(get.start, get.target.view(0, len(get.target)))
+        self._received.append(ReceivedRange(get.start, get.stop, get.relay))
+
+    def _fail(self, get: range_get.Get, error: range_get.Failed) -> None:
+        self._selector.record_failure(get.relay, error, get.received, get.seconds, self._version)
+        self._num_failed += 1
+        if isinstance(error, range_get.Missing):
+            self._num_missing[get.relay] += 1
+            if all(self._num_missing[relay] >= 2 for relay in self._selector.relays):
+                urls = self._selector.urls()
+                raise FileNotFoundError(f"{self._path} is on none of {urls}: was the version deleted? pull the newest")
+        rival, get.rival = get.rival, None
+        if rival is not None:
+            rival.rival = None
+        if get.is_hedge:
+            if rival is None:  # the request that it hedges failed earlier, and left this range to it
+                self._waiting.appendleft((get.start, get.stop))
+        elif rival is not None:
+            self._received.append(ReceivedRange(get.start, rival.start, get.relay))  # the rival fetches the rest
+        else:
+            end = get.start + get.received
+            if get.received:
+                self._pool.count("num_resumed")
+                self._received.append(ReceivedRange(get.start, end, get.relay))
+            if end < get.stop:
+                self._waiting.appendleft((end, get.stop))
+        if self._only is not None and self._num_failed >= 3:
+            raise error
+
+    def _hedge(self) -> None:
+        if self._only is not None:
+            return
+        for get in list(self._running.values()):
+            if get.rival is None and not get.is_hedge and get.is_straggling(self._selector.relays):
+                other = self._selector.select(self._version, {get.relay}, wait=False)
+                start = get.start + get.received
+                if other is not None and start < get.stop:
+                    self._pool.count("num_hedges")
+                    self._launch(other, start, get.stop, rival=get)
+
+    def _abort(self, get: range_get.Get) -> None:
+        get.abort()
+        self._selector.observe(get.relay, None, get.received, get.seconds)
+        self._running = {future: other for future, other in self._running.items() if other is not get}
