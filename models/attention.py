@@ -52,19 +52,8 @@ def attend_packed(
 ) -> jax.Array:
     """Returns causal attention inside each packed sequence, [B, T, H, V].
 
-    Args:
-      q_BTHC: queries.
-      k_BTKC: keys.
-      v_BTKV: values.
-      packing: the layout of the rows.
-      window: tokens a query reads, its own included; 0: all.
-      implementation: "auto", or one of `ModelConfig.attention`.
-      scale: as in `attend`.
-      softcap: as in `attend`.
-      sinks_H: as in `attend`.
-
-    Raises:
-      ValueError: the named implementation cannot run this layer. "auto" then takes XLA.
+    A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of
+    `ModelConfig.attention`; ValueError if it cannot run this layer, where "auto" takes XLA. Other options as in `attend`.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
@@ -94,17 +83,10 @@ def attend(
 ) -> jax.Array:
     """Returns softmax(scale q k) v under a mask, [B, T, H, V]; scores and softmax are in float32.
 
-    Query head h reads key head h // (H / K). Keys are head-major: on a CPU a decode step over [B, K, S, C] takes
-    about half the time of one over [B, S, K, C].
-
-    Args:
-      q_BTHC: queries.
-      k_BKSC: keys.
-      v_BKSV: values.
-      mask_BTS: True where query t may read key s.
-      scale: factor on the scores; C ** -0.5 when None.
-      softcap: scores become cap tanh(scores / cap); 0: off.
-      sinks_H: one more logit per head, which takes its share of the softmax and has no value.
+    Query t may read key s where `mask_BTS` is True; query head h reads key head h // (H / K). Scores are multiplied by
+    `scale` (C ** -0.5 when None), then become cap tanh(scores / cap) with `softcap` (0: off). `sinks_H` is one more logit
+    per head, which takes its share of the softmax and has no value. Keys are head-major: on a CPU a decode step over
+    [B, K, S, C] takes about half the time of one over [B, S, K, C].
     """
     B, T, H, C = q_BTHC.shape
     q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
@@ -120,7 +102,7 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
     """
     mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
     mask_BTS &= (query_columns_T[:, None] >= key_columns_S[None, :])[None]
-    if query.branch_ids is not None:
+    if query.branch_ids is not None and key.branch_ids is not None:
         key_B1S = key.branch_ids[:, None, :]
         mask_BTS &= (key_B1S == 0) | (key_B1S == query.branch_ids[:, :, None])
     if window:
@@ -249,18 +231,12 @@ def _per_head(sinks_H, scores_BKGTS) -> jax.Array:
 def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict, mesh) -> jax.Array:
     batch, context = rules.RULES["batch"], "context"
     tokens, heads = PartitionSpec(batch, context), PartitionSpec(batch, context, "tensor", None)
-    sinks_H = how["sinks_H"]
-    in_specs = [heads, heads, heads, jax.tree.map(lambda _: tokens, packing)]
     run = functools.partial(
         _ring_local, window=window, scale=how["scale"], softcap=how["softcap"], num_devices=mesh.shape[context]
     )
-    if sinks_H is None:
-        run = functools.partial(run, sinks_H=None)
-        args = q_BTHC, k_BTKC, v_BTKV, packing
-    else:
-        args = q_BTHC, k_BTKC, v_BTKV, packing, sinks_H
-        in_specs.append(PartitionSpec("tensor"))
-    return jax.shard_map(run, in_specs=tuple(in_specs), out_specs=heads, check_vma=False)(*args)
+    in_specs = heads, heads, heads, tokens, PartitionSpec("tensor")
+    run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return run(q_BTHC, k_BTKC, v_BTKV, packing, how["sinks_H"])
 
 
 def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap, num_devices):
@@ -330,11 +306,10 @@ def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, si
         **dict.fromkeys(("block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block),
     )
 
-    def run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks):
-        mask_shape = (T, T)
-        mask = splash_attention_mask.CausalMask(mask_shape)
+    def run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H):
+        mask = splash_attention_mask.CausalMask((T, T))
         if window:  # a packed sequence's columns are consecutive, so a window of positions is one of columns
-            mask = splash_attention_mask.LocalMask(mask_shape, (window - 1, 0), 0)
+            mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), 0)
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * q_BTHC.shape[2]),
             block_sizes=sizes,
@@ -347,16 +322,16 @@ def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, si
         def one_row(q_THC, k_TKC, v_TKV, segment_ids_T):
             segments = splash_attention_kernel.SegmentIds(segment_ids_T, segment_ids_T)
             heads_first = (x.swapaxes(0, 1) for x in (q_THC * np.asarray(scale, q_THC.dtype), k_TKC, v_TKV))
-            extra = {"sinks": sinks[0].astype(jnp.float32)} if sinks else {}
-            return kernel(*heads_first, segments, **extra).swapaxes(0, 1)
+            extra = {} if sinks_H is None else {"sinks": sinks_H.astype(jnp.float32)}
+            out = kernel(*heads_first, segments, **extra)
+            assert isinstance(out, jax.Array)  # without residuals
+            return out.swapaxes(0, 1)
 
         return jax.vmap(one_row)(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT)
 
-    sinks = () if sinks_H is None else (sinks_H,)
-    if jax.sharding.get_abstract_mesh().empty:
-        return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks)
-    batch = rules.RULES["batch"]
-    heads = PartitionSpec(batch, None, "tensor", None)
-    in_specs = (heads, heads, heads, PartitionSpec(batch, None), *(PartitionSpec("tensor") for _ in sinks))
-    run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *sinks)
+    if not jax.sharding.get_abstract_mesh().empty:
+        batch = rules.RULES["batch"]
+        heads = PartitionSpec(batch, None, "tensor", None)
+        in_specs = heads, heads, heads, PartitionSpec(batch, None), PartitionSpec("tensor")
+        run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H)

@@ -25,7 +25,7 @@ LATENT_NORM_EPS = 1e-6  # DeepSeek's two latent norms do not use the config's
 def specs(config: config_lib.ModelConfig, index: int) -> Params:
     """Returns the tree of `ParamSpec` of layer `index`."""
     D = config.model_dim
-    block = {"attn_norm": scale(config, D), "mlp_norm": scale(config, D)}
+    block: Params = {"attn_norm": scale(config, D), "mlp_norm": scale(config, D)}
     block["attn"] = _latent_attention_specs(config) if config.is_latent else _attention_specs(config)
     if config.post_norms:
         block |= {"attn_post_norm": scale(config, D), "mlp_post_norm": scale(config, D)}
@@ -48,18 +48,9 @@ def run(
 ) -> tuple[jax.Array, moe.Routing | None]:
     """Computes x += Attention(norm(x)); x += FFN(norm(x)), with a second norm after each if the config has post norms.
 
-    Returns (x_BTD, routing); the routing is None if the layer has no experts.
-
-    Args:
-      params: the tree of `specs`.
-      config: static under jit.
-      x_BTD: the residual stream.
-      attend: `attend(q_BTHC, k_BTKC, v_BTKV, **options) -> out_BTHV`.
-      rotation: the rotary table of this kind of layer (`layers.rotation`).
-      sliding: the layer reads only the last `config.window` tokens.
-      absorbed: run latent attention over latents, as a cache needs it.
-      experts_BTX: experts to use instead of the router's choice (router replay).
-      valid_BT: False for padding, which the routing's loads do not count.
+    Returns (x_BTD, routing); the routing is None if the layer has no experts. The layer attends by
+    `attend(q_BTHC, k_BTKC, v_BTKV, **options) -> out_BTHV`. `rotation` and `sliding` are those of its kind. `absorbed` runs
+    latent attention over latents, as a cache needs it. `experts_BTX` and `valid_BT` are those of `moe.ffn`.
     """
 
     def norm(x, name):
@@ -201,7 +192,7 @@ def _latent_attention_specs(config) -> Params:
 
 def _moe_specs(config) -> Params:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-    tree = {
+    tree: Params = {
         "router": kernel(config, (D, E), ("model", "router"), D),
         "gate": kernel(config, (E, D, F), moe.AXES["gate"], D),
         "up": kernel(config, (E, D, F), moe.AXES["up"], D),

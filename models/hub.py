@@ -1,4 +1,7 @@
-"""A checkpoint by its folder or by its id on the Hugging Face hub. Imports no jax: a worker reads its tokenizer by it."""
+"""Finds a checkpoint by its folder or its id on the Hugging Face hub.
+
+Imports no jax: a worker uses it to find its tokenizer.
+"""
 
 import os
 import pathlib
@@ -9,10 +12,15 @@ TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
 def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> pathlib.Path:
-    """The folder itself, or where `files` of a hub repository were downloaded to; ValueError where it is neither."""
+    """Returns the folder, downloading `files` (glob patterns) first if the argument is the id of a hub repository.
+
+    Raises:
+      ValueError: it is neither a folder nor a repository that can be downloaded.
+    """
     path = pathlib.Path(path_or_repo)
     if path.is_dir():
         return path
+    repo = os.fspath(path_or_repo)
     if not is_id(path_or_repo):
         raise ValueError(
             f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id such as 'Qwen/Qwen3-0.6B'"
@@ -20,14 +28,14 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(path_or_repo, allow_patterns=list(files)))
-    except (OSError, ValueError) as error:  # no network, no such repository, no right to it
+        return pathlib.Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:  # no network, no such repository, no access to it
         raise ValueError(
-            f"{path_or_repo} is neither a folder (seen from {pathlib.Path.cwd()}) nor a hub repository that can be fetched: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "
+            f"({str(error).strip().splitlines()[0]}); check the name and your access to it"
         ) from error
 
 
 def is_id(text: str | os.PathLike) -> bool:
-    """Whether it is spelled as OWNER/NAME."""
+    """Returns True if the text has the form OWNER/NAME of a hub id."""
     return isinstance(text, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1

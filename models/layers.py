@@ -17,16 +17,17 @@ from sharding import rules
 
 SAVED = "projection"  # the name of matmul results, which rematerialization "dots" keeps
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
+Kernel = jax.Array | int8.Quantized | cpu_transposed.Transposed
 
 
-def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns x [B, T, in...] times a kernel [in..., out...], which may be `Quantized` or `Transposed`.
+def project(x: jax.Array, kernel: Kernel) -> jax.Array:
+    """Returns x [B, T, in...] times a kernel [in..., out...], [B, T, out...].
 
     One device multiplies two matrices. Several keep B and T apart: they may be split, and merging would gather the rows.
     """
-    if cpu_transposed.is_transposed(kernel):
+    if isinstance(kernel, cpu_transposed.Transposed):
         return kernel.rows(x)
-    if int8.is_quantized(kernel):
+    if isinstance(kernel, int8.Quantized):
         return int8.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
     if rules.several_devices() is not None:
         return checkpoint_name(_project(x, kernel), SAVED)
@@ -178,7 +179,7 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """Returns down(act(gate x) * up x), each with its bias if `params` has one."""
-    if not cpu_transposed.is_transposed(params["gate"]):
+    if not isinstance(params["gate"], cpu_transposed.Transposed):
         return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
     # Column-major from kernel to kernel: no intermediate result is transposed.
     x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T

@@ -1,18 +1,17 @@
-"""Log-probability and entropy of given tokens, from hidden states, without ever holding the logits of all of them.
+"""Log-probabilities and entropies of given tokens, from hidden states, without storing the logits of all tokens.
 
-1. Each token's predictor (the hidden state of the column before it, or of the one that `predictors_BT` names, where
-   branches share a prompt) is looked up; tokens and vocabulary are cut into chunks.
-2. Forward: for each chunk of the vocabulary, for each chunk of tokens, the logits of the pair update a running maximum,
-   sum and first moment per token (online softmax, arXiv 1805.02867). What stays is three numbers per token.
-3. Backward, spelled out as a custom VJP: the logits of each pair are computed again, turned into their gradient, and
-   multiplied into the gradients of the head and of the hidden states. It costs the one extra matmul that
-   rematerialisation would, and accumulates in float32 whatever the dtype of the model.
-4. Under a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary.
-   The head's columns are gathered over `fsdp` one chunk at a time, statistics meet over `tensor`, and hidden states are
-   gathered over `context`, since a branch's predictor may lie in another device's columns.
+1. Each token's predictor is looked up: the hidden state of the column before it, or of the column in `predictors_BT` where
+   branches share a prompt. Tokens and vocabulary are cut into chunks.
+2. Forward: for each chunk of the vocabulary and each chunk of tokens, their logits update a running maximum, sum and
+   first moment per token (online softmax, arXiv 1805.02867). Three numbers per token are kept.
+3. Backward, a custom VJP: the logits are computed again, and their gradient is multiplied into the gradients of the head
+   and of the hidden states. This costs the one extra matmul of rematerialization, and accumulates in float32 for models
+   of any dtype.
+4. On a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary. The
+   head's columns are gathered over `fsdp` one chunk at a time, and statistics are reduced over `tensor`. Hidden states are
+   gathered over `context`, because a branch's predictor may be in another device's columns.
 
-Convention: row t of the result belongs to token t. Column 0 has no predictor and gets 0, with no gradient; the loss mask
-never selects it.
+Column t of the result belongs to token t. Column 0 has no predictor: it is 0, without a gradient.
 
 Letters: B sequences, T tokens of one, N chunks of tokens, M tokens of a chunk, D model, V columns of the vocabulary (all,
 a device's, or a chunk's).
@@ -48,25 +47,25 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
 
-    Gradients flow to the output head and to `hidden_BTD`; the temperature has none.
+    Gradients flow to the output head and to `hidden_BTD`, but not to the temperature.
 
     Args:
       params: the tree of `transformer.init`; only its output head is read.
-      config: static.
-      hidden_BTD: output of `transformer.apply` for the same tokens.
+      config: static under jit.
+      hidden_BTD: the hidden states that `transformer.apply` returned for the same tokens.
       tokens_BT: the tokens to score.
       temperature_BT: the temperature each token was sampled at; values <= 0 (greedy) count as 1.
       predictors_BT: the column whose hidden state predicts the token; the one before it when None.
-      entropy_gradient: let the entropy carry a gradient (an entropy bonus); without, it is a diagnostic.
-      chunk: tokens per chunk, over the B x T of a device; as many as `CHUNK_LOGITS` allows when None.
+      entropy_gradient: True gives the entropy a gradient, for an entropy bonus.
+      chunk: tokens per chunk, of the B x T of a device; as many as `CHUNK_LOGITS` allows when None.
       vocab_chunk: columns per chunk, of the vocabulary of a device.
 
     Raises:
-      ValueError: a chunk below 1.
+      ValueError: a chunk is below 1.
     """
     for name, value in (("chunk", chunk), ("vocab_chunk", vocab_chunk)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
+            raise ValueError(f"{name} = {value}: must be at least 1")
     T = tokens_BT.shape[1]
     column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens_BT.shape)
     if predictors_BT is None:
@@ -82,9 +81,9 @@ def token_logprobs(
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """What is static about a call: how the head lies in memory and over the mesh, and how it is cut."""
+    """The static part of a call: the layout of the head in memory and on the mesh, and its chunks."""
 
-    vocab_dim: int  # which dim of the kernel is the vocabulary: 0 when the embedding is the head
+    vocab_dim: int  # the kernel's dim of the vocabulary: 0 when the embedding is the head
     entropy_gradient: bool
     chunk: int | None
     vocab_chunk: int
@@ -112,7 +111,7 @@ class _Head:
         return self.batch_axes + self.context_axes
 
     def over_mesh(self, function, ins: str, outs: str):
-        """`function(head, ...)` on every device's part; a letter per array: h hidden, k kernel, t per token."""
+        """Returns `function(head, ...)` on each device's part; a letter per array: h hidden, k kernel, t per token."""
         if not (self.token_axes + self.model_axes + self.vocab_axes):
             return functools.partial(function, self)
         kernel = [self.model_axes or None] * 2
@@ -131,16 +130,16 @@ class _Head:
 
     # The vocabulary, a chunk at a time.
 
-    def num_chunks(self, kernel) -> int:
+    def num_chunks(self, kernel: jax.Array) -> int:
         return -(-kernel.shape[self.vocab_dim] // self.vocab_chunk)
 
     def chunk_size(self, kernel) -> int:
-        """Equal chunks, in whole TPU lanes of 128 columns; the last one begins early rather than being shorter."""
+        """Returns the columns per chunk, in whole TPU lanes of 128; the last chunk overlaps the one before it."""
         size = -(-kernel.shape[self.vocab_dim] // self.num_chunks(kernel))
         return min(-(-size // 128) * 128, kernel.shape[self.vocab_dim])
 
     def columns(self, kernel, i, dtype):
-        """Chunk i: (weights [D, V], ids [V] of its columns in the whole vocabulary, -1 for those of an earlier chunk)."""
+        """Returns chunk i: (weights [D, V], token ids [V] of its columns, -1 for those of an earlier chunk)."""
         size = self.chunk_size(kernel)
         start = self._start(kernel, i)
         part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
@@ -152,7 +151,7 @@ class _Head:
         return (part.T if self.vocab_dim == 0 else part), ids_V
 
     def add_columns(self, d_kernel, i, d_columns_DV):
-        """Adds the gradient of chunk i, summed over all tokens of the mesh, to this device's part of the kernel's."""
+        """Adds the gradient of chunk i, summed over all tokens of the mesh, to this device's part of the kernel gradient."""
         d_part = d_columns_DV.T if self.vocab_dim == 0 else d_columns_DV
         if self.model_axes:
             d_part = jax.lax.psum_scatter(d_part, self.model_axes, scatter_dimension=1 - self.vocab_dim, tiled=True)
@@ -164,14 +163,14 @@ class _Head:
         return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
 
     def logits(self, hidden_MD, columns_DV, ids_V, temperature_M):
-        """Tempered logits [M, V], float32, as `transformer.logits` computes them; columns of an earlier chunk masked."""
+        """Returns tempered logits [M, V], float32, as `transformer.logits` computes them; earlier columns are masked."""
         raw_MV = jnp.einsum("MD,DV->MV", hidden_MD, columns_DV, preferred_element_type=jnp.float32)
         if self.softcap:
             raw_MV = self.softcap * jnp.tanh(raw_MV / self.softcap)
         return jnp.where(ids_V[None] >= 0, raw_MV / temperature_M[:, None], MASKED)
 
     def d_logits(self, d_MV, logits_MV, ids_V, temperature_M):
-        """The transpose of what `logits` does to the product: from tempered logits back to the product."""
+        """Returns the gradient of the product, given that of the tempered logits: the transpose of `logits`."""
         d_MV = d_MV / temperature_M[:, None]
         if self.softcap:
             d_MV *= 1 - (logits_MV * temperature_M[:, None] / self.softcap) ** 2
@@ -182,8 +181,7 @@ class _Head:
         return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
+def _score_tokens(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT) -> tuple:
     return _score_forward(head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT)[0]
 
 
@@ -199,13 +197,14 @@ def _score_backward(head, residuals, cotangents):
     return d_hidden_BTD, d_kernel, None, None, None
 
 
+_score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 
 def _forward(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
-    """(logp, entropy, log normaliser) of this device's tokens, [B, T]."""
-    cut = _Cut.of(head, hidden_BTD, kernel, predictors_BT)
-    hidden_NMD = cut.hidden(hidden_BTD)
+    """Returns (logp, entropy, log normalizer) of this device's tokens, [B, T]."""
+    cut = _Cut.of(head, kernel, tokens_BT)
+    hidden_NMD = cut.hidden(hidden_BTD, predictors_BT)
     tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
 
     def over_vocabulary(i, stats):
@@ -217,7 +216,7 @@ def _forward(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predict
             new_max_M = jnp.maximum(max_M, logits_MV.max(axis=-1))
             below_MV, down_M = logits_MV - new_max_M[:, None], max_M - new_max_M
             weight_MV = jnp.exp(below_MV)
-            # The first moment is taken about the maximum: about 0 it would lose the entropy's digits to the logits' size.
+            # The first moment is about the maximum: about 0, large logits would cost the entropy its digits.
             moment_M = jnp.exp(down_M) * (moment_M + down_M * sum_M) + (weight_MV * below_MV).sum(axis=-1)
             sum_M = jnp.exp(down_M) * sum_M + weight_MV.sum(axis=-1)
             target_M += jnp.where(ids_V[None] == tokens_NM[n][:, None], logits_MV, 0.0).sum(axis=-1)
@@ -254,13 +253,13 @@ def _backward(
     d_logp_BT,
     d_entropy_BT,
 ):
-    """Gradients of this device's part of the hidden states and of the kernel.
+    """Returns the gradients of this device's part of the hidden states and of the kernel.
 
     With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
         d logp / dz_v = [v is the token] - p_v        dH / dz_v = -p_v (log p_v + H)
     """
-    cut = _Cut.of(head, hidden_BTD, kernel, predictors_BT)
-    hidden_NMD, dtype = cut.hidden(hidden_BTD), hidden_BTD.dtype
+    cut = _Cut.of(head, kernel, tokens_BT)
+    hidden_NMD, dtype = cut.hidden(hidden_BTD, predictors_BT), hidden_BTD.dtype
     tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
     log_norm_NM, entropy_NM = cut.split(log_norm_BT), cut.split(entropy_BT)
     d_logp_NM, d_entropy_NM = cut.split(d_logp_BT), cut.split(d_entropy_BT)
@@ -291,31 +290,27 @@ def _backward(
     d_hidden_NMD, d_kernel = _loop(head.num_chunks(kernel), over_vocabulary, blank)
     if head.vocab_axes:
         d_hidden_NMD = jax.lax.psum(d_hidden_NMD, head.vocab_axes)
-    return cut.d_hidden(d_hidden_NMD, hidden_BTD), d_kernel
+    return cut.d_hidden(d_hidden_NMD, hidden_BTD, predictors_BT), d_kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """This device's tokens in N chunks of M, and where in the hidden states each one's predictor is."""
+    """The division of this device's tokens [B, T] into N chunks of M."""
 
     head: _Head
-    shape: tuple[int, int]  # (B, T) of the tokens here
+    shape: tuple[int, int]  # (B, T)
     size: int  # M
     num_chunks: int  # N
-    rows_NM: jax.Array  # int32 into the B x T hidden states, T being the whole context
 
     @classmethod
-    def of(cls, head: _Head, hidden_BTD, kernel, predictors_BT) -> "_Cut":
-        B, T = predictors_BT.shape
+    def of(cls, head: _Head, kernel, tokens_BT) -> "_Cut":
+        B, T = tokens_BT.shape
         limit = head.chunk or max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
         num_chunks = max(-(-B * T // limit), 1)
-        context = math.prod(jax.lax.axis_size(axis) for axis in head.context_axes)
-        rows_BT = predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * (T * context)
-        cut = cls(head, (B, T), -(-B * T // num_chunks), num_chunks, rows_NM=None)
-        return dataclasses.replace(cut, rows_NM=cut.split(rows_BT))
+        return cls(head, (B, T), -(-B * T // num_chunks), num_chunks)
 
     def split(self, x_BT, fill=0):
-        """[B, T] -> [N, M]; what is filled up gets no gradient, since its cotangent is filled with 0."""
+        """Returns [B, T] as [N, M]; entries that fill the last chunk get no gradient, because their cotangent is 0."""
         flat = x_BT.reshape(-1)
         pad = self.num_chunks * self.size - flat.shape[0]
         return jnp.pad(flat, (0, pad), constant_values=fill).reshape(self.num_chunks, self.size)
@@ -324,23 +319,31 @@ class _Cut:
         B, T = self.shape
         return x_NM.reshape(-1)[: B * T].reshape(B, T)
 
-    def hidden(self, hidden_BTD):
-        """Predictors of the tokens, [N, M, D]."""
+    def hidden(self, hidden_BTD, predictors_BT):
+        """Returns the predictors of the tokens, [N, M, D]."""
         if self.head.context_axes:
             hidden_BTD = jax.lax.all_gather(hidden_BTD, self.head.context_axes, axis=1, tiled=True)
-        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.rows_NM]
+        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self._rows(predictors_BT)]
 
-    def d_hidden(self, d_hidden_NMD, hidden_BTD):
-        """The transpose of `hidden`: a state that predicts several tokens gets the sum."""
+    def d_hidden(self, d_hidden_NMD, hidden_BTD, predictors_BT):
+        """Returns the transpose of `hidden`: a state that predicts several tokens gets the sum of their gradients."""
         B, T, D = hidden_BTD.shape
-        context = math.prod(jax.lax.axis_size(axis) for axis in self.head.context_axes)
-        d_RD = jnp.zeros((B * T * context, D), jnp.float32).at[self.rows_NM].add(d_hidden_NMD)
-        d_BTD = d_RD.reshape(B, T * context, D)
+        d_RD = jnp.zeros((B * T * self._context, D), jnp.float32).at[self._rows(predictors_BT)].add(d_hidden_NMD)
+        d_BTD = d_RD.reshape(B, T * self._context, D)
         if self.head.context_axes:
             d_BTD = jax.lax.psum_scatter(d_BTD, self.head.context_axes, scatter_dimension=1, tiled=True)
         return d_BTD.astype(hidden_BTD.dtype)
 
+    def _rows(self, predictors_BT):
+        """Returns the rows of the predictors, [N, M], in the hidden states of the whole context as a matrix."""
+        B, T = self.shape
+        return self.split(predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * (T * self._context))
+
+    @property
+    def _context(self) -> int:
+        return math.prod(jax.lax.axis_size(axis) for axis in self.head.context_axes)
+
 
 def _loop(num: int, body, carry):
-    """`fori_loop`, but one turn is a call: a small model pays for no loop."""
+    """Runs a `fori_loop`, or a plain call if `num` is 1: a small model needs no loop."""
     return body(0, carry) if num == 1 else jax.lax.fori_loop(0, num, body, carry)

@@ -42,12 +42,9 @@ def ffn(
 ) -> tuple[jax.Array, Routing]:
     """Returns the output [B, T, D] of a layer's experts, and the routing.
 
-    Args:
-      x_BTD: the normed residual stream.
-      params: `router` [D, E], expert-major `gate`, `up`, `down`, and the biases and shared experts of the config.
-      config: static under jit.
-      experts_BTX: experts to use instead of the router's choice, all different. The router chooses where they are negative.
-      valid_BT: False for padding, which the load does not count.
+    `params` has `router` [D, E], expert-major `gate`, `up`, `down`, and the biases and shared experts of the config.
+    `experts_BTX` replaces the router's choice, except where it is negative; a token's experts must all be different.
+    `valid_BT` is False for padding, which the load does not count.
     """
     routing = route(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
     experts = {name: params[name].astype(x_BTD.dtype) for name in moe_experts.AXES if name in params}

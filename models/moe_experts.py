@@ -19,7 +19,7 @@ R rows of a round, P devices of the expert axis.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +58,8 @@ def run(
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, [B, T, D].
 
-    Args:
-      x_BTD: the tokens.
-      weights_BTX: the factor on each expert's output.
-      experts_BTX: the experts of each token.
-      params: expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and biases if the config
-        has them.
-      config: static under jit.
+    `params` has expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and biases if the config
+    has them.
     """
     mesh = rules.several_devices()
     if mesh is None:
@@ -80,7 +75,9 @@ def run(
         out_specs=tokens,
         check_vma=False,
     )
-    return _evenly(lambda *arguments: run_local(*arguments, params), mesh, x_BTD, weights_BTX, experts_BTX)
+    return _evenly(
+        lambda x, weights, experts: run_local(x, weights, experts, params), mesh, x_BTD, weights_BTX, experts_BTX
+    )
 
 
 def grouped_matmul(
@@ -155,7 +152,7 @@ def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
 # ---- one device ------------------------------------------------------------------------------------------------------
 
 
-def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert=0) -> jax.Array:
+def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: jax.Array | int = 0) -> jax.Array:
     """Returns the sums over the experts in `params`, of which `first_expert` is the first, [B, T, D]."""
     num_local = params["gate"].shape[0]
     has_all = num_local == config.num_experts
@@ -187,23 +184,19 @@ class _Order(NamedTuple):
             taken = jnp.argsort(key_A, stable=True).astype(jnp.int32)
         return cls(taken, jax.lax.sort((taken, index_A), num_keys=1, is_stable=False)[1])
 
-    @property
-    def inverse(self) -> "_Order":
-        return _Order(self.put, self.taken)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(copies: int, x, order: _Order) -> jax.Array:
+def _spread_rows(copies: int, x, order: _Order) -> jax.Array:
     """Returns `copies` of each row, ordered. Its transpose is `_collect`. Both gather: a TPU scatters row by row."""
     return x[order.taken // copies]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect(copies: int, x, order: _Order) -> jax.Array:
+def _collect_rows(copies: int, x, order: _Order) -> jax.Array:
     """Returns the sum of the ordered copies of each row."""
     return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
 
 
+_spread = jax.custom_vjp(_spread_rows, nondiff_argnums=(0,))
+_collect = jax.custom_vjp(_collect_rows, nondiff_argnums=(0,))
 _spread.defvjp(
     lambda n, x, order: (_spread(n, x, order), order), lambda n, order, grad: (_collect(n, grad, order), None)
 )
@@ -223,7 +216,7 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 
     def project(rows, name):
         kernel = params[name]
-        if int8.is_quantized(kernel):
+        if isinstance(kernel, int8.Quantized):
             out = grouped_matmul(rows, kernel.values.astype(rows.dtype), group_sizes, inside_A, config)
             out = int8.grouped(out, kernel, group_A)
         else:
@@ -231,7 +224,7 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
         if f"{name}_bias" not in params:
             return out
         bias_AF = params[f"{name}_bias"][jnp.minimum(group_A, num_local - 1)]
-        return out + (bias_AF if all_inside else jnp.where(inside_A[:, None], bias_AF, 0))
+        return out + (bias_AF if inside_A is None else jnp.where(inside_A[:, None], bias_AF, 0))
 
     hidden_AF = layers.gated(project(rows_AD, "gate"), project(rows_AD, "up"), config)
     return project(hidden_AF, "down")
@@ -249,7 +242,7 @@ def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
 
 def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     """Runs inside `shard_map`: takes one device's tokens, returns their sums over all experts."""
-    full = {name: _gather_model_dim(name, param) for name, param in params.items()}
+    full: dict[str, Any] = {name: _gather_model_dim(name, param) for name, param in params.items()}
     num_shards, num_local = jax.lax.axis_size("expert"), full["gate"].shape[0]
     splits_ffn = num_local * num_shards == config.num_experts  # else the tensor axis splits the experts, too
     if splits_ffn and "down_bias" in full:  # the sum over `tensor` below would add it once per device
@@ -281,8 +274,8 @@ def _gather_model_dim(name: str, param):
         return param
     dim = AXES[name].index("model")
     gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
-    if int8.is_quantized(param) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
-        return param.replace(values=gather(param.values))
+    if isinstance(param, int8.Quantized) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
+        return int8.Quantized(gather(param.values), param.scale)
     return jax.tree.map(gather, param)
 
 
@@ -363,7 +356,7 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
     group_sizes = counts.reshape(-1, num_local).sum(axis=0).astype(jnp.int32)
     rows_RD = _spread(1, received_RD, by_expert)
     out_RD = _ffn(rows_RD, group_R[by_expert.taken], group_sizes, params, config, all_inside=False)
-    out_RD = _spread(1, out_RD, by_expert.inverse)
+    out_RD = _spread(1, out_RD, _Order(by_expert.put, by_expert.taken))
 
     A = weights_BTX.size
     returned_AD = _ragged_all_to_all(out_RD, A, target_SP[:, me], now_SP[:, me], source_SP[:, me], now_SP[me])

@@ -151,19 +151,11 @@ def extend(
     """Runs tokens that continue cached sequences.
 
     Returns the hidden states [B, T, D] after the final norm, the new cache, and the routing as `apply` does (its loads
-    count padding, too).
-
-    Args:
-      params: the tree of `init`.
-      config: static under jit.
-      tokens_BT: int32 token ids.
-      positions_BT: position of each token in its sequence.
-      cache: one entry per key of `stacks(config)`; this function does not read the entries.
-      attend_cached: `attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` writes the new keys
-        and attends. It alone defines the cache's layout (inference/engine/kv_cache.py). A stacked entry is followed by
-        the layer's index in the stack. Options are those of `attention.attend`, `window` and `value_dim`; those a layer
-        does not need are absent. Latent attention passes its latents as the only key head; values are read from them.
-      experts_LBTX: as in `apply`.
+    count padding, too). `cache` has one entry per key of `stacks(config)`; its layout is known to `attend_cached` alone
+    (inference/engine/kv_cache.py). `attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` writes
+    the new keys and attends. A stacked entry is followed by the layer's index in the stack. The options are those of
+    `attention.attend`, `window` and `value_dim`, if the layer needs them. Latent attention passes its latents as the only
+    key head; values are read from them.
     """
     rotations = _rotations(config, positions_BT)
 
@@ -191,9 +183,9 @@ def extend(
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """Returns the output head's logits, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
     kernel_DV = head(params).astype(hidden_BTD.dtype)
-    if cpu_transposed.is_transposed(kernel_DV):
+    if isinstance(kernel_DV, cpu_transposed.Transposed):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
-    elif int8.is_quantized(kernel_DV):
+    elif isinstance(kernel_DV, int8.Quantized):
         integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, integers_DV, preferred_element_type=jnp.float32)
         logits_BTV = int8.scaled(logits_BTV, kernel_DV.scale)
@@ -204,7 +196,7 @@ def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array
     return logits_BTV
 
 
-def head(params: Params) -> jax.Array:
+def head(params: Params) -> layers.Kernel:
     """Returns the output head's kernel [D, V]: its own, or the transposed embedding."""
     return params["lm_head"] if "lm_head" in params else params["embed"].T
 
@@ -242,7 +234,7 @@ def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
 def _embed(params, config, tokens_BT):
     # The table is gathered over `fsdp` first: looked up in its own layout, rows would come back split over the model dim,
     # and XLA would replicate them in full to split them over the batch instead.
-    if int8.is_quantized(params["embed"]):
+    if isinstance(params["embed"], int8.Quantized):
         values_VD = rules.constrain(params["embed"].values, "vocab", None)
         x_BTD = int8.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
     else:

@@ -12,7 +12,6 @@ import pathlib
 from absl import flags
 
 from models import hf
-from models.hf import checkpoint
 from rl import evaluate
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
@@ -24,11 +23,11 @@ def main() -> None:
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)
-    checkpoint.check_new(output)
+    hf.check_new(output)
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
-        hf.save(output, exp.model, params, extra=ids, beside=exp.tokenizer.save)
+        hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
     metrics.Progress().say(
         f"step {step} of {flags.FLAGS.workdir} is in {output}: python -m inference.chat --model {output}"
     )

@@ -1,21 +1,16 @@
-"""Hugging Face checkpoints, both ways; and `python -m models.hf` for people.
+"""Loads and saves Hugging Face checkpoints.
 
-1. `load` reads config.json, lists the tensors this model needs (models/hf/tensor_names.py) and compares them with what the files
-   hold, before it reads one. Then parameter by parameter, each device's part is copied from the mapped file straight into
-   the target sharding, a piece of `PIECE_BYTES` at a time: the host holds the parts of `WORKERS` parameters and a piece of
-   the file for each, beyond what it keeps.
-2. `save` writes the same names and a config.json, streaming tensor by tensor, into a folder that appears whole or not at
-   all. Saving what was loaded from a saved checkpoint gives the same bytes.
-
-    python -m models.hf inspect DIR              the model, its parameters, what would be refused
-    python -m models.hf convert DIR OUT          to OUT, optionally in another dtype
-    python -m models.hf compare DIR [OTHER]      tensor by tensor with OTHER, or logits with transformers' (needs torch)
+1. `load` reads config.json, lists the tensors this model needs (models/hf/tensor_names.py) and compares them with those of
+   the files (models/hf/tensor_check.py). Then each device's part of each parameter is copied from the mapped file straight
+   into the target sharding, a piece of `PIECE_BYTES` at a time. Besides the result, the host needs memory for the parts
+   of `WORKERS` parameters and a piece of the file for each.
+2. `save` writes the same names and a config.json, streaming tensor by tensor, into a folder that appears complete or not at
+   all. Loading a saved checkpoint and saving it again gives the same bytes.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -30,17 +25,13 @@ import numpy as np
 from models import config as config_lib
 from models import hub, transformer
 from models.hf import config as hf_config
-from models.hf import safetensors_file, tensor_names
+from models.hf import safetensors_file, tensor_check, tensor_names
 from sharding import rules
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
 BLOCK = 256  # rows and columns that are transposed at a time
-PIECE_BYTES = 8_000_000  # of a file that stay mapped while they are copied
-WORKERS = 4  # parameters that are copied at one time
-LISTED = 8  # names in an error; the rest are counted
-HEAD = "lm_head.weight"
-# What lies beside the weights and does not depend on them; `convert` copies it.
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+PIECE_BYTES = 8_000_000  # of a file that stay in memory while they are copied
+WORKERS = 4  # parameters that are copied at the same time
 
 
 def load(
@@ -50,24 +41,23 @@ def load(
     shardings: transformer.Params | None = None,
     scan_layers: bool = False,
 ) -> tuple[config_lib.ModelConfig, transformer.Params]:
-    """Reads a checkpoint; returns its config and parameters.
+    """Reads a checkpoint; returns its config and parameters. Blocks until all are on their devices.
 
     Args:
       path_or_repo: a folder, or the id of a hub repository, which is downloaded.
-      dtype: of the parameters and of the config's `param_dtype` and `dtype`; the checkpoint's own when None.
+      dtype: dtype of the parameters, also set as the config's `param_dtype` and `dtype`; the checkpoint's when None.
       shardings: tree of `jax.sharding.Sharding` like `transformer.specs(read_config(...))`; the default device when None.
-      scan_layers: stack equal layers, as `config.scan_layers` wants them.
+      scan_layers: stack equal layers and set `config.scan_layers`.
 
     Raises:
-      ValueError: an unsupported architecture, a damaged file, or tensors that are missing, of another shape or unknown.
+      ValueError: the architecture is not supported, a file is damaged, or a tensor is missing, unknown, or of another shape.
     """
     folder = hub.folder(path_or_repo)
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
     reader = safetensors_file.Reader(folder)
-    wanted = tensor_names.tensors(config)
-    check_files(reader, config, folder, wanted)
+    tensor_check.check_files(reader, config, folder)
     sources = collections.defaultdict(list)
-    for name, tensor in wanted.items():
+    for name, tensor in tensor_names.tensors(config).items():
         for part in tensor.parts:
             sources[part.path].append((name, part))
 
@@ -76,7 +66,7 @@ def load(
     sizes = [math.prod(spec.shape) for _, spec in paths_and_specs]
     futures = {}
     with concurrent.futures.ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):  # a large one that begins last would end alone
+        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):  # largest first, for an even finish
             path, spec = paths_and_specs[n]
             part_sources = sources[tuple(key.key for key in path)]
             futures[n] = pool.submit(_place, reader, spec, part_sources, layouts[n])
@@ -86,10 +76,10 @@ def load(
 def read_config(
     path_or_repo: str | pathlib.Path, *, dtype: str | None = None, scan_layers: bool = False
 ) -> config_lib.ModelConfig:
-    """The config that `load` would return, without its parameters."""
+    """Returns the config that `load` would return, without loading the parameters."""
     path = hub.folder(path_or_repo) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; a checkpoint folder holds config.json and .safetensors files")
+        raise ValueError(f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files")
     try:
         config = hf_config.read(json.loads(path.read_text("utf-8")), scan_layers=scan_layers)
     except ValueError as error:
@@ -103,15 +93,16 @@ def save(
     params: transformer.Params,
     *,
     extra: dict | None = None,
-    beside: Callable[[pathlib.Path], None] = lambda folder: None,
+    write_more: Callable[[pathlib.Path], None] = lambda folder: None,
 ) -> None:
     """Writes a checkpoint folder that transformers loads; the same parameters give the same bytes.
 
     Args:
       path: a folder that does not exist yet, or is empty.
-      params: arrays of this process's devices, or of numpy.
+      config: the model's config.
+      params: arrays on this process's devices, or numpy arrays.
       extra: more entries of config.json, such as eos_token_id.
-      beside: writes more files into the folder, before it appears under its name.
+      write_more: writes more files into the folder, such as a tokenizer's, before it is renamed to `path`.
 
     Raises:
       ValueError: the folder is not empty, or `config.family` cannot express the config.
@@ -119,7 +110,7 @@ def save(
     path = pathlib.Path(path)
     check_new(path)
     hf = hf_config.write(config) | (extra or {})
-    leaves = param_leaves(params)
+    leaves = tensor_names.leaves(params)
     tensors = {}
     for name, tensor in tensor_names.tensors(config).items():
         dtype = np.dtype(leaves[tensor.parts[0].path].dtype)
@@ -131,102 +122,29 @@ def save(
     partial.mkdir()
     _write_tensors(partial, tensors)
     _write_json(partial / "config.json", hf)
-    beside(partial)
+    write_more(partial)
     if path.exists():
         path.rmdir()
     partial.rename(path)
 
 
 def check_new(path: pathlib.Path) -> None:
-    """ValueError unless `save` may write to `path`."""
+    """Raises ValueError unless `path` does not exist or is an empty folder, as `save` requires."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not an empty folder; save to a new one")
-
-
-def check(
-    config: config_lib.ModelConfig,
-    shapes: dict[str, tuple[int, ...]],
-    where: str,
-    wanted: dict[str, tensor_names.Tensor] | None = None,
-) -> None:
-    """Raises ValueError unless `shapes` (name -> shape) holds exactly the model's tensors, ignorable ones aside."""
-    wanted = tensor_names.tensors(config) if wanted is None else wanted
-    # transformers writes empty tensors for zero shared experts; no tensor of ours is empty.
-    unknown = [
-        name
-        for name in shapes
-        if name not in wanted and not tensor_names.is_ignored(name, config) and 0 not in shapes[name]
-    ]
-    missing = [name for name in wanted if name not in shapes]
-    wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name].shape]
-    if not (unknown or missing or wrong):
-        return
-    lines = [f"{where} does not hold the tensors of a {config.family} model with this config.json:"]
-    for title, names, line in (
-        ("missing", missing, lambda name: f"{name} {list(wanted[name].shape)}{_nearest(name, unknown, shapes)}"),
-        ("of another shape", wrong, lambda name: f"{name} {list(shapes[name])}, should be {list(wanted[name].shape)}"),
-        ("unknown", unknown, lambda name: f"{name} {list(shapes[name])}"),
-    ):
-        if names:
-            lines.append(f"  {len(names)} {title}:")
-            lines += [f"    {line(name)}" for name in names[:LISTED]]
-            lines += [f"    and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    raise ValueError("\n".join(lines))
-
-
-def _nearest(name: str, unknown: list[str], shapes) -> str:
-    close = difflib.get_close_matches(name, unknown, n=1, cutoff=0.6)
-    return f" (nearest in the file: {close[0]} {list(shapes[close[0]])})" if close else ""
-
-
-def check_files(reader: safetensors_file.Reader, config, folder: pathlib.Path, wanted=None) -> None:
-    """Everything that is refused before a parameter is read."""
-    wanted = tensor_names.tensors(config) if wanted is None else wanted
-    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder), wanted)
-    _check_dtypes(reader, wanted)
-    if config.tie_embeddings and HEAD in reader.names() and not _equal(reader, HEAD, "model.embed_tokens.weight"):
-        raise ValueError(
-            f"{folder}: config.json ties the output head to the embeddings, but {HEAD} is not model.embed_tokens.weight; set "
-            f"tie_word_embeddings to false in config.json, or remove the tensor that is not the model's"
-        )
-
-
-def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
-    """Whether two tensors hold the same numbers; read a piece at a time."""
-    one, other = map(reader.tensor, names)
-    if one.shape != other.shape:
-        return False
-    step = max(1, PIECE_BYTES * len(one) // max(one.nbytes, 1))
-    for start in range(0, len(one), step):
-        pieces = [tensor[start : start + step] for tensor in (one, other)]
-        same = np.array_equal(*(piece.astype(np.float32) for piece in pieces))
-        for name, piece in zip(names, pieces, strict=True):
-            reader.forget(name, piece)
-        if not same:
-            return False
-    return True
-
-
-def _check_dtypes(reader: safetensors_file.Reader, wanted) -> None:
-    for name in wanted:
-        dtype = reader.dtype(name)
-        if dtype.itemsize < 2 or dtype.kind in "iub":
-            raise ValueError(
-                f"tensor {name} has dtype {dtype}: quantised weights are not read; dequantise the checkpoint to bfloat16"
-            )
+        raise ValueError(f"{path} is not an empty folder; give a new one")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding) -> jax.Array:
-    """One parameter, in its sharding."""
+    """Returns one parameter in its sharding."""
     dtype = jnp.dtype(spec.dtype)
     made = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index) -> np.ndarray:
         bounds = tuple(s.indices(dim)[:2] for s, dim in zip(index, spec.shape, strict=True))
-        if bounds not in made:  # devices that hold the same part share the copy
+        if bounds not in made:  # devices with the same part share the copy
             made[bounds] = _copy(reader, sources, tuple(slice(*b) for b in bounds), dtype)
         return made[bounds]
 
@@ -238,7 +156,7 @@ def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, shar
 
 
 def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    """The part `index` of a parameter, out of the tensors that hold it."""
+    """Returns the part `index` of a parameter, copied from its tensors."""
     out = _aligned([s.stop - s.start for s in index], dtype)
     for name, part in sources:
         lead = len(part.index)
@@ -250,7 +168,7 @@ def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndar
 
 
 def _transfer(out: np.ndarray, view: np.ndarray, done: Callable[[np.ndarray], None] = lambda piece: None) -> None:
-    """out[...] = view, a piece of the file after the other, each handed to `done`."""
+    """Does out[...] = view, piece by piece of the file, and calls `done` with each."""
     if out.dtype == view.dtype and out.dtype.kind == "V":  # bfloat16: numpy copies integers without its global lock
         out, view = out.view(np.uint16), view.view(np.uint16)
     out, view = _merge_dims(out, view)
@@ -267,9 +185,9 @@ def _transfer(out: np.ndarray, view: np.ndarray, done: Callable[[np.ndarray], No
 
 
 def _transpose(out: np.ndarray, view: np.ndarray) -> None:
-    """out[...] = view, in square blocks where the view is transposed: a column at a time would miss every cache.
+    """Does out[...] = view, in square blocks if the view is transposed: one column at a time would miss every cache.
 
-    2-core CPU, [3072, 1024] in bfloat16: 78 ms at once, 3.7 ms in blocks of 256.
+    2-core CPU, [3072, 1024] in bfloat16: 78 ms in one assignment, 3.7 ms in blocks of 256.
     """
     fast = min(range(view.ndim), key=lambda dim: abs(view.strides[dim]), default=0)
     if view.ndim < 2 or fast == view.ndim - 1:
@@ -285,7 +203,7 @@ def _transpose(out: np.ndarray, view: np.ndarray) -> None:
 
 
 def _merge_dims(out: np.ndarray, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with neighbouring dims made one wherever both allow it: heads and head dims are one dim in the file."""
+    """Merges neighboring dims of both arrays if both allow it: heads and head dims are one dim in the file."""
     shape, strides = [], []
     for size, pair in zip(view.shape, zip(out.strides, view.strides, strict=True), strict=True):
         if size == 1:
@@ -295,14 +213,12 @@ def _merge_dims(out: np.ndarray, view: np.ndarray) -> tuple[np.ndarray, np.ndarr
         else:
             shape.append(size)
             strides.append(pair)
-    merged = (
-        np.lib.stride_tricks.as_strided(x, shape, [pair[n] for pair in strides]) for n, x in enumerate((out, view))
-    )
-    return tuple(merged)
+    outer, inner = ([pair[n] for pair in strides] for n in range(2))
+    return np.lib.stride_tricks.as_strided(out, shape, outer), np.lib.stride_tricks.as_strided(view, shape, inner)
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array on a 64-byte boundary: a CPU device takes it as it is instead of copying it."""
+    """Returns an empty array on a 64-byte boundary: a CPU device uses it without copying."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -310,10 +226,6 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def param_leaves(params) -> dict[tensor_names.Path, jax.Array]:
-    return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _assemble(tensor: tensor_names.Tensor, dtype: np.dtype, leaves) -> np.ndarray:
@@ -325,7 +237,7 @@ def _assemble(tensor: tensor_names.Tensor, dtype: np.dtype, leaves) -> np.ndarra
 
 
 def _write_tensors(folder: pathlib.Path, tensors: dict) -> None:
-    """One file, or several under an index when they exceed `MAX_FILE_BYTES`."""
+    """Writes one file, or several with an index if they exceed `MAX_FILE_BYTES`."""
     files, sizes = [{}], [0]
     for name, tensor in tensors.items():
         size = math.prod(tensor[1]) * tensor[0].itemsize
@@ -346,6 +258,3 @@ def _write_tensors(folder: pathlib.Path, tensors: dict) -> None:
 
 def _write_json(path: pathlib.Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------

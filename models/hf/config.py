@@ -1,12 +1,12 @@
-"""`config.json` of a Hugging Face checkpoint <-> `ModelConfig`.
+"""Converts the `config.json` of a Hugging Face checkpoint to `ModelConfig`, and back.
 
-1. `read` takes the spelling of transformers 4 (`rope_theta` beside `rope_scaling`, `torch_dtype`) or 5 (`rope_parameters`,
-   nested per kind of layer for Gemma, `dtype`, `num_local_experts`).
-2. `write` gives the spelling of transformers 4, which both releases load, and refuses a config that the family of
-   `config.family` cannot express: what it wrote, read again, must be the config.
+1. `read` accepts the spelling of transformers 4 (`rope_theta` with `rope_scaling`, `torch_dtype`) or 5 (`rope_parameters`,
+   nested by layer type for Gemma, `dtype`, `num_local_experts`).
+2. `write` gives the spelling of transformers 4, which both releases load. It raises an error if the family of
+   `config.family` cannot express the config: reading its result must give the config again.
 
-What the families differ in is in models/hf/families.py, the entries that they share in models/hf/fields.py. What changes no
-arithmetic in a forward pass (token ids, dropout, initialiser) is neither read nor written.
+Family-specific entries are in models/hf/families.py, shared ones in models/hf/fields.py. Entries that change no arithmetic
+in a forward pass (token ids, dropout, initializer) are neither read nor written.
 """
 
 import dataclasses
@@ -15,18 +15,20 @@ from models import config as config_lib
 from models.hf import families
 from models.hf import fields as hf_fields
 
-# Fields that say how, not what, is computed, or in which dtype: a checkpoint does not hold them.
+# Fields of the implementation (how, and in which dtype): a checkpoint does not contain them.
 COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul")
+# Entries that must be whole numbers, in addition to all that begin with num_.
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
 
 
 def read(hf: dict, **changes) -> config_lib.ModelConfig:
-    """The config of a parsed `config.json`, in the spelling of transformers 4 or 5; `changes` are set on top.
+    """Returns the config of a parsed `config.json`; `changes` override its fields.
 
     Raises:
-      ValueError: an architecture or a switch that has no counterpart here, by name.
+      ValueError: the architecture or an option is not supported; the message names it.
     """
     if not isinstance(hf, dict):
-        raise ValueError(f"config.json holds {type(hf).__name__}, not an object")
+        raise ValueError(f"config.json contains a {type(hf).__name__}, not an object")
     model_type = hf.get("model_type")
     if model_type not in families.READERS:
         raise ValueError(
@@ -35,10 +37,12 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ValueError(
-            f"config.json has quantization_config ({method}): quantised weights are not read; dequantise the checkpoint "
-            "to bfloat16 first and remove that entry"
+            f"config.json has quantization_config ({method}): quantized weights are not supported; dequantize the "
+            "checkpoint to bfloat16 and remove that entry"
         )
-    _check_numbers(hf)
+    for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
+        if type(hf.get(name)) not in (int, type(None)):
+            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number")
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = "float32" if dtype == "float16" else dtype  # bfloat16 would lose three bits of its mantissa
     fields = {
@@ -64,22 +68,17 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     return config_lib.ModelConfig(**fields | families.READERS[model_type](hf) | changes)
 
 
-def _check_numbers(hf: dict) -> None:
-    """What counts something must be a whole number, before anything is computed with it."""
-    for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
-        if type(hf.get(name)) not in (int, type(None)):
-            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number")
-
-
-COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
-
-
 def write(config: config_lib.ModelConfig) -> dict:
-    """The `config.json` of a config; ValueError names the fields that its family cannot express."""
+    """Returns the `config.json` of a config.
+
+    Raises:
+      ValueError: the config's family cannot express it; the message names the fields.
+    """
     family = config.family
+    names = ", ".join(repr(name) for name, moe in families.MODEL_TYPES if moe == (config.num_experts > 0))
     if (family, config.num_experts > 0) not in families.MODEL_TYPES:
         kind = "mixtures of experts" if config.num_experts else "dense models"
-        raise ValueError(f"model.family = {family!r} has no {kind}; set model.family to one of {_names(config)}")
+        raise ValueError(f"model.family = {family!r} has no {kind}; set model.family to one of {names}")
     model_type, architecture = families.MODEL_TYPES[family, config.num_experts > 0]
     hf = {
         "model_type": model_type,
@@ -103,9 +102,9 @@ def write(config: config_lib.ModelConfig) -> dict:
         "gelu_pytorch_tanh" if config.activation == "gelu" else "silu"
     )
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
-    if any(slides) or family in ("gpt_oss", "gemma3"):  # where the file says nothing, these two slide
-        names = {letter: name for name, letter in hf_fields.LAYER_TYPES.items()}
-        hf["layer_types"] = [names["FS"[sliding]] for sliding in slides]
+    if any(slides) or family in ("gpt_oss", "gemma3"):  # without layer_types, these two have sliding layers
+        full, sliding = hf_fields.LAYER_TYPES
+        hf["layer_types"] = [sliding if slides_here else full for slides_here in slides]
     if any(slides):
         hf["sliding_window"] = config.window
     hf |= families.WRITERS[family](config)
@@ -114,57 +113,43 @@ def write(config: config_lib.ModelConfig) -> dict:
     if lost:
         raise ValueError(
             f"a checkpoint of family {family!r} cannot express {'; '.join(lost)}; set model.family to "
-            f"one of {_names(config)} that can, or change these fields"
+            f"one of {names} that can, or change these fields"
         )
     return hf
 
 
-def _names(config) -> str:
-    return ", ".join(repr(family) for family, mixed in families.MODEL_TYPES if mixed == (config.num_experts > 0))
-
-
-def _differences(config, again) -> list[str]:
-    """What `again` reads differently, as 'model.x = 1 (reads as 2)'."""
+def _differences(config: config_lib.ModelConfig, again: config_lib.ModelConfig) -> list[str]:
+    """Returns the effective fields in which two configs differ, as 'model.x = 1 (reads as 2)'."""
     mine, theirs = _effective(config), _effective(again)
-    out = []
-    for name in mine:
-        a, b = mine[name], theirs[name]
-        same = abs(a - b) <= 1e-12 * abs(a) if isinstance(a, float) else a == b
-        if not same:
-            out.append(f"model.{name} = {a!r} (reads as {b!r})")
-    return out
+
+    def same(a, b):
+        return abs(a - b) <= 1e-12 * abs(a) if isinstance(a, float) else a == b
+
+    return [f"model.{n} = {mine[n]!r} (reads as {theirs[n]!r})" for n in mine if not same(mine[n], theirs[n])]
 
 
-def _effective(config) -> dict:
-    """The fields that matter to this config: what another switch disables is left out, what is derived is filled in."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    mixes = [config.is_moe(layer) for layer in range(config.num_layers)]
+def _effective(config: config_lib.ModelConfig) -> dict:
+    """Returns the fields that matter: those that another field disables are absent, derived ones are filled in."""
+    has_experts = [config.is_moe(layer) for layer in range(config.num_layers)]
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
-    unused = [*COMPUTE_FIELDS, "mixture_every", "dense_layers"]
-    if config.rope_scaling == "none":
-        unused += ["rope_factor"]
-    if config.rope_scaling not in ("llama3", "yarn"):
-        unused += ["rope_original_positions"]
-    if config.rope_scaling != "llama3":
-        unused += ["rope_low_freq", "rope_high_freq"]
-    if config.rope_scaling != "yarn":
-        unused += ["rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention_factor", "rope_mscale"]
-        unused += ["rope_mscale_all_dim"]
-    if config.activation != "clamped":
-        unused += ["clamp_limit", "clamp_alpha"]
-    if not any(slides):
-        unused += ["window", "rope_local_theta"]
-    if all(mixes):
-        unused += ["ffn_dim", "ffn_bias"]
-    if not any(mixes):
-        unused += ["experts_per_token", "expert_ffn_dim", "norm_topk", "router", "router_bias", "router_correction"]
-        unused += ["router_groups", "router_groups_kept", "routed_scale", "num_shared_experts", "expert_bias"]
-    if config.router == "topk_softmax":
-        unused += ["norm_topk"]
-    for name in unused:
-        fields.pop(name, None)
-    return fields | {
-        "first_dense_layers": mixes,  # together with the other two fields that choose the mixture layers
+    moe = "experts_per_token expert_ffn_dim norm_topk router router_bias router_correction router_groups"
+    yarn = "rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale rope_mscale_all_dim"
+    unused = {
+        "mixture_every dense_layers": True,
+        "rope_factor": config.rope_scaling == "none",
+        "rope_original_positions": config.rope_scaling not in ("llama3", "yarn"),
+        "rope_low_freq rope_high_freq": config.rope_scaling != "llama3",
+        yarn: config.rope_scaling != "yarn",
+        "clamp_limit clamp_alpha": config.activation != "clamped",
+        "window rope_local_theta": not any(slides),
+        "ffn_dim ffn_bias": all(has_experts),
+        f"{moe} router_groups_kept routed_scale num_shared_experts expert_bias": not any(has_experts),
+        "norm_topk": config.router == "topk_softmax",
+    }
+    absent = {name for names, is_unused in unused.items() if is_unused for name in names.split()}
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in fields.items() if name not in absent and name not in COMPUTE_FIELDS} | {
+        "first_dense_layers": has_experts,  # stands for all three fields that choose the MoE layers
         "layer_pattern": slides,
         "rope_dim": config.rotated_dim,
         "value_dim": config.v_dim,

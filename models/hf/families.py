@@ -1,14 +1,14 @@
-"""What each family's `config.json` says in its own words: `READERS` and `WRITERS`.
+"""Reads and writes the entries of `config.json` that are particular to a model family: `READERS` and `WRITERS`.
 
-A reader returns the fields of `ModelConfig` that models/hf/config.py does not read for all, with the family's own defaults
-in transformers for what is left out; a writer returns the entries that are the family's own.
+A reader returns the fields of `ModelConfig` that models/hf/config.py does not read for all families. For entries that are
+absent it uses the family's defaults in transformers. A writer returns the family's own entries.
 """
 
 import math
 
 from models.hf import fields
 
-# What transformers takes where a gpt-oss config states no rope.
+# The rotary positions that transformers uses if a gpt-oss config has none.
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -27,14 +27,13 @@ def _head_dim(hf: dict) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def _bias(hf: dict, default: bool = False) -> dict:
+    bias = bool(hf.get("attention_bias", default))
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
 def _read_llama(hf: dict) -> dict:
-    bias = bool(hf.get("attention_bias", False))
-    return _read_plain(hf) | {
-        "family": "llama",
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "ffn_bias": bool(hf.get("mlp_bias", False)),
-    }
+    return _read_plain(hf) | _bias(hf) | {"family": "llama", "ffn_bias": bool(hf.get("mlp_bias", False))}
 
 
 def _read_qwen2(hf: dict) -> dict:
@@ -46,36 +45,33 @@ def _read_qwen3(hf: dict) -> dict:
 
 
 def _read_qwen3_attention(hf: dict) -> dict:
-    bias = bool(hf.get("attention_bias", False))
-    return _read_plain(hf) | {"family": "qwen3", "qk_norm": True, "qkv_bias": bias, "out_bias": bias}
+    return _read_plain(hf) | _bias(hf) | {"family": "qwen3", "qk_norm": True}
 
 
 def _read_qwen3_moe(hf: dict) -> dict:
     slides = bool(hf.get("use_sliding_window") and hf.get("sliding_window"))  # then every layer does, unlike in Qwen3
     window = {"layer_pattern": "S", "window": hf["sliding_window"]} if slides else {}
-    return (
-        _read_qwen3_attention(hf)
-        | window
-        | {
-            "num_experts": hf.get("num_experts") or fields.need(hf, "num_local_experts"),
-            "experts_per_token": fields.need(hf, "num_experts_per_tok"),
-            "expert_ffn_dim": fields.need(hf, "moe_intermediate_size"),
-            "norm_topk": bool(hf.get("norm_topk_prob", False)),
-            "mixture_every": hf.get("decoder_sparse_step", 1),
-            "dense_layers": tuple(sorted(hf.get("mlp_only_layers") or ())),
-        }
-    )
+    return {
+        **_read_qwen3_attention(hf),
+        **window,
+        "num_experts": hf.get("num_experts") or fields.need(hf, "num_local_experts"),
+        "experts_per_token": fields.need(hf, "num_experts_per_tok"),
+        "expert_ffn_dim": fields.need(hf, "moe_intermediate_size"),
+        "norm_topk": bool(hf.get("norm_topk_prob", False)),
+        "mixture_every": hf.get("decoder_sparse_step", 1),
+        "dense_layers": tuple(sorted(hf.get("mlp_only_layers") or ())),
+    }
 
 
 def _qwen_layers(hf: dict) -> dict:
-    """Without `use_sliding_window` a `sliding_window` in the file means nothing; nor does the switch without a window."""
+    """Reads the sliding layers: there are some only if both `use_sliding_window` and `sliding_window` are set."""
     if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
         return {}
     return fields.layers(hf, [layer >= hf.get("max_window_layers", 28) for layer in range(hf["num_hidden_layers"])])
 
 
-def _read_sigmoid_mixture(hf: dict, **defaults) -> dict:
-    """`defaults` are the family's in transformers."""
+def _read_sigmoid_moe(hf: dict, **defaults) -> dict:
+    """Reads experts with a sigmoid router; `defaults` are the family's in transformers."""
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ValueError(
             f"scoring_func {hf.get('scoring_func')!r} with topk_method {hf.get('topk_method')!r} in config.json is not "
@@ -100,21 +96,19 @@ def _read_sigmoid_mixture(hf: dict, **defaults) -> dict:
 def _read_glm4_moe(hf: dict) -> dict:
     head_dim, stated = _head_dim(hf), hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope_dim = int(head_dim * stated.get("partial_rotary_factor", hf.get("partial_rotary_factor", 0.5)))
-    mixture = _read_sigmoid_mixture(
+    moe = _read_sigmoid_moe(
         hf, first_k_dense_replace=1, routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=1
     )
-    return (
-        fields.rope(hf, may_be_partial=True)
-        | mixture
-        | {
-            "family": "glm4_moe",
-            "activation": fields.activation(hf),
-            "head_dim": head_dim,
-            "rope_dim": 0 if rope_dim == head_dim else rope_dim,
-            "qkv_bias": bool(hf.get("attention_bias", False)),
-            "qk_norm": bool(hf.get("use_qk_norm", False)),
-        }
-    )
+    return {
+        **fields.rope(hf, may_be_partial=True),
+        **moe,
+        "family": "glm4_moe",
+        "activation": fields.activation(hf),
+        "head_dim": head_dim,
+        "rope_dim": 0 if rope_dim == head_dim else rope_dim,
+        "qkv_bias": bool(hf.get("attention_bias", False)),
+        "qk_norm": bool(hf.get("use_qk_norm", False)),
+    }
 
 
 def _read_deepseek_v3(hf: dict) -> dict:
@@ -123,81 +117,69 @@ def _read_deepseek_v3(hf: dict) -> dict:
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if rope.get("rope_scaling") in ("linear", "llama3") and stated.get("mscale_all_dim"):  # transformers sharpens by it
         raise ValueError(f"mscale_all_dim with rope_type {rope['rope_scaling']!r} in config.json is not supported")
-    bias = bool(hf.get("attention_bias", False))
-    mixture = _read_sigmoid_mixture(
+    moe = _read_sigmoid_moe(
         hf, first_k_dense_replace=3, routed_scaling_factor=2.5, n_group=8, topk_group=4, n_shared_experts=1
     )
-    return (
-        rope
-        | mixture
-        | {
-            "family": "deepseek_v3",
-            "activation": fields.activation(hf),
-            "head_dim": nope + rope_dim,
-            "rope_dim": rope_dim,
-            "rope_interleaved": bool(hf.get("rope_interleave", True)),
-            "q_latent_dim": hf.get("q_lora_rank") or 0,
-            "kv_latent_dim": fields.need(hf, "kv_lora_rank"),
-            "value_dim": fields.need(hf, "v_head_dim"),
-            "qkv_bias": bias,
-            "out_bias": bias,
-        }
-    )
+    return {
+        **rope,
+        **moe,
+        **_bias(hf),
+        "family": "deepseek_v3",
+        "activation": fields.activation(hf),
+        "head_dim": nope + rope_dim,
+        "rope_dim": rope_dim,
+        "rope_interleaved": bool(hf.get("rope_interleave", True)),
+        "q_latent_dim": hf.get("q_lora_rank") or 0,
+        "kv_latent_dim": fields.need(hf, "kv_lora_rank"),
+        "value_dim": fields.need(hf, "v_head_dim"),
+    }
 
 
 def _read_gpt_oss(hf: dict) -> dict:
-    if not (hf.get("rope_scaling") or hf.get("rope_parameters")):  # also when the file says null
+    if not (hf.get("rope_scaling") or hf.get("rope_parameters")):  # absent or null
         hf = hf | {"rope_scaling": GPT_OSS_ROPE}
-    bias = bool(hf.get("attention_bias", True))
-    return (
-        {"head_dim": _head_dim({"head_dim": 64} | hf)}
-        | fields.rope(hf, 150000.0)
-        | fields.layers(hf, [layer % 2 == 0 for layer in range(hf["num_hidden_layers"])])
-        | {
-            "family": "gpt_oss",
-            "norm": "rms_float32",
-            "activation": "clamped",
-            "clamp_limit": float(hf.get("swiglu_limit") or 7.0),
-            "clamp_alpha": float(hf.get("swiglu_alpha") or 1.702),
-            "qkv_bias": bias,
-            "out_bias": bias,
-            "sinks": True,
-            "num_experts": hf.get("num_local_experts") or fields.need(hf, "num_experts"),
-            "experts_per_token": hf.get("num_experts_per_tok") or fields.need(hf, "experts_per_token"),
-            "expert_ffn_dim": hf["intermediate_size"],
-            "router": "topk_softmax",
-            "router_bias": True,
-            "expert_bias": True,
-        }
-    )
+    return {
+        "head_dim": _head_dim({"head_dim": 64} | hf),
+        **_bias(hf, True),
+        **fields.rope(hf, 150000.0),
+        **fields.layers(hf, [layer % 2 == 0 for layer in range(hf["num_hidden_layers"])]),
+        "family": "gpt_oss",
+        "norm": "rms_float32",
+        "activation": "clamped",
+        "clamp_limit": float(hf.get("swiglu_limit") or 7.0),
+        "clamp_alpha": float(hf.get("swiglu_alpha") or 1.702),
+        "sinks": True,
+        "num_experts": hf.get("num_local_experts") or fields.need(hf, "num_experts"),
+        "experts_per_token": hf.get("num_experts_per_tok") or fields.need(hf, "experts_per_token"),
+        "expert_ffn_dim": hf["intermediate_size"],
+        "router": "topk_softmax",
+        "router_bias": True,
+        "expert_bias": True,
+    }
 
 
 def _read_gemma3(hf: dict) -> dict:
-    # attn_logit_softcapping is Gemma 2's: transformers lets a Gemma 3 config state it, and does not apply it.
+    # attn_logit_softcapping is Gemma 2's: transformers accepts it in a Gemma 3 config, and does not apply it.
     if hf.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention in config.json is not supported; every model here is causal")
+        raise ValueError("use_bidirectional_attention in config.json is not supported: only causal models are")
     period = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     rope = fields.rope(hf, 1e6)
-    bias = bool(hf.get("attention_bias", False))
-    return (
-        {"head_dim": hf.get("head_dim") or 256}
-        | rope
-        | fields.layers(hf, [bool((layer + 1) % period) for layer in range(hf["num_hidden_layers"])])
-        | {
-            "family": "gemma3",
-            "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
-            "rope_local_theta": rope["rope_local_theta"] or float(hf.get("rope_local_base_freq") or 10000.0),
-            "norm": "rms_plus_one",
-            "post_norms": True,
-            "scale_embeddings": True,
-            "qk_norm": True,
-            "activation": fields.activation({"hidden_activation": "gelu_pytorch_tanh", **hf}, "hidden_activation"),
-            "attention_scale": float(hf.get("query_pre_attn_scalar") or 256) ** -0.5,
-            "final_softcap": float(hf.get("final_logit_softcapping") or 0.0),
-            "qkv_bias": bias,
-            "out_bias": bias,
-        }
-    )
+    return {
+        "head_dim": hf.get("head_dim") or 256,
+        **_bias(hf),
+        **rope,
+        **fields.layers(hf, [bool((layer + 1) % period) for layer in range(hf["num_hidden_layers"])]),
+        "family": "gemma3",
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
+        "rope_local_theta": rope["rope_local_theta"] or float(hf.get("rope_local_base_freq") or 10000.0),
+        "norm": "rms_plus_one",
+        "post_norms": True,
+        "scale_embeddings": True,
+        "qk_norm": True,
+        "activation": fields.activation({"hidden_activation": "gelu_pytorch_tanh", **hf}, "hidden_activation"),
+        "attention_scale": float(hf.get("query_pre_attn_scalar") or 256) ** -0.5,
+        "final_softcap": float(hf.get("final_logit_softcapping") or 0.0),
+    }
 
 
 READERS = {
@@ -238,7 +220,7 @@ def _write_qwen3(config) -> dict:
     hf = _write_qwen2(config) | {"attention_bias": config.qkv_bias}
     if not config.num_experts:
         return hf
-    # first_dense_layers has no name in these files; the layers are listed one by one.
+    # These files have no entry for first_dense_layers; they list the layers one by one.
     dense = [n for n in range(config.num_layers) if (n + 1) % config.mixture_every == 0 and not config.is_moe(n)]
     return hf | {
         "num_experts": config.num_experts,
@@ -250,7 +232,7 @@ def _write_qwen3(config) -> dict:
     }
 
 
-def _write_sigmoid_mixture(config) -> dict:
+def _write_sigmoid_moe(config) -> dict:
     return {
         "n_routed_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -265,7 +247,7 @@ def _write_sigmoid_mixture(config) -> dict:
 
 
 def _write_glm4_moe(config) -> dict:
-    return _write_sigmoid_mixture(config) | {
+    return _write_sigmoid_moe(config) | {
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm,
         "partial_rotary_factor": _fraction(config.rotated_dim, config.head_dim),
@@ -273,15 +255,15 @@ def _write_glm4_moe(config) -> dict:
 
 
 def _fraction(part: int, whole: int) -> float:
-    """The float that times `whole`, cut to an integer, is `part`: 1 / 49 * 49 is below 1."""
+    """Returns the float that gives `part` when multiplied by `whole` and truncated: 1 / 49 * 49 is below 1."""
     fraction = part / whole
     return fraction if int(whole * fraction) == part else math.nextafter(fraction, 1.0)
 
 
 def _write_deepseek_v3(config) -> dict:
-    return _write_sigmoid_mixture(config) | {
+    return _write_sigmoid_moe(config) | {
         "attention_bias": config.qkv_bias,
-        "head_dim": config.rope_dim,  # of this family, in these files
+        "head_dim": config.rope_dim,  # in these files
         "qk_head_dim": config.head_dim,
         "qk_nope_head_dim": config.head_dim - config.rope_dim,
         "qk_rope_head_dim": config.rope_dim,

@@ -1,18 +1,22 @@
-"""Entries of a `config.json` that all families have: rotary positions, kinds of layers, the activation.
+"""Reads and writes the entries of a `config.json` that all families share: rotary positions, layer types, activation.
 
-Both spellings are read: `rope_theta` beside `rope_scaling` (transformers 4), and `rope_parameters`, nested by kind of layer
-where the kinds differ (transformers 5). What has no counterpart here is refused: to ignore it would be wrong logits.
+Both spellings are read: `rope_theta` with `rope_scaling` (transformers 4), and `rope_parameters`, nested by layer type if
+the types differ (transformers 5). Entries without a counterpart here raise an error: ignoring them would give wrong logits.
 """
+
+from typing import Any
+
+from models import config as config_lib
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
 
 def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = False) -> dict:
-    """The rope fields of either spelling. `default_theta` is the family's in transformers.
+    """Returns the fields of rotary positions. `default_theta` is the family's in transformers.
 
     Raises:
-      ValueError: a stretch that has no counterpart; a part of each head that rotates, unless the caller reads that.
+      ValueError: the scaling is not supported, or only a fraction of each head rotates and not `may_be_partial`.
     """
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(stated, dict):
@@ -40,7 +44,7 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
         return fields
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_type {kind!r} in config.json is not supported; default, linear, llama3 and yarn are")
-    original = stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+    original = int(stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0)
     if not original and kind != "linear":
         raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json")
     factor = stated.get("factor")
@@ -49,13 +53,13 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
     fields |= {"rope_scaling": kind, "rope_factor": float(need({"factor": factor}, "factor", "rope scaling"))}
     if kind == "linear":
         return fields
-    fields["rope_original_positions"] = int(original)
+    fields["rope_original_positions"] = original
     if kind == "llama3":
         low, high = (float(need(stated, name, "rope scaling")) for name in ("low_freq_factor", "high_freq_factor"))
         return fields | {"rope_low_freq": low, "rope_high_freq": high}
     if stated.get("attention_factor") == 0:
         raise ValueError(
-            "attention_factor 0 in config.json would leave nothing of any key; leave it out to have it derived"
+            "attention_factor 0 in config.json would erase all keys; remove it, and it is derived from the factor"
         )
     optional = {
         "beta_fast": "rope_beta_fast",
@@ -68,7 +72,8 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
     return fields | {"rope_truncate": bool(stated.get("truncate", True))}
 
 
-def write_rope_scaling(config) -> dict | None:
+def write_rope_scaling(config: config_lib.ModelConfig) -> dict | None:
+    """Returns the entry `rope_scaling` of transformers 4, or None without scaling."""
     kind = config.rope_scaling
     if kind == "none":
         return None
@@ -88,15 +93,15 @@ def write_rope_scaling(config) -> dict | None:
 
 
 def layers(hf: dict, default: list[bool]) -> dict:
-    """`layer_pattern` and `window` of `layer_types`, or of `default` (True: sliding) where the file has none."""
+    """Returns `layer_pattern` and `window` from `layer_types`, or from `default` (True: sliding) if the file has none."""
     sliding = default
     if hf.get("layer_types"):
         if unknown := set(hf["layer_types"]) - set(LAYER_TYPES):
             raise ValueError(f"layer type {sorted(unknown)[0]!r} in config.json is not one of {', '.join(LAYER_TYPES)}")
         if len(hf["layer_types"]) != hf["num_hidden_layers"]:
             raise ValueError(
-                f"layer_types in config.json names {len(hf['layer_types'])} layers, num_hidden_layers says "
-                f"{hf['num_hidden_layers']}; correct the one that is wrong"
+                f"layer_types in config.json has {len(hf['layer_types'])} entries, but num_hidden_layers is "
+                f"{hf['num_hidden_layers']}; correct the wrong one"
             )
         sliding = [LAYER_TYPES[name] == "S" for name in hf["layer_types"]]
     if not any(sliding):
@@ -110,13 +115,15 @@ def _shortest_cycle(sliding: list[bool]) -> str:
     return "".join("FS"[s] for s in sliding[:period])
 
 
-def need(hf: dict, key: str, where: str = "config.json"):
+def need(hf: dict, key: str, where: str = "config.json") -> Any:
+    """Returns an entry; raises ValueError if it is absent or null."""
     if hf.get(key) is None:
-        raise ValueError(f"{where} has no {key!r}")
+        raise ValueError(f"{where} has no {key!r}; add it")
     return hf[key]
 
 
 def activation(hf: dict, key: str = "hidden_act") -> str:
+    """Returns `ModelConfig.activation` for the entry `key`; raises ValueError if it is not supported."""
     name = hf.get(key, "silu")
     if name not in ACTIVATIONS:
         raise ValueError(f"{key} {name!r} in config.json is not supported; {', '.join(ACTIVATIONS)} are")

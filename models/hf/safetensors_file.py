@@ -1,68 +1,61 @@
-"""The safetensors format: a length, a JSON header, the bytes of the tensors.
+"""Reads and writes the safetensors files of a checkpoint folder.
 
-1. `Reader` maps the files of a folder (one, or several under an index) and shows each tensor as an array over the mapping;
-   nothing is read before it is copied from. `forget` gives back the pages of what was copied.
-2. `write` streams tensors into one file: the header needs shapes only, so no more than one tensor is in memory.
-
-A header is a stranger's word: lengths, offsets, dtypes and shapes are checked against the file before anything is mapped.
+1. `Reader` maps the files of a folder (one, or several under an index) and returns each tensor as an array over the mapping;
+   data is read only when it is copied. `forget` releases the pages of copied tensors.
+2. `write` streams tensors into one file: the header needs shapes only, so at most one tensor is in memory.
 """
 
 import json
+import math
 import mmap
 import pathlib
 from collections.abc import Callable, Iterable
 
-import ml_dtypes
 import numpy as np
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # that of the reference implementation
+from sharding.format import safetensors_header
+
+NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 
 
 class Reader:
-    """The tensors of a checkpoint folder, by name."""
+    """The tensors of a checkpoint folder, by name.
+
+    Raises:
+      ValueError: a file is missing or damaged, or two files have the same tensor.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self._files: dict[pathlib.Path, mmap.mmap] = {}
-        self._tensors: dict[str, tuple[pathlib.Path, np.dtype, tuple[int, ...], int]] = {}
-        for path in _file_names(folder):
-            for name, place in self._open(path).items():
+        self._tensors: dict[str, tuple[pathlib.Path, safetensors_header.Entry]] = {}
+        for path in _paths(folder):
+            for name, entry in safetensors_header.read(path).items():
                 if name in self._tensors:
-                    raise ValueError(f"tensor {name} is in {self._tensors[name][0]} and again in {path}")
-                self._tensors[name] = (path, *place)
+                    raise ValueError(f"tensor {name} is in both {self._tensors[name][0]} and {path}")
+                self._tensors[name] = path, entry
+            with path.open("rb") as file:
+                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def names(self) -> Iterable[str]:
+        """Returns the names of all tensors."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name][2]
+        """Returns a tensor's shape."""
+        return self._tensors[name][1].shape
 
     def dtype(self, name: str) -> np.dtype:
-        return self._tensors[name][1]
+        """Returns a tensor's dtype."""
+        return self._tensors[name][1].dtype
 
     def tensor(self, name: str) -> np.ndarray:
-        """A read-only array over the file."""
-        path, dtype, shape, offset = self._tensors[name]
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(self._files[path], dtype, count, offset).reshape(shape)
+        """Returns a read-only array over the mapped file."""
+        path, (dtype, shape, offset) = self._tensors[name]
+        return np.frombuffer(self._files[path], dtype, math.prod(shape), offset).reshape(shape)
 
     def forget(self, name: str, view: np.ndarray) -> None:
-        """Lets the system drop the pages under `view`, a view of the tensor, from this process; a later look reads again."""
+        """Lets the system drop the pages under `view`, a view of the tensor; reading it again loads them again."""
         file = self._files[self._tensors[name][0]]
         if hasattr(mmap, "MADV_DONTNEED") and view.size:
             base = np.frombuffer(file, np.uint8).ctypes.data
@@ -70,25 +63,16 @@ class Reader:
             start = low - low % mmap.PAGESIZE
             file.madvise(mmap.MADV_DONTNEED, start, high - start)
 
-    def _open(self, path: pathlib.Path) -> dict:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"{path} is not a safetensors file: a header of {length} bytes in a file of {size}")
-            header = _parse(path, file.read(length))
-            self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return {name: _place(path, name, entry, 8 + length, size) for name, entry in header.items()}
-
 
 def write(path: pathlib.Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]) -> None:
-    """Writes name -> (dtype, shape, maker of the array) to one file; the same tensors give the same bytes."""
+    """Writes tensors, name -> (dtype, shape, function that returns the array), to one file, always the same bytes."""
     # Wide dtypes first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers refuses a file without it
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers rejects a file without it
+    offset = 0
     for name in order:
         dtype, shape, _ = tensors[name]
-        end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -103,58 +87,28 @@ def write(path: pathlib.Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def _file_names(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of an index, else `model.safetensors`, else the only `.safetensors` there is."""
-    if (folder / INDEX).is_file():
+def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of an index, else `model.safetensors`, else the only `.safetensors` file."""
+    if (index := folder / INDEX).is_file():
         try:
-            listed = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+            listed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / INDEX} is not an index with a weight_map: {error!r}") from error
+            raise ValueError(f"{index} is not an index with a weight_map: {error!r}. Download it again.") from error
         if bad := [name for name in listed if pathlib.PurePath(name).name != name]:
-            raise ValueError(f"{folder / INDEX} names {bad[0]!r}, which is not a file of that folder")
+            raise ValueError(f"{index} names {bad[0]!r}, which is not a file of that folder")
         if missing := [name for name in listed if not (folder / name).is_file()]:
             raise ValueError(
-                f"{folder / INDEX} names {missing[0]}, which is not there; {len(missing)} files are missing"
+                f"{index} names {missing[0]}, which does not exist; {len(missing)} files are missing. Download them."
             )
         return [folder / name for name in listed]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        raise ValueError(f"{folder} holds {len(found)} .safetensors files and no {INDEX}; one of the two is needed")
-    return found
-
-
-def _parse(path: pathlib.Path, text: bytes) -> dict:
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is no object")
-    header.pop("__metadata__", None)
-    return header
-
-
-def _place(path, name, entry, start: int, size: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    try:
-        dtype_name, shape, (begin, end) = (
-            entry["dtype"],
-            tuple(map(int, entry["shape"])),
-            map(int, entry["data_offsets"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the header entry of {name} is malformed: {entry!r}") from error
-    if dtype_name not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} has dtype {dtype_name}, which is not one of {', '.join(DTYPES)}")
-    dtype = DTYPES[dtype_name]
-    count = 1
-    for dim in shape:
-        count *= dim
-    inside = 0 <= begin <= end <= size - start
-    if not inside or min(shape, default=1) < 0 or count * dtype.itemsize != end - begin:
+    if (single := folder / "model.safetensors") in found:
+        return [single]
+    if not found:
         raise ValueError(
-            f"{path}: tensor {name} {shape} of {dtype_name} claims bytes {begin}..{end} of {size - start}; the file is "
-            "cut short or its header is wrong: fetch it again"
+            f"no weights in {folder}: expected model.safetensors, or {INDEX} and the files it names. Download the "
+            "checkpoint again."
         )
-    return dtype, shape, start + begin
+    if len(found) > 1:
+        raise ValueError(f"{folder} has {len(found)} .safetensors files but no {INDEX}. Download the index, too.")
+    return found

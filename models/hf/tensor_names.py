@@ -1,8 +1,8 @@
-"""Which tensor of a Hugging Face checkpoint is which parameter of ours.
+"""Maps the tensors of a Hugging Face checkpoint to our parameters.
 
-`tensors(config)` lists the file's tensors in the model's order. Each names the parameters it holds, with a `view` that
-shows the tensor in our layout: reading copies out of the view, writing copies into it, so the two cannot disagree.
-Kernels in the files are [out, in], heads first; ours are [in, out].
+`tensors(config)` lists the file's tensors in the model's order. Each names the parameters it contains, with a `view` of the
+tensor in our layout: loading copies out of the view, saving copies into it, so the two cannot disagree. Kernels in the
+files are [out, in], heads first; ours are [in, out].
 
 Letters: D model, H query heads, K key heads, C head dim (V of values), F ffn, E experts, R and Q latent dims, N plain and
 P rotated dims of a latent head.
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from models import config as config_lib
@@ -22,7 +23,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter, or one index of its leading dims, and where it is in the tensor."""
+    """A parameter, or one index of its leading dims, and its place in the tensor."""
 
     path: Path  # names from the root of the parameters
     view: Callable[[np.ndarray], np.ndarray]  # the tensor in our layout; shares its memory
@@ -31,12 +32,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
+    """A tensor of a file: its shape, and the parameters it contains."""
+
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
 def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
-    """Name -> tensor, for every tensor that the model needs."""
+    """Returns the tensors that the model needs, by name."""
     V, D = config.vocab_size, config.model_dim
     out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), _same),))}
     for key, indices in transformer.stacks(config).items():
@@ -53,8 +56,13 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
     return out
 
 
+def leaves(params: transformer.Params) -> dict[Path, jax.Array]:
+    """Returns the parameters by path."""
+    return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
 def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
-    """Whether a tensor of a file is known to play no part: layers for multi-token prediction, stored rope tables."""
+    """Returns True for tensors that our models do not use: layers for multi-token prediction, stored rotary tables."""
     pieces = name.split(".")
     predicts = config.family in ("glm4_moe", "deepseek_v3")  # in others a layer too many is a wrong num_hidden_layers
     if predicts and pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
@@ -64,7 +72,7 @@ def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
 
 
 def _layer(config, index: int) -> dict:
-    """Name within the layer -> (shape, [(path within the layer, view, expert...)])."""
+    """Returns name within the layer -> (shape, [(path within the layer, view, expert...)])."""
     D = config.model_dim
     norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if config.post_norms:
@@ -78,12 +86,12 @@ def _layer(config, index: int) -> dict:
     out |= _latent_attention(config) if config.is_latent else _attention(config)
     if not config.is_moe(index):
         return out | _ffn("mlp", ("mlp",), D, config.ffn_dim, config.ffn_bias)
-    return out | (_fused_mixture(config) if config.family == "gpt_oss" else _mixture(config))
+    return out | (_fused_moe(config) if config.family == "gpt_oss" else _moe(config))
 
 
 def _attention(config) -> dict:
     D, H, K, C = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
-    out = {}
+    out: dict[str, tuple] = {}
     for name, heads in (("q", H), ("k", K), ("v", K)):
         prefix = f"self_attn.{name}_proj"
         out[f"{prefix}.weight"] = (heads * C, D), [(("attn", name), functools.partial(_heads_out, heads=heads))]
@@ -105,6 +113,7 @@ def _latent_attention(config) -> dict:
     R, P, Q = config.kv_latent_dim, config.rope_dim, config.q_latent_dim
     N = C - P
     heads_out = functools.partial(_heads_out, heads=H)
+    out: dict[str, tuple] = {}
     if Q:
         out = {
             "self_attn.q_a_proj.weight": ((Q, D), [(("attn", "q_down"), np.transpose)]),
@@ -143,9 +152,9 @@ def _ffn(prefix: str, path: Path, D: int, F: int, bias: bool, *expert: int) -> d
     return out
 
 
-def _mixture(config) -> dict:
+def _moe(config) -> dict:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-    out = {"mlp.gate.weight": ((E, D), [(("moe", "router"), np.transpose)])}
+    out: dict[str, tuple] = {"mlp.gate.weight": ((E, D), [(("moe", "router"), np.transpose)])}
     if config.router_correction:
         out["mlp.gate.e_score_correction_bias"] = (E,), [(("moe", "correction"), _same)]
     for expert in range(E):
@@ -155,8 +164,8 @@ def _mixture(config) -> dict:
     return out
 
 
-def _fused_mixture(config) -> dict:
-    """gpt-oss: all experts in one tensor, [in, out], the columns of gate and up in turn."""
+def _fused_moe(config) -> dict:
+    """Lists gpt-oss's tensors: all experts in one, [in, out], with alternating columns of gate and up."""
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
 
     def gate_and_up(suffix):
@@ -180,15 +189,15 @@ def _same(x: np.ndarray) -> np.ndarray:
 
 
 def _heads_out(x: np.ndarray, heads: int) -> np.ndarray:
-    """[H C, D] -> [D, H, C]."""
+    """Views [H C, D] as [D, H, C]."""
     return x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
 
 
 def _heads_in(x: np.ndarray, heads: int) -> np.ndarray:
-    """[D, H C] -> [H, C, D]."""
+    """Views [D, H C] as [H, C, D]."""
     return x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)
 
 
 def _heads_of_bias(x: np.ndarray, heads: int) -> np.ndarray:
-    """[H C] -> [H, C]."""
+    """Views [H C] as [H, C]."""
     return x.reshape(heads, -1)

@@ -68,7 +68,8 @@ def _blocks_backward(scale, saved, d_out_BKGTV):
     q_BKGTC, k_BKTC, v_BKTV, out_BKGTV, weights = saved
     B, K, G, T, _ = q_BKGTC.shape
     d_sum_BKGT1 = (d_out_BKGTV * out_BKGTV).sum(axis=-1, keepdims=True)  # of a row: weights times their gradient
-    d_qs, d_k_BKCT, d_v_BKVT = [], 0.0, 0.0
+    d_qs = []
+    d_k_BKCT, d_v_BKVT = jnp.zeros_like(k_BKTC.swapaxes(2, 3)), jnp.zeros_like(v_BKTV.swapaxes(2, 3))
     for (start, end), weights_BKMS in zip(_blocks(T), weights, strict=True):
         q_BKMC = _rows(q_BKGTC, start, end)
         d_out_BKMV = jax.lax.optimization_barrier(_rows(d_out_BKGTV, start, end))
@@ -121,7 +122,7 @@ def attend_tiles(
 
     packing = jax.tree.map(lambda x_BT: padded(x_BT, 1), packing)
     tiles = _Tiles(size, num_tiles, readable, scale)
-    out_BKGTV = _tiles(tiles, padded(q_BKGTC, 3), padded(k_BKTC, 2), padded(v_BKTV, 2), packing)
+    out_BKGTV = _attend_tiles(tiles, padded(q_BKGTC, 3), padded(k_BKTC, 2), padded(v_BKTV, 2), packing)
     return out_BKGTV[:, :, :, :T]
 
 
@@ -154,8 +155,7 @@ class _Tiles:
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
+def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
     return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
 
 
@@ -244,7 +244,8 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
-_tiles.defvjp(_tiles_forward, _tiles_backward)
+_attend_tiles = jax.custom_vjp(_tiles, nondiff_argnums=(0,))
+_attend_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
 def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:

@@ -1,21 +1,21 @@
-"""Kernels by output: how a CPU multiplies few rows by them.
+"""Transposed (output-major) weights, by which a CPU multiplies a few rows faster.
 
-1. x @ kernel of 2 to 16 rows reads the kernel in pieces of a few columns, down all of its rows. From memory a core reads 8 GB/s so,
-   and 21 where it reads from beginning to end. A `Transposed` kernel lies by output, [N, K], and is the left operand: it is read
-   from beginning to end.
-2. The product then comes by columns, [N, R]. A barrier keeps XLA from turning the operands back to have it by rows. What goes
-   from kernel to kernel, as in a gated ffn, can stay by columns (models/layers.py).
+1. x @ kernel of 2 to 16 rows reads the kernel in pieces of a few columns, down all of its rows: a core then reads 8 GB/s from
+   memory, and 21 GB/s if it reads in order. A `Transposed` kernel is stored output-major, [N, K], and is the left operand:
+   it is read in order.
+2. The product is column-major, [N, R]. A barrier keeps XLA from transposing the operands back. Products of products, as in
+   a gated ffn, can stay column-major (models/layers.py).
 
-Microseconds of one product in float32, 2 cores, by rows and turned:
+Microseconds of one product in float32, 2 cores:
 
-| rows x K x N | by rows | turned |
+| rows x K x N | input-major | transposed |
 |---|---|---|
 | 8 x 768 x 2304 | 470 | 356 |
 | 8 x 2304 x 768 | 522 | 330 |
 | 8 x 768 x 32000, the head of a tied embedding | 8,134 | 4,537 |
 | 32 x 256 x 1024 | 179 | 141 |
 
-With hundreds of rows a kernel is read once for many, and neither is faster for all shapes.
+With hundreds of rows a kernel is read once for many of them, and neither layout is faster for all shapes.
 
 Letters: K numbers summed over, N output channels, R rows.
 """
@@ -34,34 +34,31 @@ MODULES = ("attn", "mlp", "shared")  # of dense layers
 
 @struct.dataclass
 class Transposed:
-    """A kernel [in..., out...] by output."""
+    """A kernel [in..., out...], stored output-major."""
 
     kernel_NK: jax.Array
     out_shape: tuple[int, ...] = struct.field(pytree_node=False)  # of N
 
-    def astype(self, dtype) -> "Transposed":
-        return self.replace(kernel_NK=self.kernel_NK.astype(dtype))
+    def astype(self, dtype: jax.typing.DTypeLike) -> "Transposed":
+        """Returns the kernel in another dtype."""
+        return Transposed(self.kernel_NK.astype(dtype), self.out_shape)
 
-    def rows(self, x: jax.Array, dtype=None) -> jax.Array:
-        """x [B, T, in...] times the kernel, [B, T, out...]."""
+    def rows(self, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """Returns x [B, T, in...] times the kernel, [B, T, out...], in the dtype of x when None."""
         B, T = x.shape[:2]
         return columns(x.reshape(B * T, -1).T, self, dtype).T.reshape(B, T, *self.out_shape)
 
 
-def is_transposed(kernel) -> bool:
-    return isinstance(kernel, Transposed)
-
-
-def columns(x_KR: jax.Array, kernel: Transposed, dtype=None) -> jax.Array:
-    """The product [N, R] with rows that are given as columns; in the dtype of `x_KR` when None."""
+def columns(x_KR: jax.Array, kernel: Transposed, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Returns the product [N, R] with rows given as columns, in the dtype of `x_KR` when None."""
     out_NR = jax.lax.dot(kernel.kernel_NK, x_KR, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(out_NR.astype(dtype or x_KR.dtype))
 
 
 def transpose(params: dict) -> dict:
-    """Parameters of single layers (not stacked) with the kernels of dense layers and the head turned; all else is shared.
+    """Returns parameters with the kernels of dense layers and the head transposed; all others are shared, not copied.
 
-    A tied embedding lies by output already: it is named as the head, too.
+    `params` must have single layers (not stacked). A tied embedding is output-major already: it becomes the head, too.
     """
 
     def one(path, leaf):

@@ -32,7 +32,10 @@ def test_a_transposed_kernel_gives_the_same_product(num_in, num_out, rows):
     name = "o" if num_in == 2 else "q"
     one = {"embed": normal(7, 4), "layers": {"000": {"attn": {name: jnp.asarray(kernel)}}}}
     made = cpu_transposed.transpose(one)["layers"]["000"]["attn"][name]
-    assert cpu_transposed.is_transposed(made) and made.kernel_NK.shape == (kernel[(0,) * num_in].size, x[0, 0].size)
+    assert isinstance(made, cpu_transposed.Transposed) and made.kernel_NK.shape == (
+        kernel[(0,) * num_in].size,
+        x[0, 0].size,
+    )
     got = jax.jit(layers.project)(jnp.asarray(x), made)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert got.shape == expected.shape
@@ -102,7 +105,7 @@ def test_who_decodes_with_the_weights_as_they_are(calls, monkeypatch):
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
     store = weights.Store(MODEL, mesh_lib.create({}, devices=jax.local_devices()[:1]), "int8")
     integers = store.keep(tiny.params(MODEL, 3))
-    assert int8.is_quantized(integers["embed"])
+    assert isinstance(integers["embed"], int8.Quantized)
     assert cpu_weights.TransposedWeights(MODEL).of(integers) is integers
     stacked = tiny.model(scan_layers=True)
     assert cpu_weights.TransposedWeights(stacked).of(params) is params

@@ -1,0 +1,79 @@
+"""Compares the tensors of a checkpoint with those that its config.json requires, before any parameter is read."""
+
+import difflib
+import pathlib
+
+import numpy as np
+
+from models import config as config_lib
+from models.hf import safetensors_file, tensor_names
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LISTED = 8  # names in an error; the rest are counted
+PIECE_BYTES = 8_000_000  # of each of two tensors that are compared at a time
+
+
+def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raises ValueError, listing the differences, unless `shapes` (name -> shape) has exactly the model's tensors.
+
+    Tensors that a model may ignore are allowed. `where` names the checkpoint in the message.
+    """
+    wanted = tensor_names.tensors(config)
+    # transformers writes empty tensors for zero shared experts; no tensor of ours is empty.
+    unknown = [
+        name
+        for name in shapes
+        if name not in wanted and not tensor_names.is_ignored(name, config) and 0 not in shapes[name]
+    ]
+    missing = [name for name in wanted if name not in shapes]
+    wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name].shape]
+    if not (unknown or missing or wrong):
+        return
+
+    def nearest(name):
+        close = difflib.get_close_matches(name, unknown, n=1, cutoff=0.6)
+        return f" (nearest in the file: {close[0]} {list(shapes[close[0]])})" if close else ""
+
+    lines = [f"{where} does not have the tensors of a {config.family} model with this config.json:"]
+    for title, names, line in (
+        ("missing", missing, lambda name: f"{name} {list(wanted[name].shape)}{nearest(name)}"),
+        ("of another shape", wrong, lambda name: f"{name} {list(shapes[name])}, should be {list(wanted[name].shape)}"),
+        ("unknown", unknown, lambda name: f"{name} {list(shapes[name])}"),
+    ):
+        if names:
+            lines.append(f"  {len(names)} {title}:")
+            lines += [f"    {line(name)}" for name in names[:LISTED]]
+            lines += [f"    and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    raise ValueError("\n".join(lines))
+
+
+def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:
+    """Raises ValueError if the files cannot be loaded: `check`, quantized tensors, or a head that config.json ties."""
+    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder))
+    for name in tensor_names.tensors(config):
+        dtype = reader.dtype(name)
+        if dtype.itemsize < 2 or dtype.kind in "iub":
+            raise ValueError(
+                f"tensor {name} has dtype {dtype}: quantized weights are not supported. Convert the checkpoint to bfloat16."
+            )
+    if config.tie_embeddings and HEAD in reader.names() and not _equal(reader, HEAD, EMBEDDING):
+        raise ValueError(
+            f"{folder}: config.json ties the output head to the embeddings, but {HEAD} differs from {EMBEDDING}; set "
+            "tie_word_embeddings to false in config.json, or remove the tensor that is not the model's"
+        )
+
+
+def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
+    """Returns True if two tensors have the same numbers; reads a piece at a time."""
+    one, other = map(reader.tensor, names)
+    if one.shape != other.shape:
+        return False
+    step = max(1, PIECE_BYTES * len(one) // max(one.nbytes, 1))
+    for start in range(0, len(one), step):
+        pieces = [tensor[start : start + step] for tensor in (one, other)]
+        is_equal = np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32))
+        for name, piece in zip(names, pieces, strict=True):
+            reader.forget(name, piece)
+        if not is_equal:
+            return False
+    return True

@@ -1,0 +1,72 @@
+"""Reads the header of a safetensors file: a length, a JSON object, then the bytes of the tensors.
+
+A header is untrusted: its length, offsets, dtypes and shapes are checked against the file before anything is mapped.
+"""
+
+import json
+import math
+import pathlib
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+MAX_HEADER_BYTES = 100_000_000  # that of the reference implementation
+
+
+class Entry(NamedTuple):
+    """The place of a tensor in a file; `offset` is in bytes from the start of the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read(path: pathlib.Path) -> dict[str, Entry]:
+    """Returns the tensors of a file by name. Raises ValueError, naming the file, if it breaks the format."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(
+                f"{path} is not a safetensors file: it has {size} bytes and a header of {length}. Download it again."
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _entry(path: pathlib.Path, name: str, entry, start: int, size: int) -> Entry:
+    try:
+        kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        begin, end = map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: the header entry of tensor {name} is malformed: {entry!r}") from error
+    if kind not in DTYPES:
+        raise ValueError(f"{path}: tensor {name} has dtype {kind}, which is not one of {', '.join(DTYPES)}")
+    is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0
+    if not is_inside or math.prod(shape) * DTYPES[kind].itemsize != end - begin:
+        raise ValueError(
+            f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}; the file is truncated or "
+            "its header is wrong. Download it again."
+        )
+    return Entry(DTYPES[kind], shape, start + begin)
