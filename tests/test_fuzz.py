@@ -1,8 +1,8 @@
-"""Random and mutated bytes into every parser that strangers reach: a verdict each time, in a process that is watched.
+"""Random and mutated bytes for every parser of untrusted input: a verdict each time, in a process that is watched.
 
-Mutants whose refusal reads differently from all before join the corpus, so that the search goes deeper where the parser
-has more to say: a coarse kind of coverage guidance that needs no instrumented interpreter. Each run is a process of its
-own with an alarm (no hang) and a look at its peak memory (under 1 GiB above its start); a crash is its exit status.
+Mutants with a new kind of rejection join the corpus, so that the search goes deeper where the parser has more rules: a coarse
+coverage guidance that needs no instrumented interpreter. Each run is a process of its own with an alarm (no hang) and a limit
+on its peak memory (1 GiB above its start); a crash is its exit status.
 
 Fast: some thousands of inputs. Slow: a million, half of them files and half proofs.
 """
@@ -32,7 +32,7 @@ INTERESTING = (0, 1, 2, 3, 15, 16, 0x19, 0x1C, 0x7F, 0x80, 0xFC, 0xFE, 0xFF)
 
 
 def mutate(data, rng, corpus):
-    """One to a few random changes; half of them near the end, where a Parquet file keeps what it says of itself."""
+    """Makes up to four random changes; half of them near the end, where a Parquet file has its footer."""
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         if not data:
@@ -89,7 +89,7 @@ def rollouts():
 
 
 def seeds():
-    """Whole files: ours, and what other writers' options make of them."""
+    """Returns whole files: ours, and the same rollouts with the options of other writers."""
     files = [parquet.to_bytes(list(rollouts())), parquet.to_bytes([])]
     table = pq.read_table(io.BytesIO(files[0]))
     for options in (
@@ -122,7 +122,7 @@ PROOFS = toploc.build_proofs(HIDDEN)
 
 
 def one_proof(data, rng):
-    """A mutated column of seven proofs (the last is short), whole and cut into what somebody takes for proofs."""
+    """Verifies a mutated column of seven proofs (the last is short), whole or cut at random places."""
     split = toploc.split(data, *HIDDEN.shape)
     if isinstance(split, str):
         cuts = sorted(int(cut) for cut in rng.integers(0, len(data) + 1, 6))
@@ -161,12 +161,12 @@ TARGETS = {
 
 
 def peak_kib():
-    """Of this process alone: getrusage starts with the peak of the process that forked it, and would see nothing."""
+    """The peak of this process alone; that of getrusage starts with the peak of the process that forked it."""
     return int(re.search(r"VmHWM:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 
 
 def hammer(target, count, seed):
-    """Runs in a process of its own; says how many kinds of verdict there were."""
+    """Runs in a process of its own; prints the number of kinds of verdict."""
     parse, make_seeds = TARGETS[target]
     rng, corpus = np.random.default_rng(seed), make_seeds()
     for data in corpus:

@@ -1,4 +1,4 @@
-"""One query per sequence over blocks of keys, against float64, and against itself beside other neighbours."""
+"""One query per sequence over blocks of keys, against float64, and against itself among other sequences."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ HOWS = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"window": 5}, {"window": 20}, {"s
 
 
 def case(K, G, C, V, dtype=jnp.float32, positions=POSITIONS):
-    """Blocks that hold keys up to before `positions` and rubbish behind them, a new token of each sequence, and all its keys."""
+    """Returns blocks with keys before `positions` and random ones after, a new token per sequence, and all its keys."""
     rng = np.random.default_rng(K * G + C)
     B = len(positions)
     k, v = (rng.standard_normal((B, K, S * NUM_BLOCKS, dim)).astype(dtype) for dim in (C, V))
@@ -50,7 +50,7 @@ def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, softcap=0.0, window=0,
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize(("K", "G", "C", "V"), [(2, 2, 64, 64), (1, 16, 24, 40), (3, 1, 5, 5)])
-def test_it_is_attention(K, G, C, V, how):
+def test_the_step_is_attention(K, G, C, V, how):
     how = dict(how)
     if how.pop("sinks", False):
         how["sinks_H"] = np.linspace(-1, 2, K * G, dtype=np.float32)
@@ -107,8 +107,8 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("length", [8, 16, 48])
-def test_prompts_are_laid_in_blocks(length):
-    """Part of a block, a whole one, several; rows in any order, those out of range skipped, other sequences untouched."""
+def test_prompts_are_copied_into_blocks(length):
+    """A partial block, a whole one, several; rows in any order, those out of range skipped, other sequences untouched."""
     rng = np.random.default_rng(length)
     k, v = (rng.standard_normal((2, 3, length, 4)).astype(np.float32) for _ in range(2))
     old = cpu_decode_attention.Blocks(jnp.full((NUM_BLOCKS, 4, 3, 4, S), 7.0), jnp.full((NUM_BLOCKS, 4, 3, S, 4), 7.0))
@@ -122,7 +122,7 @@ def test_prompts_are_laid_in_blocks(length):
 
 
 @pytest.mark.parametrize(("capacity", "blocks", "size"), [(1, 1, 16), (96, 1, 96), (129, 2, 80), (288, 3, 96)])
-def test_blocks_hold_the_capacity(capacity, blocks, size):
+def test_blocks_have_the_capacity(capacity, blocks, size):
     model = tiny.model()
     made = jax.eval_shape(lambda: kv_cache.create_slots(model, 4, capacity))
     assert len(made) == model.num_layers

@@ -1,4 +1,4 @@
-"""Slots in two lanes: the bits of an engine that has one lane's slots, whatever lane a request came to.
+"""Sub-batches: a request gets the bits of an engine with the slots of one sub-batch, in either of them.
 
 The oracle is an engine of half as many slots, which runs one call at a time.
 """
@@ -8,49 +8,29 @@ import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_decode_attention, cpu_sub_batches, decode_state
+from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import rules
 from tests.support import shapes, tiny
 
 MODEL = tiny.model()
 WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8)
 WAIT_S = 60
 Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), max_tokens=40)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def several_blocks():
-    """Of keys, in the cache of so small an engine (decode_attention.py)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
-        yield
-
-
-def params(model):
-    rng = np.random.default_rng(5)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * model.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
 def engine(model=MODEL, **changes):
-    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml(), params(model))
+    params = jax.device_put(tiny.params(model, 5))
+    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml(), params)
 
 
 def complete(made, requests, cancelled=()):
-    """What each request gets, all of them asked for at once; some more are given up while they run."""
+    """Returns the completions of requests submitted together, while `cancelled` ones start and are given up."""
     scheduler = scheduler_lib.Scheduler(made, made.load_params(), 0)
     others = [scheduler.submit(request) for request in cancelled]
     futures = [scheduler.submit(request) for request in requests]
@@ -62,8 +42,8 @@ def complete(made, requests, cancelled=()):
     return results
 
 
-def test_a_request_gets_the_bits_of_an_engine_of_one_lane():
-    """Of every kind, in slots of both lanes: proofs, also of windows that only the host sees end, and what few ask for."""
+def test_a_request_gets_the_bits_of_an_engine_of_one_sub_batch():
+    """Requests of every kind in slots of both: proofs, also of windows that only the host ends, and optional outputs."""
     requests = [Ask(seed=seed, proofs=seed % 2 == 0, max_tokens=30 + seed) for seed in range(7)]
     requests += [Ask(seed=seed, num_samples=3, raw_logprobs=True, top_logprobs=4, temperature=0.7) for seed in (20, 30)]
     text = complete(engine(num_slots=4), [Ask(seed=41)])[0][0].tokens
@@ -86,8 +66,8 @@ def test_experts_are_those_of_the_slot():
 
 
 @pytest.mark.parametrize("slot", [1, 6])
-def test_one_slot_of_either_lane(slot):
-    """JetStream's contract: the other lane's slots stay empty."""
+def test_one_slot_of_either_sub_batch(slot):
+    """JetStream's contract: the other sub-batch's slots stay empty."""
     made, alone = engine(), engine(num_slots=4)
     tokens_T = np.array([104, 101, 108, 108, 111, 0, 0, 0], np.int32)
     got = []
@@ -106,23 +86,23 @@ def test_one_slot_of_either_lane(slot):
         np.testing.assert_array_equal(a, b)
 
 
-def test_how_many_lanes():
+def test_the_number_of_sub_batches():
     assert cpu_sub_batches.count(MODEL, 8) == cpu_sub_batches.count(shapes.model("4m"), 64) == 2
     assert cpu_sub_batches.count(MODEL, 6) == cpu_sub_batches.count(MODEL, 9) == 1  # too few, or no halves
     assert cpu_sub_batches.count(shapes.model("100m"), 64) == 1  # weights that no cache holds
     assert cpu_sub_batches.count(dataclasses.replace(MODEL, scan_layers=True), 64) == 1
 
 
-def test_lanes_run_at_the_same_time():
-    """Each waits for the other; one after the other, the barrier breaks. The first time, the first compiles for all."""
+def test_sub_batches_run_at_the_same_time():
+    """Each waits for the other, so sequential calls break the barrier. The first time, one compiles for all."""
     barrier = threading.Barrier(2, timeout=WAIT_S)
     states = engine().init_decode_state()
     assert isinstance(states, cpu_sub_batches.SubBatches)
-    calls, side_by_side = [], cpu_sub_batches.ConcurrentDecoder()
+    calls, concurrently = [], cpu_sub_batches.ConcurrentDecoder()
 
     def run(state):
         calls.append(threading.current_thread().name)
         return len(calls) <= 2 or barrier.wait()
 
-    assert side_by_side(run, states) == [True, True] and len(set(calls)) == 1
-    assert sorted(side_by_side(run, states)) == [0, 1] and len(set(calls[2:])) == 2
+    assert concurrently(run, states) == [True, True] and len(set(calls)) == 1
+    assert sorted(concurrently(run, states)) == [0, 1] and len(set(calls[2:])) == 2

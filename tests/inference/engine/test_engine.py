@@ -1,6 +1,6 @@
-"""The engine against the learner's own forward pass, against itself in other company, and under a stock JetStream Driver.
+"""The engine against the learner's own forward pass, against itself among other requests, and under a stock JetStream Driver.
 
-What is generated is a pure function of weights, prompt, sampling parameters and seed. Equalities between two ways of
+A completion is a pure function of weights, prompt, sampling parameters and seed. Equalities between two ways of
 driving the engine are bitwise; those with `apply`, a program of other shapes, have a float32 tolerance.
 """
 
@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from inference.engine import (
-    cpu_decode_attention,
+    decode_state,
     jetstream_shim,  # noqa: F401  (before jetstream itself)
     kv_cache,
     sampler,
 )
-from inference.engine import decode_state as state_lib
 from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
 from inference.proofs import toploc
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
@@ -34,24 +34,8 @@ CAPACITY = 96  # more than 64 + 16: the ring of hidden states goes round
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=5)
 TOKENIZER = tokenizer_lib.byte_chatml()
 NO_SLOT = CONFIG.num_slots
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """A request, as a test states it."""
-
-    prompt: tuple[int, ...]
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 12
-    stop_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    proofs: bool = False
-    raw_logprobs: bool = False
-    top_logprobs: int = 0
+Ask = functools.partial(request_lib.GenerateRequest, max_tokens=12)
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
 @functools.cache
@@ -64,14 +48,6 @@ def engine(steps_per_call=CONFIG.steps_per_call):
     return engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, steps_per_call=steps_per_call), TOKENIZER, params())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def several_blocks():
-    """Of keys, in the cache of so small an engine (decode_attention.py)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
-        yield
-
-
 class Bench:
     """Drives the engine by hand: prefill one or two prompts, put rows into slots, generate, collect."""
 
@@ -82,22 +58,22 @@ class Bench:
         self.logprobs = {slot: [] for slot in range(CONFIG.num_slots)}
 
     def prefill(self, *asks):
-        T = self.engine.bucket(max(len(ask.prompt) for ask in asks))
+        T = self.engine.bucket(max(len(ask.tokens) for ask in asks))
         tokens_PT, length_P = np.zeros((2, T), np.int32), np.ones((2,), np.int32)
         for row, ask in enumerate(asks):
-            length_P[row] = len(ask.prompt)
-            tokens_PT[row, : length_P[row]] = ask.prompt
+            length_P[row] = len(ask.tokens)
+            tokens_PT[row, : length_P[row]] = ask.tokens
         return self.engine.prefill_batch(params(), tokens_PT, length_P), asks
 
     def insert(self, prefix, *starts):
-        """`prefix` is what `prefill` gave; each start is (row of the prefix, slot, seed)."""
+        """Starts rows of a prefill; each start is (row, slot, seed)."""
         prefix, asks = prefix
         rows, slots = np.zeros((4,), np.int32), np.full((4,), NO_SLOT, np.int32)
         for i, (row, slot, _) in enumerate(starts):
             rows[i], slots[i] = row, slot
             self.tokens[slot], self.logprobs[slot] = [], []
         requests = [dataclasses.replace(asks[row], seed=seed) for row, _, seed in starts]
-        arrays = state_lib.request_arrays(requests, 4)
+        arrays = decode_state.request_arrays(requests, 4)
         self.state = self.engine.insert_batch(prefix, rows, self.state, slots, arrays)
 
     def generate(self, calls=1):
@@ -119,7 +95,7 @@ class Bench:
 
 @functools.cache
 def alone(ask, slot=0):
-    """What `ask` gives in an engine of its own."""
+    """Returns the completion of a request in an engine of its own."""
     bench = Bench()
     bench.insert(bench.prefill(ask), (0, slot, ask.seed))
     bench.run()
@@ -160,20 +136,20 @@ def test_logprobs_are_those_of_teacher_forcing(ask):
     ask = dataclasses.replace(ask, max_tokens=40)
     tokens, logprobs = alone(ask)
     assert len(tokens) == len(logprobs) == 40 and len(set(tokens)) > 3
-    _, logits_JV = teacher_forced(ask.prompt, tokens)
+    _, logits_JV = teacher_forced(ask.tokens, tokens)
     expected = log_softmax(logits_JV / (ask.temperature or 1.0))[np.arange(40), tokens]
     # float32 on both sides, sums over 96 masked keys against sums over the keys there are: measured 2.4e-6.
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
     # Token j is at position len(prompt) + j: the argmax with the noise of exactly that position.
-    positions = np.arange(len(ask.prompt), len(ask.prompt) + 40)
+    positions = np.arange(len(ask.tokens), len(ask.tokens) + 40)
     noise_JV = np.asarray(sampler.noise(np.full(40, ask.seed, np.uint32), positions, MODEL.vocab_size))
     noised_JV = logits_JV / ask.temperature + noise_JV if ask.temperature else logits_JV
     np.testing.assert_array_equal(tokens, noised_JV.argmax(axis=-1))
 
 
-def test_filtered_logprobs_are_normalised_over_what_is_kept():
+def test_filtered_logprobs_are_normalized_over_kept_tokens():
     tokens, logprobs = alone(SIEVED)
-    _, logits_JV = teacher_forced(SIEVED.prompt, tokens)
+    _, logits_JV = teacher_forced(SIEVED.tokens, tokens)
     for token, logprob, logits in zip(tokens, logprobs, logits_JV, strict=True):
         p = np.exp(log_softmax(logits / 1.3))
         order = np.argsort(-p)[:20]
@@ -194,14 +170,14 @@ def test_the_ring_holds_the_hidden_states_that_predicted_the_last_tokens():
     rings[35] = np.asarray(bench.state.ring).view(jnp.bfloat16)
     bench.run()
     tokens, _ = bench.result(2)
-    assert len(tokens) == CAPACITY - len(ask.prompt)
+    assert len(tokens) == CAPACITY - len(ask.tokens)
     rings[len(tokens)] = np.asarray(bench.state.ring).view(jnp.bfloat16)
-    hidden_JD, _ = teacher_forced(ask.prompt, tokens)
+    hidden_JD, _ = teacher_forced(ask.tokens, tokens)
     for count, ring in rings.items():
         assert ring.shape == (4, 2, 32, MODEL.model_dim)
         for j in range(max(0, count - 64), count):
             got = ring[2].reshape(64, -1)[j % 64].astype(np.float64)
-            # Half a unit of bfloat16 (2^-8 of the value) for the rounding, and what float32 differs by before it.
+            # Half a unit of bfloat16 (2^-8 of the value) for the rounding, and the float32 difference before it.
             assert (np.abs(got - hidden_JD[j]) <= 2**-8 * np.abs(hidden_JD[j]) + 2e-5).all(), (count, j)
     assert not rings[len(tokens)][0].astype(np.float32).any()  # slot 0 was never used
 
@@ -223,10 +199,10 @@ def test_proofs_are_of_windows_that_were_asked_for():
                 if indices[which, slot].any():
                     found[which, slot] = before, toploc.encode(indices[which, [slot]], bits[which, [slot]])[0]
     assert {key: before for key, (before, _) in found.items()} == {(0, 1): 30, (1, 1): 35}
-    hidden_JD, _ = teacher_forced(ask.prompt, bench.tokens[1])
+    hidden_JD, _ = teacher_forced(ask.tokens, bench.tokens[1])
     results = toploc.verify_proofs(hidden_JD, [found[0, 1][1], found[1, 1][1]])
     assert [result.reason for result in results] == ["ok", "ok"]
-    # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are there.
+    # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are.
     assert max(result.exp_mismatches for result in results) <= 2
 
 
@@ -266,7 +242,7 @@ def test_samples_of_one_prefill_equal_requests_of_their_own():
 
 def test_a_longer_bucket_changes_no_token():
     """Another program prefills: log-probabilities agree to float32, tokens are drawn by the same noise."""
-    long = dataclasses.replace(OTHER, prompt=OTHER.prompt * 2)  # 30 tokens
+    long = dataclasses.replace(OTHER, tokens=OTHER.tokens * 2)  # 30 tokens
     assert [engine().bucket(n) for n in (1, 16, 17, 30, 65)] == [16, 16, 32, 32, 96]
     bench = Bench()
     bench.insert(bench.prefill(dataclasses.replace(HELLO, max_tokens=8), long), (0, 0, HELLO.seed), (1, 1, long.seed))
@@ -274,7 +250,7 @@ def test_a_longer_bucket_changes_no_token():
     tokens, logprobs = alone(dataclasses.replace(HELLO, max_tokens=8))
     assert bench.tokens[0] == tokens
     np.testing.assert_allclose(bench.logprobs[0], logprobs, rtol=0, atol=1e-5)
-    _, logits_JV = teacher_forced(long.prompt, bench.tokens[1])
+    _, logits_JV = teacher_forced(long.tokens, bench.tokens[1])
     expected = log_softmax(logits_JV / long.temperature)[np.arange(len(logits_JV)), bench.tokens[1]]
     np.testing.assert_allclose(bench.logprobs[1], expected, rtol=0, atol=1e-5)
 
@@ -299,7 +275,7 @@ def test_new_weights_take_effect_at_the_next_call():
     expected_tokens, expected_logprobs = alone(ask)
     assert bench.tokens[0] + tokens[0].tolist() == expected_tokens
     assert bench.logprobs[0] == expected_logprobs[:5]
-    _, logits_JV = teacher_forced(ask.prompt, expected_tokens)
+    _, logits_JV = teacher_forced(ask.tokens, expected_tokens)
     doubled = log_softmax(2 * logits_JV)[np.arange(5, 10), expected_tokens[5:]]
     np.testing.assert_allclose(logprobs[0], doubled, rtol=0, atol=2e-5)  # twice the error of float32 logits
 
@@ -327,8 +303,8 @@ def test_a_stop_id_ends_the_sequence_and_is_kept():
 def test_a_sequence_ends_where_the_cache_does():
     full = dataclasses.replace(HELLO, max_tokens=10**6)
     tokens, logprobs = alone(full)
-    assert len(full.prompt) + len(tokens) == CAPACITY
-    _, logits_JV = teacher_forced(full.prompt, tokens)
+    assert len(full.tokens) + len(tokens) == CAPACITY
+    _, logits_JV = teacher_forced(full.tokens, tokens)
     expected = log_softmax(logits_JV)[np.arange(len(tokens)), tokens]
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)  # up to the last column of the cache
 
@@ -416,9 +392,7 @@ def drive(orchestrator, engine, prompts, max_tokens):
 
         return await asyncio.wait_for(asyncio.gather(*map(drain, channels)), timeout=60)
 
-    loop = (
-        asyncio.new_event_loop()
-    )  # closed after the Driver has stopped: its threads still speak to it when all is said
+    loop = asyncio.new_event_loop()  # closed after the Driver has stopped, because its threads use it until then
     try:
         return loop.run_until_complete(collect())
     finally:
@@ -426,9 +400,7 @@ def drive(orchestrator, engine, prompts, max_tokens):
         loop.close()
 
 
-@pytest.mark.parametrize(
-    "num_slots", [4, 8]
-)  # one lane, and two (lanes.py), whose slots are run four at a time as well
+@pytest.mark.parametrize("num_slots", [4, 8])  # one sub-batch, and two of four slots
 def test_a_stock_jetstream_driver_runs_the_engine(orchestrator, num_slots):
     """The same tokens as by hand. The Driver's own defaults: temperature 1, seed 0; the stop id is not handed out.
 

@@ -1,4 +1,4 @@
-"""Which experts each token went to, as a client that replays them gets it.
+"""The routed experts of each token, as a client that replays them gets them.
 
 The oracle is `transformer.apply` over prompt and completion, a program of other shapes; how its routers choose is
 checked against a definition in tests/models/test_moe.py.
@@ -70,7 +70,7 @@ def oracle(tokens):
 
 
 def check(prompt, completion):
-    """As sets: two experts of nearly the same score may change places between programs."""
+    """Compares sets: two experts of nearly the same score may change places between programs."""
     expected, got = oracle((*prompt, *completion.tokens)), completion.experts
     assert got.dtype == np.uint8 and got.shape == expected.shape == (len(prompt) + len(completion.tokens) - 1, 2, 2)
     np.testing.assert_array_equal(np.sort(got, axis=-1), np.sort(expected, axis=-1))
@@ -94,9 +94,7 @@ def test_experts_are_those_of_the_whole_sequence(server):
     (again,) = submit(Request(long, max_tokens=13, seed=2)).result(WAIT_S)
     assert again.num_cached == 50
     np.testing.assert_array_equal(again.experts, one.experts)
-    (alone,) = submit(Request((5,), max_tokens=1, seed=3)).result(
-        WAIT_S
-    )  # a prompt of one token is run by decode alone
+    (alone,) = submit(Request((5,), max_tokens=1, seed=3)).result(WAIT_S)  # one token: run by decode only
     check((5,), alone)
     (silent,) = submit(Request(short, max_tokens=2, routed_experts=False)).result(WAIT_S)
     assert silent.experts is None
@@ -114,7 +112,7 @@ def decoded(field):
 
 
 def test_the_field_of_the_reply(ask, server):
-    """Every layer has its place; `start` leaves out what an earlier turn told; the key comes where clients search it."""
+    """Every layer has its place, `start` leaves out rows of an earlier turn, and the key comes where clients search it."""
     body = {"token_ids": HELLO, "sampling_params": {"max_tokens": 7, "seed": 4, "ignore_eos": True}}
     response = ask("/inference/v1/generate", body)
     assert b'"routed_experts":{"data":"' in response.content
@@ -134,8 +132,8 @@ def test_the_field_of_the_reply(ask, server):
     np.testing.assert_array_equal(np.sort(both[:, [0, 2]]), np.sort(expected))
 
 
-def test_who_gets_the_field(ask):
-    """Who asks on the token route, unless refused; on the text routes, who asks for it or for ids."""
+def test_which_replies_have_the_field(ask):
+    """The token route has it by default; the text routes if the request wants it or token ids."""
     sampling = {"max_tokens": 2, "seed": 1}
     plain = ask("/inference/v1/generate", {"token_ids": HELLO, "sampling_params": sampling})
     refused = {"token_ids": HELLO, "sampling_params": sampling | {"return_routed_experts": False}}
@@ -160,7 +158,7 @@ def test_a_start_that_cannot_be(ask, start, words):
     assert response.status_code == 400 and words in response.json()["error"]["message"]
 
 
-def test_a_server_that_records_none_says_so():
+def test_a_server_that_records_no_experts_rejects_requests_for_them():
     engine = engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, routed_experts=False), TOKENIZER, params())
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
     with pytest.raises(ValueError, match="Start it with --routed_experts"):

@@ -1,6 +1,6 @@
 """The sampler: noise against a threefry written in numpy, filters against sets, frequencies against the softmax.
 
-A rollout is replayed by whoever doubts it, maybe on another version of JAX: noise that changes is a broken proof, so its
+A validator replays a rollout, maybe on another version of JAX: noise that changes is a broken proof, so its
 bits are pinned here.
 """
 
@@ -78,7 +78,7 @@ def test_noise_equals_the_oracle():
 
 
 def test_noise_bits_are_pinned():
-    """The uniform bits behind (seed 7, position 1), read back from the noise; no release of anything may change them."""
+    """The uniform bits of (seed 7, position 1), read back from the noise; no release of anything may change them."""
     pinned = [2899676959, 3548400998, 1692160380, 1822441453, 900059358, 2247291750]
     assert oracle_bits(7, 1, 6) == pinned
     uniform = np.exp(-np.exp(-np.asarray(noise(SEEDS[2:3], POSITIONS[2:3], 6)[0], np.float64)))

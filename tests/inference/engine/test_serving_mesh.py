@@ -1,4 +1,4 @@
-"""A server over a mesh: the tokens of one device, a state that stays where it is, and meshes that cannot be.
+"""A server over a mesh: the tokens of one device, a state that keeps its layout, and impossible meshes.
 
 Meshes are of fake CPU devices, in float32. The oracle is the same scheduler on one device, without a mesh.
 """
@@ -8,7 +8,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,18 +48,11 @@ ASKS = (
 
 @functools.cache
 def params(name, version=0):
-    model, rng = MODELS[name], np.random.default_rng(version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * model.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+    return jax.device_put(tiny.params(MODELS[name], version))
 
 
 def make(name, config=CONFIG, **axes):
-    """(engine, weights) on a mesh; of no axes: on one device, without any."""
+    """Returns (engine, weights) on a mesh; without axes, on one device."""
     if not axes:
         return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), params(name)), params(name)
     mesh = mesh_lib.create(axes, jax.devices()[: int(np.prod(list(axes.values())))])
@@ -130,7 +122,7 @@ COLLECTIVE = re.compile(
     ],
 )
 def test_the_state_stays_where_it_is(name, axes):
-    """generate: as it came in, so it goes out, in place; and nothing as large as a layer's keys travels."""
+    """generate returns the state in its layout and in place, and communicates nothing as large as a layer's keys."""
     capacity = 768  # a layer of keys is then larger than logits, or the windows that proofs are made of
     engine, placed = make(name, dataclasses.replace(CONFIG, max_model_len=capacity), **axes)
     state = engine.init_decode_state()
@@ -152,7 +144,7 @@ def test_the_state_stays_where_it_is(name, axes):
 
 @pytest.mark.slow
 def test_calls_between_generates_leave_the_layout_alone():
-    """insert, deactivate, a chunk and a swap of weights: the next generate finds what it was compiled for."""
+    """insert, deactivate, a chunk and new weights: none makes generate compile again."""
     engine, placed = make("mixed", expert=2, tensor=2, data=2)
     scheduler = scheduler_lib.Scheduler(engine, placed, 0)
     scheduler.submit(ASKS[1]).result(WAIT_S)
@@ -190,7 +182,7 @@ def test_an_impossible_mesh_is_refused(axes, words):
 
 
 def test_layouts_by_hand():
-    """What a device holds of a cache and a state, against a table."""
+    """The fraction of a cache and a state on each device equals a table."""
     mesh = mesh_lib.create({"data": 2, "expert": 2, "tensor": 2})
     cache = jax.eval_shape(functools.partial(kv_cache.create, DENSE, 8, 96))
     layout = kv_cache.layout(cache, mesh)
@@ -206,7 +198,7 @@ def test_layouts_by_hand():
 
 
 def test_a_run_starts_its_server_on_the_mesh_of_its_config(tmp_path):
-    """Whether it answers there is the affair of tests/rl/test_train.py."""
+    """Checks the command; tests/rl/test_train.py runs one."""
     config = quickstart.get_config()
     plain = experiment.resolve(config)
     config.inference.mesh.tensor, config.inference.mesh.data = 2, -1

@@ -1,6 +1,6 @@
-"""TOPLOC: bytes of the reference, an integer oracle, and proofs that a stranger made up.
+"""TOPLOC: bytes of the reference, an integer oracle, and forged proofs.
 
-fixtures/toploc/README.md says where the vectors come from and what may be asked of each.
+fixtures/toploc/README.md describes the origin and the limits of each vector.
 """
 
 import base64
@@ -202,14 +202,14 @@ def test_more_chunks_than_one_batch():
 
 @pytest.mark.parametrize("way", [toploc._by_heap, toploc._by_counting])
 def test_device_topk_equals_the_host_path(monkeypatch, way):
-    """Both ways, whatever the platform that the tests run on would take."""
+    """Both ways, on any platform that the tests run on."""
     # Mutations seen to fail here: 14 passes for 15; ties kept to the last instead of the first.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda magnitude, **ways: way(magnitude, k=128))
     rng = np.random.default_rng(2)
     values = rng.standard_normal((14, 32 * 40)).astype(np.float32)
     values[1] = np.round(values[1])  # a handful of magnitudes: ties everywhere
     values[2] = 0
-    values[3, 3 * 40 :] = 0  # a chunk of three rows, zero behind: 120 values < topk
+    values[3, 3 * 40 :] = 0  # a chunk of three rows, zero after them: 120 values < topk
     values[4] *= 1e-40  # subnormal
     values[5, :2] = [np.inf, -3e38]
     values = values.astype(jnp.bfloat16)
@@ -239,7 +239,7 @@ def test_proofs_of_windows_on_the_device_are_those_of_their_rows(dim):
     got = proof_window.encode(sizes, indices[there], bits[there], dim)
     assert got == [toploc.build_proofs(block)[0] for block in expected]
     assert not indices[~np.asarray(there)].any() and not bits[~np.asarray(there)].any()
-    # The host ends sequence 4 after 35 rows, and sequence 1 after 33: behind those the device has written more.
+    # The host ends sequence 4 after 35 rows, and sequence 1 after 33; the device has written more rows after them.
     tops = map(np.asarray, proof_window.top_values(ring, np.array([4, 1]), np.array([1, 1]), np.array([3, 1])))
     got = proof_window.encode([3, 1], *tops, dim)
     assert got == [toploc.build_proofs(rows[4, 32:35])[0], toploc.build_proofs(rows[1, 32:33])[0]]

@@ -1,4 +1,4 @@
-"""The rollout record: what was written is what is read, and what a stranger wrote is refused with a reason."""
+"""Rollouts: a file reads back as it was written, and an invalid one is rejected with a reason."""
 
 import dataclasses
 import io
@@ -105,7 +105,7 @@ def test_write_is_atomic_and_creates_the_parent(tmp_path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
 
     def no_rename(*_):
-        assert not list(path.parent.glob("b*"))  # nobody sees it before the rename
+        assert not list(path.parent.glob("b*"))  # not visible before the rename
         raise OSError("disk is gone")
 
     monkeypatch.setattr(os, "replace", no_rename)
@@ -385,7 +385,7 @@ def test_mutated_files_are_refused_or_read_and_nothing_else_happens():
         else:
             assert all(rollout_lib.validate(rollout) is None for rollout in rollouts)
             accepted += 1
-            for rollout in rollouts:  # what is not refused is either what was signed, or has a broken signature
+            for rollout in rollouts:  # a file that is not rejected is as signed, or has a broken signature
                 same = any(rollout_lib.digest(rollout) == rollout_lib.digest(original) for original in signed)
                 assert rollout_lib.signature_ok(rollout) <= same
     assert refused > 300 and accepted > 10

@@ -1,4 +1,4 @@
-"""The scheduler: what a request gets depends on the request and the weights alone, and no future is left hanging.
+"""The scheduler: a completion depends on its request and the weights alone, and no future is left hanging.
 
 `Stepped` engines run one `generate` call per permit, so that a test knows between which calls its message arrives.
 Equalities between two schedules of one program are bit for bit.
@@ -10,18 +10,15 @@ import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_decode_attention
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import arrivals
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import rules
 from tests.support import tiny
 
 MODEL = tiny.model()
@@ -29,27 +26,12 @@ K = 8
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=96, prefill_batch=2, steps_per_call=K)
 WAIT_S = 60  # far more than anything here takes: a future that hangs fails its test
 Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), seed=11, max_tokens=24)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def several_blocks():
-    """Of keys, in the cache of so small an engine (decode_attention.py)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
-        yield
+pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
 @functools.cache
 def params(version=0):
-    """Matrices of unit gain drawn by numpy: tokens are far from uniform, and two versions far from each other."""
-    rng = np.random.default_rng(100 + version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    return jax.device_put(tiny.params(MODEL, 100 + version))
 
 
 def engine(kind=engine_lib.Engine, steps_per_call=K):
@@ -70,7 +52,7 @@ class Stepped(engine_lib.Engine):
         return super().generate(params, state)
 
     def step(self, act=lambda: None):
-        """Lets one call run; what `act` sends to the scheduler is read after this call, before the next."""
+        """Lets one call run; messages of `act` are read after this call, before the next."""
         assert self.entered.acquire(timeout=WAIT_S)
         result = act()
         self.permits.release()
@@ -101,13 +83,13 @@ def start():
 
 @pytest.fixture(scope="module")
 def alone():
-    """What a request gets with a scheduler to itself."""
+    """Returns the completions of a request in a scheduler of its own."""
     quiet = scheduler_lib.Scheduler(engine(), params(), 0)
     yield functools.cache(lambda request: quiet.submit(request).result(WAIT_S))
     quiet.close()
 
 
-# ---- what a request gets ---------------------------------------------------------------------------------------------
+# ---- completions ------------------------------------------------------------------------------------------------------
 
 
 def test_samples_share_a_prefill_and_count_their_seeds_up(start, alone):
@@ -160,7 +142,7 @@ def test_the_number_of_steps_per_call_changes_no_token(start, alone):
 
 
 def test_where_a_completion_ends(alone):
-    """At a stop id, which is kept; after max_tokens; where the context does. The tokens are those of the longest run."""
+    """A completion ends at a stop id, which is kept, after max_tokens, or with the context; its tokens are unchanged."""
     (full,) = alone(Ask(max_tokens=10**9))
     assert len(full.tokens) == CONFIG.max_model_len - 5 and full.finish_reason == "length"
     for at in (0, K - 1, K, 17):
@@ -212,7 +194,7 @@ def test_where_a_completion_ends(alone):
         ({"stop_ids": (1, 2**40)}, f"stop token id {2**40} is outside the vocabulary of 272"),
     ],
 )
-def test_what_is_refused(start, changes, message):
+def test_invalid_requests_are_rejected(start, changes, message):
     scheduler = start(max_queue=1)
     with pytest.raises(ValueError, match=message):
         scheduler.submit(dataclasses.replace(Ask(), **changes))
@@ -287,7 +269,7 @@ def test_proofs_are_of_the_hidden_states_of_apply(alone):
         rows_ND = hidden_TD[len(prompt) - 1 : -1]  # row j predicted new token j
         results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
         assert [result.reason for result in results] == ["ok"] * 3
-        # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are there.
+        # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are.
         assert max(result.exp_mismatches for result in results) <= 2
         assert max(result.mantissa_mean for result in results) < 0.1
         shifted_ND = hidden_TD[len(prompt) :]  # the wrong rows
@@ -301,7 +283,7 @@ def test_proofs_are_of_the_hidden_states_of_apply(alone):
 
 def test_a_cancelled_request_frees_its_slots(start, alone):
     scheduler, stepped = start(Stepped)
-    running = scheduler.submit(Ask(num_samples=7, max_tokens=90))  # four in slots, three ready behind them
+    running = scheduler.submit(Ask(num_samples=7, max_tokens=90))  # four in slots, three ready
     other = stepped.step(lambda: scheduler.submit(Ask()))
     waiting = scheduler.submit(Ask(seed=99))
     assert scheduler.num_pending == 3 and scheduler.num_running == 4
@@ -312,7 +294,7 @@ def test_a_cancelled_request_frees_its_slots(start, alone):
     assert scheduler.stats["aborted"] == 4 and scheduler.stats["samples"] == 1 and scheduler.is_alive
 
 
-def test_a_full_queue_says_so(start):
+def test_a_full_queue_rejects_requests(start):
     scheduler, stepped = start(Stepped, max_queue=2)
     futures = [scheduler.submit(Ask(seed=seed)) for seed in range(2)]
     with pytest.raises(scheduler_lib.Overloaded, match="2 requests are pending"):
@@ -323,7 +305,7 @@ def test_a_full_queue_says_so(start):
     assert all(future.result(WAIT_S) for future in futures)
 
 
-def test_close_fails_what_is_pending(start):
+def test_close_fails_pending_requests(start):
     scheduler, stepped = start(Stepped)
     futures = [scheduler.submit(Ask(num_samples=3, max_tokens=90, seed=seed)) for seed in range(4)]
     closer = threading.Thread(target=scheduler.close)
@@ -337,7 +319,7 @@ def test_close_fails_what_is_pending(start):
     with pytest.raises(scheduler_lib.Closed):
         scheduler.submit(Ask())
     with pytest.raises(scheduler_lib.Closed):
-        scheduler.update(params(1), 1)  # nobody would ever answer it
+        scheduler.update(params(1), 1)  # its future would hang
     scheduler.close()  # again
 
 
@@ -364,7 +346,7 @@ def test_no_future_hangs_when_submitters_race_with_close(start):
 
 @pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "read_proofs"])
 def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, monkeypatch, method):
-    """Those in slots, those prefilled, those in the very call, and those that wait."""
+    """Requests in slots, prefilled, in the failing call, and waiting."""
 
     class Broken(Exception):
         pass
@@ -426,7 +408,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(chunked, alone):
         assert got.tokens == expected.tokens and len(got.tokens) == 96 - length
         np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
     assert scheduler.stats["prefill_calls"] == 2  # 15 and 16
-    assert scheduler.stats["prefill_chunks"] == 2 + 1 + 1 + 2 + 1  # of 17, then what 32, 33, 64, 70 have beyond those
+    assert scheduler.stats["prefill_chunks"] == 2 + 1 + 1 + 2 + 1  # of 17, then the rest of 32, 33, 64, 70
 
 
 def test_reuse_changes_no_bit(chunked):
@@ -534,7 +516,7 @@ def test_calls_end_where_a_slot_is_due(start):
     assert scheduler.stats["decode_steps"] == max(ends)
 
 
-# ---- ends that the device does not know of ---------------------------------------------------------------------------
+# ---- ends that the device does not see -------------------------------------------------------------------------------
 
 
 def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
@@ -552,8 +534,8 @@ def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypat
     assert seen == [0, K // 4, 2 * (K // 4), 2 * (K // 4) + K] and len(future.result(WAIT_S)[0].tokens) == 24
 
 
-def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
-    """Up to as many as there are slots; not for one who comes late, and not for ever."""
+def test_an_idle_engine_gathers_requests(start, monkeypatch):
+    """It waits for as many as there are slots, but not for a late one, and not for ever."""
     monkeypatch.setattr(arrivals, "GAP_S", WAIT_S)
     scheduler, stepped = start(Stepped)
     futures = [scheduler.submit(Ask(seed=seed, max_tokens=1)) for seed in range(3)]
@@ -578,11 +560,11 @@ def test_an_idle_engine_waits_for_who_comes_close_behind(start, monkeypatch):
 
 @pytest.mark.parametrize("at", [2, K - 1, K, 19])
 def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
-    """Before, at and after the border of a call. The slot is free for another."""
+    """The token is before, at and after the end of a call. The slot is free for another request."""
     ask = Ask(max_tokens=40, stop_texts=("never said",), proofs=True)
     (full,) = alone(ask)
     assert full.finish_reason == "length"
-    byte = next(token for token in full.tokens[at:] if token < 128)  # a character of its own, whatever is around it
+    byte = next(token for token in full.tokens[at:] if token < 128)  # a character of its own in any text
     text, end = chr(byte), full.tokens.index(byte) + 1
     scheduler, stepped = start(Stepped)
     future = scheduler.submit(dataclasses.replace(ask, stop_texts=("never said", text)))
@@ -596,7 +578,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(start, alone, at):
     assert [f.result(WAIT_S) for f in others] == [alone(Ask(seed=seed, max_tokens=12)) for seed in range(5)]
 
 
-def test_more_stop_ids_than_the_device_holds(alone):
+def test_more_stop_ids_than_the_device_checks(alone):
     (full,) = alone(Ask(max_tokens=30))
     unused = [t for t in range(200, 272) if t not in full.tokens][:20]
     stop = full.tokens[20]
@@ -609,7 +591,7 @@ def test_more_stop_ids_than_the_device_holds(alone):
 
 
 class Poisoned(Stepped):
-    """Reads a NaN for slot 0, as a log-probability or as the top value of a window, while told to."""
+    """Reads a NaN for slot 0, as a log-probability or as the top value of a window, while a flag is set."""
 
     logprob = hidden = False
 
@@ -628,22 +610,22 @@ class Poisoned(Stepped):
         return indices, bits
 
 
-@pytest.mark.parametrize("what", ["logprob", "hidden"])
-def test_what_is_not_finite_fails_its_request_only(start, alone, what):
+@pytest.mark.parametrize("flag", ["logprob", "hidden"])
+def test_a_number_that_is_not_finite_fails_its_request_only(start, alone, flag):
     scheduler, engine = start(Poisoned)
     bad = scheduler.submit(Ask(num_samples=2, max_tokens=2 * K, proofs=True))
     good = scheduler.submit(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
-    setattr(engine, what, True)
+    setattr(engine, flag, True)
     engine.run()
     with pytest.raises(scheduler_lib.Fault, match="not finite"):
         bad.result(WAIT_S)
-    setattr(engine, what, False)
+    setattr(engine, flag, False)
     assert good.result(WAIT_S) == alone(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
     assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
     assert scheduler.num_running == scheduler.num_pending == 0 and scheduler.stats["faults"] >= 1
 
 
-def test_a_device_that_fails_once_fails_what_it_held(start, alone, monkeypatch):
+def test_a_device_that_fails_once_fails_its_requests(start, alone, monkeypatch):
     """Its state was donated and is gone; the next request finds a new one."""
     scheduler, stepped = start(Stepped)
     running = [scheduler.submit(Ask(seed=seed, max_tokens=3 * K)) for seed in range(6)]
@@ -660,7 +642,7 @@ def test_a_device_that_fails_once_fails_what_it_held(start, alone, monkeypatch):
     assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
 
 
-def test_messages_that_were_given_up_are_not_answered(start, alone):
+def test_cancelled_messages_have_no_effect(start, alone):
     """A cancelled update is not made; it must not break the thread either."""
     scheduler, stepped = start(Stepped)
     running = scheduler.submit(Ask())
@@ -676,7 +658,7 @@ def test_messages_that_were_given_up_are_not_answered(start, alone):
     assert scheduler.version == 0 and scheduler.stats["weight_updates"] == 0 and not scheduler.is_paused
 
 
-def test_close_waits_for_what_is_running(start, alone):
+def test_close_waits_for_running_requests(start, alone):
     scheduler = start()
     futures = [scheduler.submit(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
     scheduler.close(drain_s=WAIT_S)
@@ -714,7 +696,7 @@ def random_requests(rng, count):
 
 def orders_agree(count, num_orders, config=LONG):
     """The same requests in several random orders and paces, with aborted ones between, other steps per call, and midway
-    the same weights swapped in, a pause, and in every other order a restart that takes up what was in flight again."""
+    the same weights swapped in, a pause, and in every other order a restart that resumes the requests in flight."""
     rng = np.random.default_rng(7)
     requests = random_requests(rng, count)
     first = None
@@ -753,6 +735,6 @@ def test_any_order_and_any_number_of_steps_gives_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_slots", [4, 8])  # one lane, and two (lanes.py)
+@pytest.mark.parametrize("num_slots", [4, 8])  # one and two sub-batches
 def test_a_thousand_requests_in_any_order(num_slots):
     orders_agree(1000, 4, dataclasses.replace(LONG, num_slots=num_slots))

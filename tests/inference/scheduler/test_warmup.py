@@ -1,4 +1,4 @@
-"""After a warm-up no request waits for a compiler."""
+"""Requests after a warm-up wait for no compiler."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ def num_compiled():
 
 
 @pytest.mark.parametrize("every_length", [False, True])
-def test_what_is_compiled(every_length):
+def test_no_request_compiles_after_a_warm_up(every_length):
     params = jax.device_put(tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params)
     scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.compile_largest(engine, params))

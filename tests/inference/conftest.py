@@ -1,0 +1,13 @@
+"""Fixtures of the inference tests."""
+
+import pytest
+
+from inference.engine import cpu_decode_attention
+
+
+@pytest.fixture(scope="module")
+def several_blocks():
+    """Divides the keys of small test caches into several blocks of 32 positions (cpu_decode_attention.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
+        yield
