@@ -231,15 +231,6 @@ def test_a_result_does_not_depend_on_slot_neighbours_or_arrival():
     assert crowd.result(2) == expected[2] and crowd.result(3) == expected[3]
 
 
-def test_samples_of_one_prefill_equal_requests_of_their_own():
-    bench = Bench()
-    bench.insert(bench.prefill(HELLO), *((0, slot, 100 + slot) for slot in range(4)))
-    bench.run()
-    results = [bench.result(slot) for slot in range(4)]
-    assert results == [alone(dataclasses.replace(HELLO, seed=100 + slot)) for slot in range(4)]
-    assert len({tuple(tokens) for tokens, _ in results}) == 4
-
-
 def test_a_longer_bucket_changes_no_token():
     """Another program prefills: log-probabilities agree to float32, tokens are drawn by the same noise."""
     long = dataclasses.replace(OTHER, tokens=OTHER.tokens * 2)  # 30 tokens
@@ -283,23 +274,6 @@ def test_new_weights_take_effect_at_the_next_call():
 # ---- where it stops --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, 4, 5, 6, 11])
-def test_max_tokens_is_exact(max_tokens):
-    """Below, at and past a multiple of the steps per call; the tokens are those of a longer run."""
-    tokens, logprobs = alone(dataclasses.replace(HELLO, max_tokens=max_tokens))
-    longer = alone(HELLO)
-    assert (tokens, logprobs) == (longer[0][:max_tokens], longer[1][:max_tokens]) and len(tokens) == max_tokens
-
-
-def test_a_stop_id_ends_the_sequence_and_is_kept():
-    tokens, logprobs = alone(HELLO)
-    for at in (0, 3, 7):
-        end = tokens.index(tokens[at]) + 1
-        stops = (271, tokens[at], 270)  # the others are never drawn
-        assert not {270, 271} & set(tokens)
-        assert alone(dataclasses.replace(HELLO, stop_ids=stops)) == (tokens[:end], logprobs[:end])
-
-
 def test_a_sequence_ends_where_the_cache_does():
     full = dataclasses.replace(HELLO, max_tokens=10**6)
     tokens, logprobs = alone(full)
@@ -307,15 +281,6 @@ def test_a_sequence_ends_where_the_cache_does():
     _, logits_JV = teacher_forced(full.tokens, tokens)
     expected = log_softmax(logits_JV)[np.arange(len(tokens)), tokens]
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)  # up to the last column of the cache
-
-
-def test_steps_per_call_change_nothing():
-    bench = Bench(steps_per_call=1)
-    bench.insert(bench.prefill(HELLO), (0, 0, HELLO.seed))
-    bench.run()
-    tokens, logprobs = alone(HELLO)
-    assert bench.tokens[0] == tokens
-    np.testing.assert_allclose(bench.logprobs[0], logprobs, rtol=0, atol=1e-6)  # another program, the same steps
 
 
 @pytest.mark.parametrize(
