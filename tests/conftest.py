@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def compile_fast():
-    """For files whose programs run a few times on tiny arrays: LLVM at its lowest level halves their time."""
+    """Sets LLVM to its lowest level, which halves the time of files whose programs run a few times on tiny arrays."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -53,7 +53,7 @@ def modules(root, packages=PACKAGES):
 
 @functools.cache
 def imports(root, name):
-    """What a module imports, as dotted names: `from inference import client` gives inference and inference.client."""
+    """Returns the imports of a module as dotted names: `from inference import client` gives inference and inference.client."""
     path = modules(root, (*PACKAGES, "tests"))[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()

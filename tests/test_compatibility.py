@@ -1,7 +1,7 @@
 """Reads the rollouts, manifests, ledgers and working directories that commit 1e7b0e7 wrote.
 
-The fixtures and what they must be read as were written by that commit's own code (tests/fixtures/at_1e7b0e7/README.md). They
-are never written again: a test that fails here says that a format changed, and files of users are no longer read.
+The fixtures and their expected contents were written by that commit's own code (tests/fixtures/at_1e7b0e7/README.md). They
+are never written again: a failure here means that a format changed, and that users' files are no longer read.
 """
 
 import ast
@@ -168,7 +168,7 @@ def leaves(tree, prefix=""):
 
 
 def test_deltas_lead_from_each_version_to_the_next(published):
-    """Without the snapshots that they started from: only the deltas can be the way."""
+    """Checks deltas alone: the snapshots that they started from are deleted."""
     versions, key = EXPECTED["broadcast"]["versions"], EXPECTED["broadcast"]["public_key"]
     have = broadcast.pull(str(published), 0, key=key)
     for file in published.glob("v*/tensors/**/c.*"):
@@ -447,7 +447,7 @@ def host_of(workdir, step) -> str:
 
 @pytest.mark.slow
 def test_a_working_directory_is_resumed_from_its_warm_up(workdir):
-    """As after a kill before the first checkpoint of reinforcement learning."""
+    """Resumes from the warm-up, as after a kill before the first checkpoint of reinforcement learning."""
     for name in ("checkpoints", "weights"):
         shutil.rmtree(workdir / name)
     result = run(TRAIN, *flags(workdir, rl__num_steps=1))

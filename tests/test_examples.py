@@ -1,4 +1,4 @@
-"""The notebooks run as they stand, and show what they say."""
+"""Runs the notebooks as they are, and checks their results."""
 
 import json
 import pathlib

@@ -1,6 +1,6 @@
-"""The README's two commands: what they name exists, and they do what it says.
+"""Runs the README's two commands as they are written.
 
-The install half is what `.ci/run` does in a fresh environment. The quickstart runs in tests/rl/test_train.py with few steps, and here as it is.
+`.ci/run` does their installation in a fresh environment. The quickstart runs in tests/rl/test_train.py with few steps, and here as it is.
 """
 
 import pathlib
@@ -33,7 +33,7 @@ def test_there_are_two_commands_of_one_line():
 
 
 def quickstart(workdir: pathlib.Path) -> list[str]:
-    """The first command behind its installation, in this environment and for this `workdir`."""
+    """Returns the first command without its installation, in this environment and for this `workdir`."""
     python, *words, _ = shlex.split(commands()[0].split(" && ")[-1])
     assert python == "python"
     return [sys.executable, *words, f"--workdir={workdir}"]

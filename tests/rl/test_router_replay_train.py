@@ -1,4 +1,4 @@
-"""A run that replays its routers: what it asks for, what it refuses, and the whole walk."""
+"""A run with router replay: its requests, its rejections, and the whole walk."""
 
 import dataclasses
 import os

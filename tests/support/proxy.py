@@ -1,4 +1,4 @@
-"""What the tests of sources and relays share: versions written by hand, relays in threads, and a proxy that does harm.
+"""Shared by the tests of sources and relays: versions written by hand, relays in threads, and a faulty proxy.
 
 The versions are written from the contract (a directory, a journal, a manifest last), not by `publish`; their bytes are random.
 """
@@ -110,7 +110,7 @@ def wait_until(condition, timeout_s=10.0, what=""):
 
 @contextlib.contextmanager
 def running(upstream, directory=None, *, port=0, **options):
-    """A relay in threads of this process."""
+    """Runs a relay in threads of this process."""
     relay = relay_lib.Relay(
         [str(u) for u in ([upstream] if not isinstance(upstream, list) else upstream)],
         None if directory is None else str(directory),
@@ -131,9 +131,9 @@ def holds(relay, *versions):
 
 
 class Proxy:
-    """A TCP proxy to `target` (a URL). `fault(rng, body)` is asked per connection and shapes what the server sends.
+    """A TCP proxy to `target` (a URL). `fault(rng, body)` is called per connection and changes the server's bytes.
 
-    Faults: None (all passes), "refuse" (reset at once), ("reset", n) after n bytes, ("close", n) cleanly after n bytes,
+    Faults: None (all passes), "refuse" (reset immediately), ("reset", n) after n bytes, ("close", n) cleanly after n bytes,
     ("flip", n) one bit in byte n, ("rate", bytes_per_s), "stall" (silence after the request).
     """
 
@@ -163,7 +163,7 @@ class Proxy:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self):
-        """As when the process dies: connections break, and new ones are refused."""
+        """Breaks all connections and refuses new ones, as if the process died."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,9 @@
-"""A rollout server whose model says what a client's test needs to hear: a tool call where tools are offered, then an answer.
+"""An inference server with scripted completions: a tool call if tools are offered, then an answer.
 
     python -m tests.support.scripted_server --address_file FILE [--tokenizer FOLDER]
 
-Everything is the product but the text: engine, scheduler, routes and log-probabilities are those of random weights, and
-the ids that the engine samples are replaced as they are read.
+Only the text is scripted. Engine, scheduler, routes and log-probabilities are real, with random weights; the token ids that
+the engine samples are replaced as they are read.
 """
 
 import argparse
@@ -29,19 +29,19 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 def answer(prompt: str) -> str:
-    """What the model says to a prompt, specials included."""
+    """Returns the scripted completion of a prompt, including special tokens."""
     if "<tool_response>" in prompt:
         return "The sum is 3.<|im_end|>"
     return f"{CALL}<|im_end|>" if "<tools>" in prompt else "Hello, é!<|im_end|>"
 
 
 class Scripted(engine_lib.Engine):
-    """`scheduler` is set after it was made."""
+    """An engine with scripted completions. Set `scheduler` after construction."""
 
     scheduler: scheduler_lib.Scheduler | None = None
 
     def insert_batch(self, prefix, rows, state, slots, request):
-        never = request.replace(stop_ids=np.full_like(request.stop_ids, -1))  # what the engine samples ends nothing
+        never = request.replace(stop_ids=np.full_like(request.stop_ids, -1))  # a sampled token stops no sequence
         return super().insert_batch(prefix, rows, state, slots, never)
 
     def read(self, result):

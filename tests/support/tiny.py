@@ -48,7 +48,7 @@ def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
 
 
 def rollout(mask, **changes) -> rollout_lib.Rollout:
-    """One whose tokens are sampled where `mask` says; unsigned, all else as plain as may be."""
+    """Returns an unsigned rollout whose tokens are sampled where `mask` is True; every other field is as simple as possible."""
     fields = dict(
         tokens=np.zeros(len(mask), np.int32),
         sampled_mask=mask,
