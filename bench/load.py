@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, presets, transformer
+from models import hf, transformer
 from sharding import rules
 from sharding.system import cli
+from tests.support import tiny
 
 OURS = """
 import sys, jax
@@ -94,7 +95,7 @@ def main() -> int:
 
 def write(folder: pathlib.Path, gigabytes: float) -> int:
     """Writes the checkpoint; returns its bytes. One draw serves every parameter: bytes are bytes."""
-    config = dataclasses.replace(presets.PRESETS["qwen3_0_6b"], scan_layers=False)
+    config = tiny.published("qwen3_0_6b", scan_layers=False)
     one, two = (transformer.num_params(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
     layers = max(1, round((gigabytes * 1e9 / 2 - (2 * one - two)) / (two - one)))
     config = dataclasses.replace(config, num_layers=layers)

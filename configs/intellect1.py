@@ -21,28 +21,12 @@ every rollout is as long as it may be (4.2 M tokens) takes at least 30 s, and a 
 Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
 """
 
-from configs import base
+from configs import base, presets
 
 
 def get_config():
     c = base.get_config()
-    m = c.model
-    m.family = "llama"
-    m.vocab_size = 128256
-    m.model_dim = 4096
-    m.num_layers = 42
-    m.num_heads = 32
-    m.num_kv_heads = 8
-    m.head_dim = 128
-    m.ffn_dim = 14336
-    m.rope_theta = 5e5
-    m.norm_eps = 1e-5
-    m.qk_norm = False
-    m.tie_embeddings = False
-    m.max_positions = 8192
-    m.dtype = "bfloat16"
-    m.remat = "block"
-    m.scan_layers = True
+    presets.use(c, "intellect_1")
     c.init_from = c.tokenizer = "checkpoints/INTELLECT-1-Instruct"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"

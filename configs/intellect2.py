@@ -26,29 +26,12 @@ every rollout is as long as it may be (67 M tokens) takes at least 1,000 s, and 
 Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
 """
 
-from configs import base
+from configs import base, presets
 
 
 def get_config():
     c = base.get_config()
-    m = c.model
-    m.family = "qwen2"
-    m.vocab_size = 152064
-    m.model_dim = 5120
-    m.num_layers = 64
-    m.num_heads = 40
-    m.num_kv_heads = 8
-    m.head_dim = 128
-    m.ffn_dim = 27648
-    m.rope_theta = 1e6
-    m.norm_eps = 1e-5
-    m.qk_norm = False
-    m.qkv_bias = True
-    m.tie_embeddings = False
-    m.max_positions = 131072
-    m.dtype = "bfloat16"
-    m.remat = "block"
-    m.scan_layers = True
+    presets.use(c, "qwq_32b")
     c.init_from = c.tokenizer = "checkpoints/QwQ-32B"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"

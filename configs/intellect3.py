@@ -26,38 +26,13 @@ every rollout is as long as it may be (268 M tokens) takes at least 1,990 s, and
 Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
 """
 
-from configs import base
+from configs import base, presets
 
 
 def get_config():
     c = base.get_config()
-    m = c.model
-    m.family = "glm4_moe"
-    m.vocab_size = 151552
-    m.model_dim = 4096
-    m.num_layers = 46
-    m.num_heads = 96
-    m.num_kv_heads = 8
-    m.head_dim = 128
-    m.ffn_dim = 10944
-    m.rope_theta = 1e6
-    m.rope_dim = 64  # half of each head
-    m.norm_eps = 1e-5
-    m.qk_norm = False
-    m.qkv_bias = True
-    m.tie_embeddings = False
-    m.max_positions = 131072
-    m.num_experts = 128
-    m.experts_per_token = 8
-    m.expert_ffn_dim = 1408
-    m.num_shared_experts = 1
-    m.first_dense_layers = 1
-    m.router = "sigmoid"
-    m.router_correction = True
-    m.norm_topk = True
-    m.dtype = "bfloat16"
-    m.remat = "offload"  # inputs of the layers, 23 GiB per chip, wait in host memory
-    m.scan_layers = True
+    presets.use(c, "glm_4_5_air")
+    c.model.remat = "offload"  # inputs of the layers, 23 GiB per chip, wait in host memory
     c.init_from = c.tokenizer = "checkpoints/GLM-4.5-Air-Base"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"

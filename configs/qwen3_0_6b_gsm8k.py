@@ -21,28 +21,12 @@ every rollout is as long as it may be (1.0 M tokens) takes at least 6.0 s, and a
 Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
 """
 
-from configs import base
+from configs import base, presets
 
 
 def get_config():
     c = base.get_config()
-    m = c.model
-    m.family = "qwen3"
-    m.vocab_size = 151936
-    m.model_dim = 1024
-    m.num_layers = 28
-    m.num_heads = 16
-    m.num_kv_heads = 8
-    m.head_dim = 128
-    m.ffn_dim = 3072
-    m.rope_theta = 1e6
-    m.norm_eps = 1e-6
-    m.qk_norm = True
-    m.tie_embeddings = True
-    m.max_positions = 40960
-    m.dtype = "bfloat16"
-    m.remat = "block"
-    m.scan_layers = True
+    presets.use(c, "qwen3_0_6b")
     c.init_from = c.tokenizer = "checkpoints/Qwen3-0.6B"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"

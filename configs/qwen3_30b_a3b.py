@@ -21,32 +21,12 @@ every rollout is as long as it may be (16.8 M tokens) takes at least 94 s, and a
 Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
 """
 
-from configs import base
+from configs import base, presets
 
 
 def get_config():
     c = base.get_config()
-    m = c.model
-    m.family = "qwen3"
-    m.vocab_size = 151936
-    m.model_dim = 2048
-    m.num_layers = 48
-    m.num_heads = 32
-    m.num_kv_heads = 4
-    m.head_dim = 128
-    m.ffn_dim = 6144
-    m.rope_theta = 1e6
-    m.norm_eps = 1e-6
-    m.qk_norm = True
-    m.tie_embeddings = False
-    m.max_positions = 40960
-    m.num_experts = 128
-    m.experts_per_token = 8
-    m.expert_ffn_dim = 768
-    m.norm_topk = True
-    m.dtype = "bfloat16"
-    m.remat = "block"
-    m.scan_layers = True
+    presets.use(c, "qwen3_30b_a3b")
     c.init_from = c.tokenizer = "checkpoints/Qwen3-30B-A3B"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"

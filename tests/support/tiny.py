@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from configs import base, presets
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
@@ -67,3 +68,10 @@ def rollout(mask, **changes) -> rollout_lib.Rollout:
         signature=b"",
     )
     return rollout_lib.Rollout(**fields | changes)
+
+
+def published(name: str, **changes) -> config_lib.ModelConfig:
+    """Returns the config of a published model in bfloat16, as experiments use it."""
+    c = base.get_config()
+    presets.use(c, name)
+    return config_lib.ModelConfig(**c.model.to_dict() | {"param_dtype": "bfloat16"} | changes)

@@ -20,7 +20,7 @@ from inference.engine import weights
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
-from models import hf, presets, transformer
+from models import hf, transformer
 from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
@@ -127,7 +127,7 @@ def num_bytes(specs):
 
 @pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_30b_a3b", "qwq_32b"])
 def test_half_the_bytes_of_bfloat16(name):
-    model = dataclasses.replace(presets.PRESETS[name], param_dtype="bfloat16", dtype="bfloat16")
+    model = tiny.published(name)
     full, small = (num_bytes(weights.Store(model, ONE, kind).specs) for kind in ("none", "int8"))
     assert 0.5 < small / full < 0.51
 

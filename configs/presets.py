@@ -1,28 +1,29 @@
-"""The published models, by name: dims as in their config.json, bfloat16, stacked layers.
+"""The architectures of published models, by name, with the dims of their config.json.
 
-    config = presets.PRESETS["qwen3_0_6b"]
+    presets.use(c, "qwen3_0_6b")
 
-Loading a checkpoint does not use them (`models.hf.load` reads its config.json). They are for building, planning and sizing a
-model without its files.
+Experiments start from them, and `rl.plan` sizes a run with them. Loading a checkpoint does not: `models.hf.load` reads its
+config.json.
 """
 
-from typing import Any
-
-from models import config as config_lib
+from ml_collections import config_dict
 
 DIMS = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 
 
-def _model(family: str, *dims: int, **changes) -> config_lib.ModelConfig:
-    """Returns a config with `DIMS`; other fields default to those of a dense Qwen3."""
-    fields: dict[str, Any] = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=family == "qwen3", qkv_bias=family == "qwen2")
-    fields |= dict(tie_embeddings=False, num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0)
-    fields |= dict(norm_topk=True, param_dtype="bfloat16", dtype="bfloat16", remat="block", scan_layers=True)
-    fields |= dict(zip(DIMS, dims, strict=True)) | changes
-    return config_lib.ModelConfig(family=family, **fields)
+def use(c: config_dict.ConfigDict, name: str) -> None:
+    """Sets `c.model` to the architecture `name`, computed in bfloat16 with stacked layers whose inputs alone are saved."""
+    c.model.update(MODELS[name])
+    c.model.update(dict(dtype="bfloat16", remat="block", scan_layers=True))
 
 
-def _glm(*dims: int, **changes) -> config_lib.ModelConfig:
+def _model(family: str, *dims: int, **changes) -> dict:
+    """Returns the fields of an architecture with `DIMS`; `changes` go over those of a dense Qwen model."""
+    fields = dict(family=family, rope_theta=1e6, qk_norm=family == "qwen3", qkv_bias=family == "qwen2")
+    return fields | dict(tie_embeddings=False) | dict(zip(DIMS, dims, strict=True)) | changes
+
+
+def _glm(*dims: int, **changes) -> dict:
     fields = dict(rope_dim=64, qkv_bias=True, norm_eps=1e-5, experts_per_token=8, num_shared_experts=1)
     fields |= dict(router="sigmoid", router_correction=True, max_positions=131072)
     return _model("glm4_moe", *dims, **fields | changes)
@@ -35,7 +36,7 @@ _GLM_4_5_AIR = dict(num_experts=128, expert_ffn_dim=1408, first_dense_layers=1)
 _QWEN3_MOE = dict(num_experts=128, experts_per_token=8, expert_ffn_dim=768, max_positions=40960)
 _SMALL_QWEN3 = dict(tie_embeddings=True, max_positions=40960)
 
-PRESETS: dict[str, config_lib.ModelConfig] = {
+MODELS: dict[str, dict] = {
     "intellect_1": _model("llama", 128256, 4096, 42, 32, 8, 128, 14336, max_positions=8192, **_LLAMA),
     "qwq_32b": _model("qwen2", 152064, 5120, 64, 40, 8, 128, 27648, norm_eps=1e-5, max_positions=131072),
     "glm_4_5_air": _glm(151552, 4096, 46, 96, 8, 128, 10944, **_GLM_4_5_AIR),
@@ -49,5 +50,3 @@ PRESETS: dict[str, config_lib.ModelConfig] = {
     "qwen2_5_0_5b": _model("qwen2", 151936, 896, 24, 14, 2, 64, 4864, tie_embeddings=True, max_positions=32768),
     "qwen2_5_1_5b": _model("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True, max_positions=131072),
 }
-PRESETS["intellect_2"] = PRESETS["qwq_32b"]  # its base
-PRESETS["intellect_3"] = PRESETS["glm_4_5_air"]  # its base
