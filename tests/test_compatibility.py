@@ -194,13 +194,13 @@ def test_the_publisher_goes_on_and_others_are_refused(published):
     broadcast.publish(tree, 4, str(published), base=base, key=PUBLISHER.private, run=run)
     pulled = broadcast.pull(str(published), 4, have=base, key=key, run=run)
     assert pulled.digest == broadcast.tree_digest(tree) and broadcast.versions(str(published)) == [0, 1, 2, 3, 4]
-    with pytest.raises(broadcast.CorruptBroadcast):
+    with pytest.raises(broadcast.CorruptSource):
         broadcast.pull(str(published), 2, key=ANN.worker)
-    with pytest.raises(broadcast.CorruptBroadcast, match="of run"):
+    with pytest.raises(broadcast.CorruptSource, match="of run"):
         broadcast.pull(str(published), 2, key=key, run="another")
     chunk = next((published / journal.dirname(0)).glob("tensors/layers/*/w/c.*"))
     chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
-    with pytest.raises(broadcast.CorruptBroadcast):
+    with pytest.raises(broadcast.CorruptSource):
         broadcast.pull(str(published), 0, key=key)
 
 
