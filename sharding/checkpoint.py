@@ -1,22 +1,20 @@
-"""The learner's memory on disk: train state, data cursor and orchestrator state, so that a resume is bitwise.
+"""Checkpoints: saves and restores train state, data cursor and orchestrator state, so that a resume is bitwise.
 
-In time:
+1. `save` waits for the previous save, raises if the disk has no room for this one, copies the state to the host, and returns;
+   orbax writes in the background.
+2. When every array is on disk, still under a temporary name, `seal.json` records the SHA-256 of each of its files.
+3. orbax renames the step's directory, which completes the checkpoint, and deletes all but the newest `keep` and the best one.
+   The score is known later (`score`), and recorded in `best.json`.
+4. `restore` hashes the newest step again before orbax parses any of it. A damaged one is logged and renamed to `torn-<step>`,
+   and the one before is used. Names, shapes and dtypes are compared with the requested state, which is then read straight
+   into the requested shardings, on any mesh.
 
-1. `save` waits for the save before it, refuses where the disk has no room for this one, copies the state to the host,
-   and returns; orbax writes behind its back.
-2. When every array is on disk, still under the temporary name, `seal.json` records the SHA-256 of every file of theirs.
-3. orbax renames the step's directory and deletes all but the newest `keep` and the best. No rename: no checkpoint.
-   Which is best is said afterwards (`score`), and kept in `best.json`.
-4. `restore` re-hashes the newest step before orbax parses any of it. A torn one is logged, moved aside as
-   `torn-<step>`, and the one before is used. What was saved is compared with what is asked for by name, shape and
-   dtype, then read straight into the shardings asked for, whatever mesh wrote it.
+The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), returns the wrong tree, and
+raises a bare `Exception` for a truncated one. The dtype check exists because orbax casts silently. The room is checked
+beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
-The seal is there because orbax does not notice a flipped bit (zstd chunks carry no checksum here), returns the wrong
-tree, and raises bare `Exception` for a truncated one. The dtype check is there because it casts in silence. The disk is
-asked beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
-
-Over several hosts the directory is one that all share. Each writes and reads its own shards; the first seals, and decides for all what
-is saved, restored and moved aside (`hosts.broadcast`), since a network disk may show the others an older state of things.
+All hosts share one directory. Each writes and reads its own shards; the first seals, and decides for all which steps are saved,
+restored and renamed, since a network disk may show the others an older state.
 """
 
 import contextlib
@@ -28,7 +26,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,34 +38,42 @@ from sharding.system import atomic_file
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _log = logging.getLogger(__name__)
-_OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal, of a small tree
+_OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal of a small tree
 
 
 class Checkpointer:
-    """Saves and restores one run. Close it (or use `with`): closing waits for the save in flight."""
+    """Saves and restores the checkpoints of one run. Used as a context manager, it closes at the end."""
 
-    def __init__(self, directory: str, *, keep: int = 3, every: int = 1, hosts: hosts_lib.Hosts = hosts_lib.ALONE):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 3,
+        every: int = 1,
+        hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+    ):
         if keep < 1 or every < 1:
-            raise ValueError(f"keep={keep} and every={every} must be >= 1")
+            raise ValueError(f"keep={keep} and every={every} must be >= 1: correct config.checkpoint")
         self._directory = pathlib.Path(directory).absolute()
-        self._every = every
-        self._keep = keep
-        self._hosts = hosts
+        self._every, self._keep, self._hosts = every, keep, hosts
         self._last_saved: int | None = None
+        callback = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self, async_options=callback)
         with _full_disk(self._directory):
-            self._manager = ocp.CheckpointManager(self._directory, options=self._options())
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, error, *_) -> None:
-        if error is None or self._hosts.count == 1:  # else the save in flight would wait for hosts that come no more
+        if error is None or self._hosts.count == 1:  # else the save in flight would wait for hosts that have failed
             self.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
-        """Starts a save when `step` is a multiple of `every` (or `force`); False where there was nothing to do.
+        """Starts a save if `step` is a multiple of `every`, or with `force`. Returns False if there is nothing to save.
 
-        `host_state` is any JSON object. An error of the save before (a full disk) is raised here, or by `wait`.
+        Blocks until the previous save is complete, and raises its error (a full disk). `host_state` is any JSON object. Raises
+        ValueError for a step that is older than the newest one.
         """
         if step % self._every and not force:
             return False
@@ -79,38 +85,27 @@ class Checkpointer:
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
-    def _is_due(self, step: int, state: Any) -> bool:
-        newest = self.latest_step()
-        if newest is not None and step == newest == self._last_saved:
-            return False
-        if newest is not None and step <= newest:
-            raise ValueError(
-                f"step {step} <= {newest} in {self._directory}: delete the newer steps to take another path"
-            )
-        with _full_disk(self._directory):
-            _check_room(self._directory, state)
-        return True
-
     def score(self, step: int, value: float) -> None:
-        """Says how good a saved step is: the first of the highest value is kept, however old it becomes."""
+        """Records the score of a saved step. The first step with the highest score is kept, however old it becomes."""
         best = _best(self._directory)
         if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
             text = json.dumps({"step": step, "score": value}) + "\n"
             atomic_file.write(self._directory / "best.json", text.encode())
 
     def wait(self) -> None:
-        """Returns when the save in flight is a complete checkpoint; raises if it failed."""
+        """Blocks until the save in flight is complete. Raises its error if it failed."""
         with _full_disk(self._directory):
             self._manager.wait_until_finished()
 
     def latest_step(self) -> int | None:
-        """The newest complete step on disk."""
+        """Returns the newest complete step, or None if there is none."""
         return max(complete_steps(self._directory), default=None)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
-        """(step, state, host_state) of the newest intact checkpoint, or of `step`; None where nothing was ever saved.
+        """Returns (step, state, host_state) of the newest intact checkpoint, or of `step`; None if none was ever saved.
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` with a sharding per leaf.
+        `abstract_state` has a `jax.ShapeDtypeStruct` with a sharding per leaf. Raises ValueError if the saved state has other
+        names, shapes or dtypes, or if every checkpoint is damaged, and FileNotFoundError if `step` does not exist.
         """
         self.wait()
         found, has_changed = self._hosts.broadcast(self._find(step) if self._hosts.is_first else None)
@@ -121,41 +116,56 @@ class Checkpointer:
         _check(self._directory / str(found) / "state", abstract_state, prefix="")
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))
-        return found, restored.state, restored.host
+        return found, restored["state"], restored["host"]
+
+    def close(self) -> None:
+        """Blocks until the save in flight is complete."""
+        with _full_disk(self._directory):
+            self._manager.close()
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Keeps the newest `keep` checkpoints and the best one so far. orbax calls this after a save, with the oldest first."""
+        best = _best(self._directory)
+        newest = [c.step for c in checkpoints][-self._keep :]
+        return [c.step in newest or (best is not None and c.step == best["step"]) for c in checkpoints]
+
+    def _is_due(self, step: int, state: Any) -> bool:
+        newest = self.latest_step()
+        if newest is not None and step == newest == self._last_saved:
+            return False
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"step {step} <= {newest} in {self._directory}: delete the newer steps to continue from an older one"
+            )
+        arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+        needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES  # of all hosts, uncompressed
+        with _full_disk(self._directory):
+            if needed > shutil.disk_usage(self._directory).free:
+                raise OSError(errno.ENOSPC, "full")
+        return True
 
     def _find(self, step: int | None) -> tuple[int | None, bool]:
-        """The step to restore, and whether newer ones, which are torn, were moved aside."""
+        """Returns (step to restore, True if newer, damaged ones were renamed)."""
         found = _pick(self._directory, step)
         if step is not None:
             return found, False
         torn = [number for number in _numbered(self._directory) if found is None or number > found]
         for number in torn:
-            self._directory.joinpath(str(number)).rename(_free_name(self._directory / f"torn-{number}"))
+            name = f"torn-{number}"
+            num_taken = sum(1 for _ in self._directory.glob(f"{name}*"))
+            name = f"{name}.{num_taken}" if num_taken else name
+            self._directory.joinpath(str(number)).rename(self._directory / name)
         best = _best(self._directory)
-        if found is not None and best is not None and best["step"] > found:  # of steps that will be taken again
+        if found is not None and best is not None and best["step"] > found:  # a step that will be taken again
             (self._directory / "best.json").unlink()
         return found, bool(torn)
-
-    def close(self) -> None:
-        with _full_disk(self._directory):
-            self._manager.close()
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """orbax's question after each save; `checkpoints` ascend."""
-        best = _best(self._directory)
-        newest = [c.step for c in checkpoints][-self._keep :]
-        return [c.step in newest or (best is not None and c.step == best["step"]) for c in checkpoints]
-
-    def _options(self) -> ocp.CheckpointManagerOptions:
-        callback = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
-        return ocp.CheckpointManagerOptions(preservation_policy=self, async_options=callback)
 
     def _seal(self) -> None:
         """Runs in the save's thread, after the last byte and before the rename that makes the step visible."""
         if jax.process_index() != 0:
             return
         (path,) = self._directory.glob(f"{self._last_saved}.*tmp*")
-        # orbax still writes into its own metadata at the top, on which `restore` does not depend.
+        # orbax is still writing its own metadata at the top, which `restore` does not need.
         inside = (p for item in ("state", "host") for p in sorted(path.joinpath(item).rglob("*")))
         files = {str(p.relative_to(path)): _sha256(p) for p in inside if p.is_file()}
         with open(path / "seal.json", "w") as file:
@@ -164,12 +174,12 @@ class Checkpointer:
             os.fsync(file.fileno())
 
 
-def restore_params(directory: str, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
-    """(step, params) of the newest intact checkpoint, or of `step`, without the optimizer or its structure."""
+def restore_params(directory: str | os.PathLike, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
+    """Returns (step, params) of the newest intact checkpoint, or of `step`, without reading the optimizer state."""
     root = pathlib.Path(directory).absolute()
     found = _pick(root, step)
     if found is None:
-        raise FileNotFoundError(f"no checkpoint in {directory}: pass the directory a Checkpointer writes to")
+        raise FileNotFoundError(f"no checkpoint in {directory}: pass the directory that a Checkpointer writes to")
     path = root / str(found) / "state"
     _check(path, abstract_params, prefix="params/")
     item = {"params": abstract_params}
@@ -179,18 +189,17 @@ def restore_params(directory: str, abstract_params: Any, step: int | None = None
     return found, restored["params"]
 
 
-def complete_steps(directory: str | pathlib.Path) -> list[int]:
-    """The steps whose save finished, ascending."""
-    return [step for step in _numbered(pathlib.Path(directory)) if _seal_path(directory, step).is_file()]
+def complete_steps(directory: str | os.PathLike) -> list[int]:
+    """Returns the steps whose save finished, ascending."""
+    root = pathlib.Path(directory)
+    return [step for step in _numbered(root) if (root / str(step) / "seal.json").is_file()]
 
 
-def best_step(directory: str | pathlib.Path) -> int:
-    """The complete step that scored highest; FileNotFoundError where none has a score."""
-    best = _best(pathlib.Path(directory))
-    if best is None or best["step"] not in complete_steps(directory):
-        raise FileNotFoundError(
-            f"no checkpoint in {directory} has a score yet; name one of {complete_steps(directory)}"
-        )
+def best_step(directory: str | os.PathLike) -> int:
+    """Returns the complete step with the highest score. Raises FileNotFoundError if none has a score."""
+    best, steps = _best(pathlib.Path(directory)), complete_steps(directory)
+    if best is None or best["step"] not in steps:
+        raise FileNotFoundError(f"no checkpoint in {directory} has a score yet: choose one of {steps}")
     return best["step"]
 
 
@@ -205,22 +214,18 @@ def _numbered(directory: pathlib.Path) -> list[int]:
     return sorted(int(p.name) for p in directory.iterdir() if re.fullmatch("[0-9]+", p.name))
 
 
-def _seal_path(directory: str | pathlib.Path, step: int) -> pathlib.Path:
-    return pathlib.Path(directory) / str(step) / "seal.json"
-
-
 def _pick(directory: pathlib.Path, step: int | None) -> int | None:
-    """The step to read, intact: `step`, or the newest; ValueError where everything that was saved is damaged."""
+    """Returns `step`, or the newest intact one. Raises ValueError if that, or every saved step, is damaged."""
     steps = complete_steps(directory)
     if step is not None:
         if step not in steps:
-            raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; it holds {steps}")
-        damage = _damage(directory, step)
+            raise FileNotFoundError(f"no checkpoint of step {step} in {directory}: choose one of {steps}")
+        damage = _damage(directory / str(step))
         if damage:
-            raise ValueError(f"checkpoint {step} is damaged: {damage}; restore another of {steps}")
+            raise ValueError(f"checkpoint {step} is damaged: {damage}: restore another of {steps}")
         return step
     for candidate in reversed(steps):
-        damage = _damage(directory, candidate)
+        damage = _damage(directory / str(candidate))
         if not damage:
             return candidate
         _log.warning("checkpoint %d is damaged and skipped: %s", candidate, damage)
@@ -229,19 +234,17 @@ def _pick(directory: pathlib.Path, step: int | None) -> int | None:
     return None
 
 
-def _damage(directory: pathlib.Path, step: int) -> str | None:
-    """What is wrong with a step, or None. Files that are not in the seal are not read by anyone."""
-    seal = _seal_path(directory, step)
+def _damage(path: pathlib.Path) -> str | None:
+    """Returns the damage of a step, or None if it is intact. Files that are not in the seal are never read."""
     try:
-        files = json.loads(seal.read_text())
+        files = json.loads((path / "seal.json").read_text())
     except ValueError as error:
-        return f"{seal}: {error}"
+        return f"{path / 'seal.json'}: {error}"
     for name, expected in files.items():
-        path = seal.parent / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if _sha256(path) != expected:
-            return f"{path} is not what was written"
+        if not (path / name).is_file():
+            return f"{path / name} is missing"
+        if _sha256(path / name) != expected:
+            return f"{path / name} differs from the file that was saved"
     return None
 
 
@@ -250,34 +253,21 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _free_name(path: pathlib.Path) -> pathlib.Path:
-    taken = sum(1 for _ in path.parent.glob(f"{path.name}*"))
-    return path.with_name(f"{path.name}.{taken}") if taken else path
-
-
 def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
-    """Compares by name, shape and dtype; below `prefix` both sides must hold the same names."""
+    """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`."""
     with ocp.PyTreeCheckpointer() as reader:
         saved = _named(reader.metadata(path).item_metadata.tree)
     saved = {name.removeprefix(prefix): leaf for name, leaf in saved.items() if name.startswith(prefix)}
-    wanted = _named(abstract)
-    for name in sorted(saved.keys() ^ wanted.keys()):
+    expected = _named(abstract)
+    for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
         raise ValueError(f"{path}: {prefix}{name} {where} the config's state: restore with the config that saved it")
-    for name, leaf in wanted.items():
-        have, want = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
-        if have != want:
+    for name, leaf in expected.items():
+        was, is_now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
+        if was != is_now:
             raise ValueError(
-                f"{path}: {prefix}{name} was saved as {have}, not {want}: restore with the config that saved it"
+                f"{path}: {prefix}{name} was saved as {was}, not {is_now}: restore with the config that saved it"
             )
-
-
-def _check_room(directory: pathlib.Path, state: Any) -> None:
-    """Raises the OSError of a full disk when `state`, all hosts' part of it, does not fit uncompressed."""
-    arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
-    needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES
-    if needed > shutil.disk_usage(directory).free:
-        raise OSError(errno.ENOSPC, "full")
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -287,7 +277,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _full_disk(directory: pathlib.Path) -> Iterator[None]:
-    """The one place where tensorstore's ValueError for a full disk becomes the OSError it is."""
+    """Turns tensorstore's ValueError for a full disk into an OSError, and deletes the unfinished save."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -295,5 +285,5 @@ def _full_disk(directory: pathlib.Path) -> Iterator[None]:
             raise
         for leftover in directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        what = "no space left for a checkpoint, the earlier ones are intact: free some or lower keep"
-        raise OSError(errno.ENOSPC, what, str(directory)) from error
+        text = "no space left for a checkpoint, the earlier ones are intact: free some or lower keep"
+        raise OSError(errno.ENOSPC, text, str(directory)) from error

@@ -1,14 +1,14 @@
-"""The device mesh: five named axes over whatever devices there are.
+"""The device mesh: five named axes over the available devices.
 
-1. `create` takes the axis sizes of the config; one of them may be -1 and takes what is left.
-2. Devices are laid out by `jax.experimental.mesh_utils`, so that the inner axes (tensor, context) ride the
-   fastest links of a TPU torus and `data` spans slices; on CPU and GPU the order is that of `jax.devices()`.
-3. The axes are `Auto`: shardings are stated on parameters and at a few activations, the compiler does the rest.
+1. `create` takes the axis sizes of the config; one of them may be -1 and takes the remaining devices.
+2. `jax.experimental.mesh_utils` orders the devices, so that the inner axes (tensor, context) use the fastest links of a TPU
+   torus and `data` spans slices; on CPU and GPU the order is that of `jax.devices()`.
+3. The axes are `Auto`: shardings are given for parameters and a few activations, and the compiler derives the others.
 
-Axes, outermost first:
-  data     replicas of the parameters; gradients are summed over it (crosses slices and data centres)
+The axes, outermost first:
+  data     replicas of the parameters; gradients are summed over it (crosses slices and data centers)
   fsdp     the batch and every parameter are split over it
-  expert   the experts of a mixture layer are split over it; elsewhere it acts as one more batch axis
+  expert   the experts of an MoE layer are split over it; elsewhere it is one more batch axis
   context  one sequence is split over it
   tensor   heads, ffn and vocabulary are split over it
 """
@@ -21,23 +21,23 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+_REMEDY = "change config.mesh, or --mesh of a server (one axis may be -1 and takes the remaining devices)"
 
 
 def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
     """Returns a mesh with the axes `AXES`.
 
     Args:
-      sizes: size of each axis by name; absent means 1, and one axis may be -1 ("what is left").
+      sizes: size of each axis by name; a missing axis has size 1, and one axis may be -1 (the remaining devices).
       devices: the devices to use; all of them when None.
 
     Raises:
-      ValueError: an unknown axis, sizes whose product is not the number of devices, or axes that do not fold onto a TPU's
-        torus.
+      ValueError: an unknown axis, sizes whose product is not the number of devices, or axes that do not fit a TPU's torus.
     """
     devices = jax.devices() if devices is None else devices
     unknown = set(sizes) - set(AXES)
     if unknown:
-        raise ValueError(f"mesh axis {sorted(unknown)[0]!r} does not exist; the axes are {', '.join(AXES)}")
+        raise ValueError(f"mesh axis {sorted(unknown)[0]!r} does not exist: use one of {', '.join(AXES)}")
     shape = _fill([int(sizes.get(axis, 1)) for axis in AXES], len(devices))
     if devices[0].platform == "tpu":
         device_array = _on_torus(shape, devices)
@@ -47,7 +47,7 @@ def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
 
 
 def parse(text: str) -> dict[str, int]:
-    """The sizes in "tensor=4,data=-1", as `create` takes them; ValueError names what is no axis=size."""
+    """Returns the axis sizes in a text such as "tensor=4,data=-1". Raises ValueError for an entry that is not axis=size."""
     sizes = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
@@ -60,38 +60,37 @@ def parse(text: str) -> dict[str, int]:
     return sizes
 
 
+def platform() -> str:
+    """Returns the platform that the current trace will run on, also when it is compiled for another machine's mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def _on_torus(shape: list[int], devices) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
         raise ValueError(
-            f"mesh {_spell(shape)} cannot be laid out on the torus {torus} of these chips; every axis must be a product of "
-            f"whole dims of the torus: change config.mesh, or --mesh of a server (one axis may be -1 and takes what is left)"
+            f"mesh {_format(shape)} cannot be laid out on the torus {torus} of these chips; every axis must be a product of "
+            f"whole dims of the torus: {_REMEDY}"
         ) from None
 
 
 def _fill(shape: list[int], num_devices: int) -> list[int]:
     """Replaces the one -1 in `shape` and checks that the product is `num_devices`."""
-    spelled = _spell(shape)
+    text = _format(shape)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
-        raise ValueError(f"mesh {spelled} is malformed; every axis is a positive size, and at most one is -1")
+        raise ValueError(f"mesh {text} is malformed: make every axis a positive size; at most one is -1")
     known = math.prod(size for size in shape if size != -1)
     if -1 in shape and num_devices % known == 0:
         shape = [num_devices // known if size == -1 else size for size in shape]
     if math.prod(shape) != num_devices:
         raise ValueError(
-            f"mesh {spelled} does not fit {num_devices} device(s); the product of the axes must be "
-            f"{num_devices}: change config.mesh, or --mesh of a server (one axis may be -1 and takes what is left)"
+            f"mesh {text} does not fit {num_devices} device(s); the product of the axes must be {num_devices}: {_REMEDY}"
         )
     return shape
 
 
-def _spell(shape: list[int]) -> str:
+def _format(shape: list[int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
-
-
-def platform() -> str:
-    """Where this trace will run: the mesh knows, also when it compiles for a machine that is not here."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform

@@ -1,10 +1,10 @@
-"""From what a dim means to where it lives.
+"""Maps logical dims of parameters and activations to mesh axes.
 
-1. A model states each parameter once, as a `ParamSpec` with a logical name per dim.
-2. `RULES` maps each logical name to mesh axes (`partition`); `shardings` reads the tree of specs and gives a tree of
-   `NamedSharding`, and refuses what does not divide, naming the parameter.
-3. `constrain` states the layout of an activation by the same names; without a mesh it does nothing, so that
-   the same model function runs on one device.
+1. A model declares each parameter once, as a `ParamSpec` with a logical name per dim.
+2. `RULES` maps each logical name to mesh axes; `shardings` turns a tree of specs into a tree of `NamedSharding`, and raises an
+   error naming the parameter if a dim is not divisible.
+3. `constrain` sets the sharding of an activation by the same names; without a mesh it does nothing, so that the same model
+   function runs on one device.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-# logical dim -> mesh axes. `batch` counts the expert axis in: outside a mixture layer its devices hold
-# different rows, so that no device is idle there.
+# logical dim -> mesh axes. `batch` includes the expert axis: outside MoE layers its devices have different rows, so that no
+# device is idle there.
 RULES = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
     "layers": (),
-    "model": ("fsdp",),  # parameters only; activations leave `model` unsplit
+    "model": ("fsdp",),  # parameters only; `model` of an activation is not split
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -30,18 +30,18 @@ RULES = {
     "expert_ffn": ("tensor",),
     "router": (),
     "norm": (),
-    "rank": (),  # of adapters
+    "rank": (),  # of LoRA adapters
 }
-# Experts take the tensor axis as well where it divides their number, and their ffn then stays whole: a quarter of an ffn of
-# 1,408 would be 352 columns, no multiple of the 128 of a TPU register, and its stack would be laid out anew at every call.
+# Experts are split over the tensor axis, too, if it divides their number, and their ffn then stays whole: a quarter of an ffn
+# of 1,408 would be 352 columns, not a multiple of a TPU register's 128, and its stack would be laid out anew at every call.
 EXPERTS, EXPERT_FFN = "experts", "expert_ffn"
 COPIES = ("layers", "experts")  # dims that count independent parameters
-VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter of these dims alone is a scale or a bias
+VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter with only these dims is a scale or a bias
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, stated once and read three ways: its shape, its sharding, its initial value."""
+    """The declaration of one parameter, from which its shape, its sharding, and its initial value are derived."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -53,13 +53,20 @@ class ParamSpec:
 
 
 def is_spec(leaf) -> bool:
+    """Returns True for a ParamSpec: the `is_leaf` of trees of specs."""
     return isinstance(leaf, ParamSpec)
 
 
-def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ()):
-    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`; ValueError names what does not divide.
+def is_matrix(spec: ParamSpec) -> bool:
+    """Returns True if the parameter of one layer or expert is a matrix, and False for a scale or a bias."""
+    dims = [axis for axis in spec.logical_axes if axis not in COPIES]
+    return len(dims) > 1 and any(axis not in VECTORS for axis in dims)
 
-    Dims named in `or_whole` stay whole where they do not divide.
+
+def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ()):
+    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`.
+
+    Raises ValueError for a dim that is not divisible by its mesh axes; dims named in `or_whole` stay whole instead.
     """
 
     def sharding(path, spec):
@@ -72,7 +79,7 @@ def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ())
                 ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
-                    f"{ways}-way mesh axis {'/'.join(mesh_axes)}; change config.model or config.mesh"
+                    f"{ways}-way mesh axis {'/'.join(mesh_axes)}: change config.model or config.mesh"
                 )
         used = [axis for mesh_axes in axes for axis in mesh_axes]
         assert len(used) == len(set(used)), f"{path}: one mesh axis on two dims: {spec.logical_axes}"
@@ -82,19 +89,19 @@ def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ())
 
 
 def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
-    """The layout of one parameter, as `shardings` gives it."""
+    """Returns the partition of one parameter, as in `shardings`."""
     return PartitionSpec(*(_entry(axes) for axes in _axes(mesh, shape, logical_axes)))
 
 
 def fitting(mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> PartitionSpec:
-    """The layout of an activation or a cache: what its names say, but a dim that does not divide stays whole, as None does."""
+    """Returns the partition of an activation or a cache. A dim that is not divisible stays whole, as does one named None."""
     axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
-    fits = (of_dim if _divides(mesh, dim, of_dim) else () for dim, of_dim in zip(shape, axes, strict=True))
-    return PartitionSpec(*(_entry(of_dim) for of_dim in fits))
+    fits = (dim_axes if _divides(mesh, dim, dim_axes) else () for dim, dim_axes in zip(shape, axes, strict=True))
+    return PartitionSpec(*(_entry(dim_axes) for dim_axes in fits))
 
 
 def abstract(specs, mesh: jax.sharding.Mesh | None = None):
-    """Returns the tree of `ShapeDtypeStruct` of a tree of `ParamSpec`, sharded when a mesh is given."""
+    """Returns the tree of `ShapeDtypeStruct` for a tree of `ParamSpec`, with shardings if a mesh is given."""
     if mesh is None:
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
     return jax.tree.map(
@@ -106,9 +113,9 @@ def abstract(specs, mesh: jax.sharding.Mesh | None = None):
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> NamedSharding:
-    """The sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar everywhere.
+    """Returns the sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar is replicated.
 
-    `num_whole` dims may stand behind T; they are not split.
+    The last `num_whole` dims, which follow T, are not split.
     """
     if ndim == 0:
         return NamedSharding(mesh, PartitionSpec())
@@ -117,18 +124,18 @@ def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> Na
 
 
 def several_devices() -> jax.sharding.AbstractMesh | None:
-    """The mesh in force, if it has more than one device."""
+    """Returns the current mesh, or None without one or with a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or math.prod(mesh.shape.values()) == 1 else mesh
 
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """How many ways a batch is split: the number of rows must be a multiple of it."""
+    """Returns the number of shards of a batch. The number of rows must be a multiple of it."""
     return math.prod(mesh.shape[axis] for axis in _present(mesh, RULES["batch"]))
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """States the layout of an activation by logical names, as `fitting` has it. No mesh, no effect."""
+    """Returns `x` with the sharding of `fitting` for its logical names. Without a mesh, returns it unchanged."""
     mesh = several_devices()
     if mesh is None:
         return x
@@ -136,14 +143,14 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
 
 
 def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
-    """The mesh axes of each dim of a parameter."""
+    """Returns the mesh axes of each dim of a parameter."""
     axes = [_present(mesh, RULES[name]) for name in logical_axes]
     if EXPERTS in logical_axes:
         at = logical_axes.index(EXPERTS)
         spread = _present(mesh, (*RULES[EXPERTS], *RULES[EXPERT_FFN]))
         if shape[at] % math.prod(mesh.shape[axis] for axis in spread) == 0:
             axes[at] = spread
-            axes = [() if name == EXPERT_FFN else of_dim for name, of_dim in zip(logical_axes, axes, strict=True)]
+            axes = [() if name == EXPERT_FFN else dim_axes for name, dim_axes in zip(logical_axes, axes, strict=True)]
     return axes
 
 
@@ -152,15 +159,9 @@ def _divides(mesh, dim: int, axes: tuple[str, ...]) -> bool:
 
 
 def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Drops axes of size 1: a spec that names them is the same layout, spelled longer."""
+    """Drops axes of size 1, which change nothing."""
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
 def _entry(axes: tuple[str, ...]):
     return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def is_matrix(spec: ParamSpec) -> bool:
-    """Whether the parameter (one layer's, one expert's) maps vectors to vectors; scales and biases do not."""
-    dims = [axis for axis in spec.logical_axes if axis not in COPIES]
-    return len(dims) > 1 and any(axis not in VECTORS for axis in dims)
