@@ -2,13 +2,13 @@
 
     python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
 
-1. The checkpoint's parameters are published to a broadcast of their own, under the step as version: signed with the run's key and
-   in the dtype of its broadcast, so that servers elsewhere (`topology.mode = "remote"`) take them as they take the run's.
+1. The checkpoint's parameters are published to a separate broadcast, with the step as version: signed with the run's key
+   and in the dtype of its broadcast, so that servers elsewhere (`topology.mode = "remote"`) accept them.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
-3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is drawn anew.
+3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is written again.
 
-Other questions than the run's own may be asked, as in `--config.evaluation.samples_per_task=8 --config.evaluation.temperature=0.6`
-(or `evaluation.num_tasks`, `sampling.*`): those scores are kept apart, with what was changed, in `<workdir>/other_evaluations.json`.
+Other settings than the run's own are allowed, as in `--config.evaluation.samples_per_task=8 --config.evaluation.temperature=0.6`
+(or `evaluation.num_tasks`, `sampling.*`): those scores go to `<workdir>/other_evaluations.json`, with the changed fields.
 """
 
 import json
@@ -45,8 +45,10 @@ def held_out(
     progress: metrics.Progress,
     changed: dict | None = None,
 ) -> dict[str, float]:
-    """Scores `version`, which the servers have, and keeps scores and samples for the report; apart from it, where the config
-    that asks has `changed` fields of the run's own."""
+    """Scores a policy version that the servers run; returns `scores` and saves them, with samples, for the report.
+
+    With `changed`, fields in which the config differs from the run's, they are saved separately.
+    """
     begun = time.perf_counter()
     progress.note(f"evaluating version {version} on {exp.config.evaluation.num_tasks} held-out tasks")
     groups = rollouts.evaluate(version)
@@ -71,7 +73,7 @@ def held_out(
 
 
 def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
-    """avg@k: mean reward over tasks and samples. pass@j: chance that one of j samples has the full reward of 1.
+    """Returns avg@k, the mean reward, and pass@j, the probability that one of j samples has the full reward of 1.
 
     pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
     of two up to k.
@@ -87,17 +89,17 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
 
 
 def is_done(workdir: pathlib.Path, step: int) -> bool:
-    """Whether `step` was scored before: a run may end between a checkpoint and its evaluation."""
+    """Returns True if `step` was scored before. A run may end between a checkpoint and its evaluation."""
     return any(entry["step"] == step for entry in _entries(workdir / "evaluations.json"))
 
 
 def headline(result: dict[str, float]) -> float:
-    """The one number of `scores` that checkpoints are ranked by: avg@k."""
+    """Returns avg@k of `scores`, by which checkpoints are ranked."""
     return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
-    """First and last held-out scores, a line each."""
+    """Returns one line per held-out score: its first and last value."""
     entries = _entries(workdir / "evaluations.json")
     return [
         f"held-out {name}: {entries[0]['scores'][name]:.3f} (version {entries[0]['step']}) -> "
@@ -108,7 +110,7 @@ def summary(workdir: pathlib.Path) -> list[str]:
 
 
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
-    """A rollout as text for people."""
+    """The prompt and completion of a rollout as text."""
     text = exp.tokenizer.decode
     return {
         "prompt": text(rollout.tokens[~rollout.sampled_mask].tolist(), skip_special=True),
@@ -118,7 +120,7 @@ def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
 
 
 def _keep(path: pathlib.Path, entry: dict) -> None:
-    """Adds an evaluation to a file of them, in the place of one of the same step and the same questions."""
+    """Adds an evaluation to a file; replaces one of the same step and the same changed fields."""
     same = (entry["step"], entry.get("changed"))
     entries = [e for e in _entries(path) if (e["step"], e.get("changed")) != same]
     entries = sorted([*entries, entry], key=lambda e: e["step"])
@@ -132,17 +134,21 @@ def _entries(path: pathlib.Path) -> list[dict]:
 def restore_policy(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, wanted: str
 ) -> tuple[int, transformer.Params]:
-    """(step, parameters of the whole model) of a run's checkpoint: `wanted` is a step, "newest" or "best" (held-out score).
+    """Returns (step, parameters of the whole model) of a run's checkpoint; `wanted` is a step, "newest" or "best".
 
-    A run with adapters merges them, and needs all of its state for that.
+    Best is the checkpoint with the highest held-out score. Adapters are merged.
+
+    Raises:
+      ValueError: `wanted` is none of these.
+      FileNotFoundError: the checkpoint does not exist.
     """
     directory = workdir / "checkpoints"
-    if wanted != "best" and wanted != "newest" and not re.fullmatch("[0-9]+", wanted):
-        raise ValueError(f"--step={wanted} is no checkpoint; give a step, newest, or best")
-    if wanted == "best":
-        step = checkpoint.best_step(directory)
+    if wanted in ("best", "newest"):
+        step = checkpoint.best_step(directory) if wanted == "best" else None
+    elif re.fullmatch("[0-9]+", wanted):
+        step = int(wanted)
     else:
-        step = None if wanted == "newest" else int(wanted)
+        raise ValueError(f"--step={wanted} is not a checkpoint; give a step, newest, or best")
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
     learner = exp.learner(mesh)
@@ -152,12 +158,13 @@ def restore_policy(
 
 
 def check_run(workdir: str) -> None:
-    """FileNotFoundError, before anything is created, where `workdir` holds no run."""
+    """Raises FileNotFoundError if `workdir` contains no run, before any file is created."""
     if not (pathlib.Path(workdir) / "checkpoints").is_dir():
-        raise FileNotFoundError(f"no checkpoints in {workdir}; give the --workdir of a run of rl.train")
+        raise FileNotFoundError(f"no checkpoints in {workdir}; set --workdir to that of a run of rl.train")
 
 
 def main() -> None:
+    """Scores one checkpoint of a run."""
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     check_run(flags.FLAGS.workdir)
@@ -165,27 +172,24 @@ def main() -> None:
         changed = _changed(workdir, exp)
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
-        key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout side looks for it
+        key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
         broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress, changed)
     if changed:
-        progress.say(f"kept in {workdir / 'other_evaluations.json'}, since {', '.join(changed)} differs from the run's")
+        progress.say(
+            f"saved in {workdir / 'other_evaluations.json'}, since {', '.join(changed)} differs from the run's"
+        )
     else:
         progress.say(f"report: {report.write(workdir)}")
 
 
 def _changed(workdir: pathlib.Path, exp: experiment.Experiment) -> dict:
-    """Field -> value of what makes these scores others than the run's own."""
-    names = [
-        n
-        for n in run_directory.differences(workdir, exp)
-        if n.startswith(("evaluation.", "sampling.", "inference.max"))
-    ]
-    fields = experiment.fields(exp)
-    return {name: fields[name] for name in names}
+    """The fields that change scores and differ from the run's, with their values."""
+    fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
+    return {name: fields[name] for name in run_directory.differences(workdir, exp) if name.startswith(prefixes)}
 
 
 if __name__ == "__main__":

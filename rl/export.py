@@ -1,10 +1,10 @@
-"""A run's policy as a Hugging Face folder: config.json, safetensors, tokenizer; transformers, vLLM and `inference.serve` load it.
+"""Exports a run's policy as a Hugging Face folder that transformers, vLLM and `inference.serve` load.
 
     python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
 
 1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/learner/lora.py).
-2. `models.hf.save` writes hub-style names; the same parameters give the same bytes. The tokenizer goes beside them, before the
-   folder gets its name.
+2. `models.hf.save` writes config.json and safetensors with hub-style names; the same parameters give the same bytes. The
+   tokenizer is written to the same folder, which gets its name last.
 """
 
 import pathlib
@@ -20,6 +20,7 @@ from sharding import mesh as mesh_lib
 
 
 def main() -> None:
+    """Exports one checkpoint of a run."""
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)

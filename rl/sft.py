@@ -1,16 +1,17 @@
-"""Supervised fine-tuning: the policy imitates conversations; before RL, until it can begin to learn from reward.
+"""Supervised fine-tuning: the policy imitates conversations, alone or as a warm-up before RL.
 
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. Batch n is a pure function of the config: tasks of the environment that `data.warmup_indices` names, each with its solution
-   (with `warmup.decoy_fraction`, that part of them with a wrong one, for RL to put right); or lines of the file `warmup.data`.
-2. A conversation is rendered once, tools and all turns included. The loss lies on the messages of `warmup.roles`: of an assistant
-   on what it says, its closing token included; of the others on their whole message.
+1. Batch n is a pure function of the config: tasks of the environment that `task_schedule.warmup_indices` selects, each with its solution
+   (a wrong one for the fraction `warmup.decoy_fraction`, which RL then corrects); or lines of the file `warmup.data`.
+2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`: of an assistant,
+   on its sampled text with the closing token; of the others, on their whole message.
 3. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
-4. Every `warmup.eval_every` steps the loss on held-out examples is measured; `warmup.patience` of them without a new best end it.
+4. Every `warmup.eval_every` steps the loss on held-out examples is measured; training ends after `warmup.patience` of them
+   without a new best.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
 
-Over several hosts the first makes the batches and deals them out (rl/batch/host_feed.py).
+With several hosts the first makes the batches and sends the others their rows (rl/batch/host_feed.py).
 """
 
 import dataclasses
@@ -47,11 +48,10 @@ def train(
     progress: metrics.Progress,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> transformer.Params:
-    """Runs (or resumes) the warm-up and returns its parameters; with 0 steps, the initial ones."""
+    """Runs or resumes the warm-up and returns its parameters; with 0 steps, the initial ones. All hosts must call it."""
     config = exp.config
-    rates = dataclasses.replace(
-        exp.optimizer, learning_rate=config.warmup.learning_rate, warmup_steps=20, schedule="constant"
-    )
+    rates = {"learning_rate": config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
+    rates = dataclasses.replace(exp.optimizer, **rates)
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates, exp.model)
     learner = train_step.Learner(exp.model, optimizer, loss, mesh, share_prompts=False)
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
@@ -107,12 +107,14 @@ def train(
                 if is_last:
                     break
         if patience.is_over:
-            progress.say(f"the held-out loss has not fallen below {patience.best:.4g} since; stopped after step {step}")
+            progress.say(
+                f"stopped after step {step}: {patience.num_worse} held-out losses in a row were not below {patience.best:.4g}"
+            )
     return state.params
 
 
 def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """The checkpoint that `init_from` names, straight into the learner's sharding; ValueError if it is another model."""
+    """Returns the parameters of the checkpoint `init_from`, in the learner's sharding; raises as `check_initial`."""
     check_initial(exp)
     path, model = exp.config.init_from, exp.model
     shardings = rules.shardings(transformer.specs(model), mesh)
@@ -120,7 +122,7 @@ def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> trans
 
 
 def check_initial(exp: experiment.Experiment) -> None:
-    """ValueError unless the checkpoint that `init_from` names is of the config's model."""
+    """Raises ValueError if the checkpoint `init_from` has other model fields than the config."""
     path, model = exp.config.init_from, exp.model
     found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
     free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
@@ -129,23 +131,25 @@ def check_initial(exp: experiment.Experiment) -> None:
     if differs := [field for field in wanted if wanted[field] != given[field]]:
         raise ValueError(
             "; ".join(f"model.{field} = {wanted[field]!r} but {path} has {given[field]!r}" for field in differs)
-            + ": set the config's model to that of the checkpoint (`python -m models.hf inspect` prints it)"
+            + "; set the config's model to that of the checkpoint (`python -m models.hf inspect` prints it)"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Early stopping: over once `limit` losses in a row were no new best. A limit of 0 never is."""
+    """Early stopping after `limit` losses in a row without a new best; never with a limit of 0."""
 
     limit: int = 0
-    best: float = 1e30  # a number that JSON knows
+    best: float = 1e30  # JSON has no infinity
     num_worse: int = 0
 
     @property
     def is_over(self) -> bool:
+        """True if training should stop."""
         return 0 < self.limit <= self.num_worse
 
     def after(self, loss: float) -> "Patience":
+        """Returns the patience after another held-out loss."""
         if loss < self.best:
             return dataclasses.replace(self, best=loss, num_worse=0)
         return dataclasses.replace(self, num_worse=self.num_worse + 1)
@@ -159,11 +163,11 @@ def stream(
     roles: Sequence[str] = ("assistant",),
     max_length: int,
 ) -> packing.Tree:
-    """A conversation as a stream, cut after the last token that trains; loss on the messages of `roles`.
+    """Returns a conversation as a stream, cut after the last token that trains; the loss is on messages of `roles`.
 
     Raises:
-      ValueError: it is longer than `max_length`, nothing of it trains, or its template spells a message differently once
-        others follow, so that a role's tokens cannot be told.
+      ValueError: it is longer than `max_length`, no token trains, or its template renders a message differently when
+        others follow, so that the tokens of a role are unknown.
     """
     rendered = tokenizer.render(messages, tools=tools)
     mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
@@ -173,12 +177,15 @@ def stream(
     mask[0] = False  # nothing predicts the first token
     if not mask.any() and "assistant" in roles and any(message["role"] == "assistant" for message in messages):
         raise ValueError(
-            "the chat template does not show where an answer begins, so that nothing trains; put {% generation %} blocks into "
-            "the chat_template.jinja of the tokenizer's folder"
+            "the chat template does not mark where an answer begins, so that no token trains; put {% generation %} blocks "
+            "into the chat_template.jinja of the tokenizer's folder"
         )
     if not mask.any():
-        raise ValueError(f"no message has a role of {tuple(roles)}, so that nothing trains; it has {_roles(messages)}")
-    end = int(np.flatnonzero(mask)[-1]) + 1  # what follows is template
+        raise ValueError(
+            f"the conversation has messages of {_roles(messages)}, none of roles {tuple(roles)}, so that no token trains; "
+            f"add a role of it to warmup.roles"
+        )
+    end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
     if end > max_length:
         raise ValueError(
             f"a conversation has {end} tokens, more than inference.max_model_len = {max_length}; raise it (and "
@@ -189,12 +196,12 @@ def stream(
 
 
 def read_conversations(path: str) -> list[dict]:
-    """The lines of a JSONL file, each {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
+    """Reads a JSONL file, each line {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
 
-    Messages may be as OpenAI's API has them: content in parts of text or null, arguments of tool calls as a string.
+    Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
 
     Raises:
-      ValueError: there is no such file, or a line is no such object; it is named by its number.
+      ValueError: the file cannot be read, or a line has another format; the message has its number.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -203,22 +210,22 @@ def read_conversations(path: str) -> list[dict]:
             f"warmup.data = {path!r} cannot be read: {error}; give a JSONL file of conversations"
         ) from error
     found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # text may hold other separators of lines, such as U+2028
+    for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+            raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object per line") from None
         messages = record.get("messages") if isinstance(record, dict) else None
         if not isinstance(messages, list) or not messages:
             raise ValueError(
                 f"{path}, line {number} has no messages; write {{'messages': [{{'role': ..., 'content': ...}}]}}"
             )
         if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError(f"{path}, line {number}: every message needs a role, such as 'user' or 'assistant'")
+            raise ValueError(f"{path}, line {number}: a message has no role; add one, such as 'user' or 'assistant'")
         if not isinstance(record.get("tools"), list | None):
-            raise ValueError(f"{path}, line {number}: tools must be a list of function descriptions, or absent")
+            raise ValueError(f"{path}, line {number}: tools is not a list; give function descriptions, or leave it out")
         try:
             plain = [_plain(message) for message in messages]
         except ValueError as error:
@@ -230,23 +237,21 @@ def read_conversations(path: str) -> list[dict]:
 
 
 def _plain(message: Mapping) -> dict:
-    """The message as chat templates expect it: content a string, arguments of calls an object."""
+    """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
+        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
         if not all(isinstance(part, str) for part in parts):
-            raise ValueError("a message has a part that is no text; only text is read")
+            raise ValueError("a message has a part that is not text; remove it")
         content = "".join(parts)
     if not isinstance(content, str | None):
-        raise ValueError(
-            f"the content of a message is {json.dumps(content)[:60]}; it must be a string, or parts of text"
-        )
+        raise ValueError(f"the content of a message is {json.dumps(content)[:60]}; make it a string, or parts of text")
     plain = dict(message) | {"content": content or ""}
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError("tool_calls must be a list of {'function': {'name': ..., 'arguments': {...}}}")
+            raise ValueError(
+                "tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]"
+            )
         plain["tool_calls"] = [_plain_call(call) for call in calls]
     return plain
 
@@ -254,14 +259,14 @@ def _plain(message: Mapping) -> dict:
 def _plain_call(call: Mapping) -> dict:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call needs function.name, a string")
+        raise ValueError("a tool call has no name; set function.name to a string")
     arguments = function.get("arguments", {})
     try:
         loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         loaded = None
     if not isinstance(loaded, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; they must be a JSON object")
+        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; make them a JSON object")
     function = function | {"arguments": loaded}
     return dict(call) | {"function": function} if "function" in call else function
 
@@ -276,7 +281,7 @@ class _Source:
 
 
 def _from_tasks(exp: experiment.Experiment) -> _Source:
-    """Tasks of the run's environment with their answers."""
+    """Returns the source of tasks of the run's environment with their answers."""
     config = exp.config
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
@@ -299,15 +304,15 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
 
 def _from_file(exp: experiment.Experiment) -> _Source:
-    """Conversations of `warmup.data`, in a new order every epoch; the last `eval_tasks` are held out if they are asked for."""
+    """Returns the source of conversations in `warmup.data`, in a new order every epoch; the last `eval_tasks` may be held out."""
     config = exp.config
     path, count = config.warmup.data, config.warmup.tasks_per_step
     records = read_conversations(path)
     cut = len(records) - (config.warmup.eval_tasks if config.warmup.eval_every else 0)
     if cut < 1:
         raise ValueError(
-            f"warmup.data = {path} has {len(records)} conversations, none beside the warmup.eval_tasks = "
-            f"{config.warmup.eval_tasks} that are held out; give more, or set warmup.eval_tasks lower"
+            f"warmup.data = {path} has {len(records)} conversations, all of them held out (warmup.eval_tasks = "
+            f"{config.warmup.eval_tasks}); give more, or set warmup.eval_tasks lower"
         )
 
     def tree(index):
@@ -334,7 +339,7 @@ def _from_file(exp: experiment.Experiment) -> _Source:
 def _evaluator(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Source | None, hosts: hosts_lib.Hosts
 ) -> Callable:
-    """Returns `evaluate(params)`: mean negative log-likelihood of the held-out examples' trained tokens, in nats."""
+    """Returns a function of parameters: the mean negative log-likelihood of the held-out trained tokens, in nats."""
     layout = packing.Layout.for_streams(
         exp.config.warmup.eval_tasks,
         exp.config.inference.max_model_len,
@@ -351,23 +356,23 @@ def _evaluator(
 
 
 def _demonstration(task: environment.Task, config) -> str:
-    """The answer that is taught: right, or the decoy for a fixed part of the tasks, drawn by their index."""
+    """Returns the answer to imitate: the right one, or a decoy for a fixed fraction of the tasks, drawn by index."""
     lot = environment.stable_hash(f"decoy/{config.seed}/{task.index}") / 2**64
     if lot >= config.warmup.decoy_fraction:
         return task.answer
     if not task.decoy:
-        raise ValueError(f"{task.env} has no decoys; set config.warmup.decoy_fraction to 0")
+        raise ValueError(f"environment {task.env!r} has no decoys; set config.warmup.decoy_fraction to 0")
     return task.decoy
 
 
 def _span(tokenizer, messages, index, tools, ids) -> slice:
-    """Columns of one message: what rendering it adds to those before it."""
+    """The columns of one message: those that rendering it adds."""
     before = tokenizer.render(messages[:index], tools=tools).token_ids if index else []
     through = tokenizer.render(messages[: index + 1], tools=tools).token_ids
     if ids[: len(through)] != through or through[: len(before)] != before:
         raise ValueError(
-            f"the chat template spells message {index + 1} differently once others follow; train the assistant alone, or "
-            f"use a template that only appends"
+            f"the chat template renders message {index + 1} differently when others follow; set warmup.roles to the "
+            f"assistant alone, or use a template that only appends"
         )
     return slice(len(before), len(through))
 
@@ -377,11 +382,14 @@ def _roles(messages) -> str:
 
 
 def main() -> None:
+    """Runs the warm-up of an experiment alone."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.config.mesh.to_dict())
         if exp.config.warmup.num_steps == 0:
-            raise ValueError("warmup.num_steps = 0: there is nothing to do; set it to the number of supervised steps")
+            raise ValueError(
+                "warmup.num_steps = 0, so no step would be taken; set it to the number of supervised steps"
+            )
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)
             train(exp, workdir, mesh, writer, progress, hosts)

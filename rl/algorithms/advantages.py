@@ -1,11 +1,11 @@
-"""Advantages: from the rewards of one group (the G samples of one prompt) to the credit of each sample.
+"""Advantages: from the rewards of one group (the G samples of one prompt) to the advantage of each sample.
 
-Numpy in, numpy out: credit is assigned on the host, before packing, and the learner never sees a reward. In order:
+Numpy in, numpy out: advantages are assigned on the host, before packing, and the learner never gets a reward. In order:
 
-1. reward shaping, where asked for: `overlong_penalty`.
+1. reward shaping, if configured: `overlong_penalty`.
 2. `ADVANTAGES[name](rewards_G)`, group by group.
-3. `NORMALIZERS[name](credits)` over all groups of the batch.
-4. `AVERAGES[name](lengths)`: factors on the credit that turn the losses' mean over tokens into one over samples or prompts.
+3. `NORMALIZERS[name](advantages)` over all groups of the batch.
+4. `AVERAGES[name](lengths)`: factors on the advantage that turn the losses' mean over tokens into one over samples or prompts.
    Every clip and mask depends on the sign of A alone, so a factor on A is a weight on the token.
 
 Letters: P groups (prompts) of a batch, G samples of a group.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-EPSILON = 1e-6  # beside a standard deviation (INTELLECT-2's code)
+EPSILON = 1e-6  # added to a standard deviation (INTELLECT-2's code)
 
 # ---- one group -------------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def group_mean(rewards_G: np.ndarray) -> np.ndarray:
 def group_mean_std(rewards_G: np.ndarray) -> np.ndarray:
     """A = (r - mean(r)) / (std(r) + 1e-6), ddof = 1 (GRPO, arXiv 2402.03300, section 4.1.2; INTELLECT-2's code).
 
-    A group of one sample has no spread and gets 0.
+    A group of one sample gets 0.
     """
     if len(rewards_G) < 2:
         return np.zeros_like(rewards_G)
@@ -38,7 +38,7 @@ def group_mean_std(rewards_G: np.ndarray) -> np.ndarray:
 def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     """A_i = r_i - mean of the other rewards (RLOO, arXiv 2402.14740, section 2.2): G / (G - 1) times `group_mean`, unbiased.
 
-    A group of one sample has no others and gets 0.
+    A group of one sample gets 0.
     """
     G = len(rewards_G)
     return group_mean(rewards_G) * (G / (G - 1)) if G > 1 else np.zeros_like(rewards_G)
@@ -51,7 +51,7 @@ def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def given(rewards_G: np.ndarray) -> np.ndarray:
-    """A = r: the environment or an outside critic has assigned the credit. Per token, it goes into `packing.Branch` directly."""
+    """A = r: the environment or an external critic assigned the advantage. Advantages per token go into `packing.Branch`."""
     return rewards_G
 
 
@@ -66,38 +66,38 @@ ADVANTAGES = {
 # ---- a whole batch ---------------------------------------------------------------------------------------------------
 
 
-def unchanged(credits: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """P credits [G], as they are."""
-    return list(credits)
+def unchanged(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the advantages, P arrays [G], unchanged."""
+    return list(advantages)
 
 
-def batch_std(credits: Sequence[np.ndarray]) -> list[np.ndarray]:
+def batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """A / (std over all samples of the batch + 1e-6), ddof = 1 (REINFORCE++, arXiv 2501.03262; ScaleRL, arXiv 2510.13786).
 
     With `group_mean` before it, the mean over the batch is 0 already. A batch of one sample gets 0.
     """
-    everything = np.concatenate(list(credits)) if len(credits) else np.zeros((0,))
+    everything = np.concatenate(list(advantages)) if len(advantages) else np.zeros((0,))
     if len(everything) < 2:
-        return [np.zeros_like(credit_G) for credit_G in credits]
-    return [credit_G / (everything.std(ddof=1) + EPSILON) for credit_G in credits]
+        return [np.zeros_like(advantage_G) for advantage_G in advantages]
+    return [advantage_G / (everything.std(ddof=1) + EPSILON) for advantage_G in advantages]
 
 
 NORMALIZERS = {"none": unchanged, "batch_std": batch_std}
 
 
 def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Every token alike (DAPO): factors of 1. `lengths` are the trained tokens of each sample, P arrays [G]."""
+    """Factors of 1: every token weighs the same (DAPO). `lengths` are the trained tokens of each sample, P arrays [G]."""
     return [np.ones(len(length_G)) for length_G in lengths]
 
 
 def over_samples(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Every sample alike, whatever its length (GRPO): N / (samples x length), N = tokens of the batch."""
+    """Factors N / (samples x length), N tokens of the batch: every sample weighs the same, whatever its length (GRPO)."""
     num_tokens, num_samples = _sum(lengths), sum(map(len, lengths))
     return [num_tokens / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
 
 
 def over_prompts(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Every prompt alike: its tokens share 1 / P (ScaleRL, arXiv 2510.13786, "prompt average"): N / (P x tokens of the group)."""
+    """Factors N / (P x tokens of the group): every prompt weighs the same (ScaleRL, arXiv 2510.13786, "prompt average")."""
     num_tokens, P = _sum(lengths), len(lengths)
     return [np.full(len(length_G), num_tokens / (P * max(length_G.sum(), 1))) for length_G in lengths]
 
@@ -108,12 +108,14 @@ AVERAGES = {"tokens": over_tokens, "samples": over_samples, "prompts": over_prom
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np.ndarray:
-    """0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens and beyond (DAPO, arXiv 2503.14476, eq. 13).
+    """A reward of 0 up to max_tokens - buffer, falling linearly to -1 at max_tokens and above (DAPO, arXiv 2503.14476, eq. 13).
 
     To be added to the rewards before `ADVANTAGES`; DAPO uses 20,480 and 4,096 tokens.
     """
     if not 0 < buffer <= max_tokens:
-        raise ValueError(f"an overlong buffer of {buffer} tokens must lie in 1..{max_tokens}, the longest completion")
+        raise ValueError(
+            f"buffer = {buffer} is not in 1..{max_tokens}, the longest completion; choose a shorter overlong buffer"
+        )
     return -np.clip((np.asarray(lengths) - (max_tokens - buffer)) / buffer, 0.0, 1.0)
 
 

@@ -1,6 +1,6 @@
-"""Terms beside the policy loss: divergences from a reference policy, and the components with weights of their own.
+"""Terms in addition to the policy loss: divergences from a reference policy, and components with weights per token.
 
-A step's objective is a sum of components, each over its own tokens and each divided by its own global count:
+The objective of a step is a sum of components, each over its own tokens and divided by its own global count:
 
     L = policy / N + kl_coef * KL / N - entropy_coef * H / N + CE / N_ce + ref_kl / N_ref_kl
 
@@ -14,17 +14,21 @@ from rl.algorithms import importance
 
 
 def k1(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """log(pi / ref): unbiased for KL(pi || ref), of any sign. As a loss its expected gradient is 0: use it in the reward."""
+    """log(pi / ref): its value is unbiased for KL(pi || ref). As a loss its expected gradient is 0: use it in the reward."""
     return logp_BT - reference_logp_BT
 
 
 def k2(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """log(pi / ref)^2 / 2: biased, never negative; its expected gradient is that of KL(pi || ref)."""
+    """log(pi / ref)^2 / 2: its value is biased; as a loss its expected gradient is that of KL(pi || ref), so use it there."""
     return 0.5 * jnp.square(logp_BT - reference_logp_BT)
 
 
 def k3(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """ref/pi - 1 - log(ref/pi): unbiased, never negative (GRPO, arXiv 2402.03300, eq. 4); log(ref/pi) at most 10 (INTELLECT-2)."""
+    """ref/pi - 1 - log(ref/pi) >= 0 (GRPO, arXiv 2402.03300, eq. 4): its value is unbiased for KL(pi || ref).
+
+    As a loss, its expected gradient is that of the other direction, KL(ref || pi): k2 is the one with the right gradient.
+    log(ref/pi) is at most 10 (INTELLECT-2).
+    """
     log_BT = jnp.minimum(reference_logp_BT - logp_BT, 10.0)
     return jnp.expm1(log_BT) - log_BT
 
@@ -44,14 +48,15 @@ def kl_penalty(
 def kl_in_advantage(
     advantage_BT: jax.Array, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, coef: float
 ) -> jax.Array:
-    """A_t - coef * log(pi_t / ref_t): the k1 penalty as a reward of each token, no gradient (RLHF since arXiv 1909.08593)."""
+    """A_t - coef * log(pi_t / ref_t): the k1 penalty as a reward per token, without gradient (as RLHF since arXiv 1909.08593)."""
     k1_BT = jax.lax.stop_gradient(k1(logp_BT, reference_logp_BT))
     return jnp.where(mask_BT > 0, advantage_BT - coef * k1_BT, advantage_BT)
 
 
 def weighted_cross_entropy(logp_BT: jax.Array, weight_BT: jax.Array, denom: jax.Array) -> jax.Array:
-    """-sum_t w_t logp_t / denom: supervision beside reward, for instance on what tools answered (ECHO). Denominator: tokens
-    of the step with w != 0.
+    """-sum_t w_t logp_t / denom: supervision in addition to reward, for instance of tool results (ECHO).
+
+    Denominator: tokens of the step with w != 0.
     """
     return -jnp.sum(jnp.where(weight_BT != 0, logp_BT, 0.0) * weight_BT) / denom
 
@@ -82,5 +87,5 @@ def reference_distillation(
 
 
 def count(weight_BT: jax.Array) -> jax.Array:
-    """The tokens that a component trains, at least 1."""
+    """The number of tokens that a component trains, at least 1."""
     return jnp.maximum(jnp.sum(weight_BT != 0).astype(jnp.float32), 1.0)

@@ -1,4 +1,4 @@
-"""What the losses share: importance ratios, sums over a packed stream, totals over the step, and what is measured of them.
+"""Functions that the losses share: importance ratios, sums over a packed stream, totals over the step, and metrics.
 
 Letters: B rows, T tokens. Several streams share a row; `stream_ids_BT` numbers them 0, 1, ... in order of their columns
 (`rl/batch/packing.py: stream_ids`), so that a row of T tokens has at most T of them and every shape is fixed.
@@ -7,7 +7,7 @@ Letters: B rows, T tokens. Several streams share a row; `stream_ids_BT` numbers 
 import jax
 import jax.numpy as jnp
 
-MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token the sampler thought impossible gives a large finite ratio and no gradient
+MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token of tiny sampling probability has a large finite ratio, and no gradient
 
 
 def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -28,49 +28,48 @@ def clipped_surrogate(
 
 
 def outside(ratio_BT: jax.Array, advantage_BT: jax.Array, low: float, high: float) -> jax.Array:
-    """Where a pessimistic clip binds: above `high` with A > 0, below `low` with A < 0. A = 0 has no gradient to lose."""
+    """True where a pessimistic clip binds: above `high` with A > 0, below `low` with A < 0. A = 0 has no gradient to lose."""
     return ((advantage_BT > 0) & (ratio_BT > high)) | ((advantage_BT < 0) & (ratio_BT < low))
 
 
 def total(x_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array) -> jax.Array:
-    """sum_t mask_t x_t / denom; what the mask hides may be anything, NaN included."""
+    """sum_t mask_t x_t / denom; masked tokens may have any value, NaN included."""
     return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
 
 
 def stream_sum(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The sum of x over the tokens of each token's own stream, given back at every one of them."""
+    """The sum of x over the tokens of each token's stream, at every token."""
     return _over_streams(jax.ops.segment_sum, x_BT, stream_ids_BT)
 
 
 def stream_min(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The least x of each token's own stream, given back at every token of it."""
+    """The least x of each token's stream, at every token."""
     return _over_streams(jax.ops.segment_min, x_BT, stream_ids_BT)
 
 
 def stream_mean(x_BT: jax.Array, mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The mean of x over the trained tokens of each token's own stream; 0 in a stream that trains nothing."""
+    """The mean of x over the trained tokens of each token's stream, at every token; 0 in a stream that trains nothing."""
     sum_BT = stream_sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
     return sum_BT / stream_length(mask_BT, stream_ids_BT)
 
 
 def stream_length(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """|o|: the number of trained tokens of each token's own stream, at least 1."""
+    """|o|: the number of trained tokens of each token's stream, at every token, at least 1."""
     return jnp.maximum(stream_sum(mask_BT, stream_ids_BT), 1.0)
 
 
 def num_streams(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """How many streams train a token: every trained token counts 1 / |o|, and the thirds are rounded to whole streams."""
+    """The number of streams that train a token: every trained token counts 1 / |o|, and the sum is rounded."""
     return jnp.round(jnp.sum(mask_BT / stream_length(mask_BT, stream_ids_BT)))
 
 
 def metrics(
     log_ratio_BT: jax.Array, dropped_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
 ) -> dict[str, jax.Array]:
-    """What every ratio loss reports; each a sum over tokens / denom, so that micro-batches and shards add up.
+    """Returns the metrics of every ratio loss, each a sum over tokens / denom, so that micro-batches and shards add up.
 
-    loss/clip_frac            tokens whose gradient the loss took away, and its parts with A > 0 and A < 0
-    loss/mismatch_kl          KL(mu || pi) by the k3 estimator, r - 1 - log r >= 0 (Schulman 2020), and the part of it that
-                              comes from dropped tokens
+    loss/clip_frac            tokens whose gradient the loss dropped; also those with A > 0 and with A < 0
+    loss/mismatch_kl          KL(mu || pi) by the k3 estimator, r - 1 - log r >= 0 (Schulman 2020); also of dropped tokens
     loss/ratio_mean           mean r, 1 in expectation; with loss/ratio_sq_mean (mean r^2) it gives the effective sample size
                               (rl/reporting/diagnostics.py)
     """

@@ -1,23 +1,27 @@
-"""Policy losses as functions of arrays. All take the same five things and return (loss, metrics).
+"""Policy losses as pure functions of arrays, each returning (loss, metrics).
+
+All take the same five arguments:
 
   logp_BT            log pi(token) under the parameters being trained, at the sampling temperature; carries gradient
   behavior_logp_BT   log mu(token) under the policy that sampled it, as the sampler reported it, or as the learner
                      recomputed it before the first optimizer step of a batch (INTELLECT-2)
-  advantage_BT       credit of each token; assigned before, never here
-  mask_BT            1.0 on tokens that the policy sampled and that train, else 0.0
+  advantage_BT       advantage of each token; assigned before, never here
+  mask_BT            1.0 on sampled tokens that train, else 0.0
   denom              the *global* number of such tokens in the step, over all devices and micro-batches
 
-A loss that needs more says so by naming it, and the learner hands it over:
+A loss that names one of these arguments gets it from the learner, too:
 
-  stream_ids_BT      int32 in [0, T): which stream of its row a token belongs to (a stream is one sampled sequence)
-  num_streams        the *global* number of streams that train a token
-  sampler_logp_BT    log mu as the sampler reported it, whatever `behavior_logp_BT` is
+  stream_ids_BT      int32 in [0, T): the stream of its row that a token belongs to (a stream is one sampled sequence)
+  num_streams        the *global* number of streams that train a token. Groups without an advantage were dropped before
+                     (rl/batch/credit.py), so it counts the other groups alone, unlike the papers
+  sampler_logp_BT    log mu(token) as the sampler reported it, also where `behavior_logp_BT` was recomputed
 
 Every loss is a sum over tokens divided by a global count, so that micro-batches and shards add up exactly. Every metric is
 a sum over tokens divided by `denom`: a fraction or mean over the step's tokens once summed over micro-batches.
 
-Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream
-throughout. A loss of your own is any function of this signature: give it to `objective.bind` in place of a name.
+Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream.
+r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient. A user's own loss is any function of this
+signature, passed to `objective.bind` instead of a name.
 """
 
 import math
@@ -55,9 +59,8 @@ def two_sided_clip(
     ratio_BT = jnp.exp(log_ratio_BT)
     loss_BT, dropped_BT = importance.clipped_surrogate(jnp.minimum(ratio_BT, delta), advantage_BT, clip_low, clip_high)
     dropped_BT |= (advantage_BT < 0) & (ratio_BT > delta)
-    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, denom), metrics
 
 
 def grpo(
@@ -72,19 +75,18 @@ def grpo(
     num_streams: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """PPO clipping, averaged inside each stream and then over streams: a token of a long answer weighs less.
+    """PPO clipping, averaged inside each stream and then over streams: a token of a long completion weighs less.
 
         loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
 
-    GRPO (arXiv 2402.03300, eq. 3; its KL term is the learner's `kl_coef`). Denominator: global streams. Nothing is
-    stop-gradiented.
+    GRPO (arXiv 2402.03300, eq. 3). Its KL term is the learner's `kl_coef`, a mean over all *tokens* whatever the loss; the
+    paper averages it inside each stream. Denominator: global streams. Nothing is stop-gradiented.
     """
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
     loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
     loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
-    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, num_streams), metrics
 
 
 def dr_grpo(
@@ -99,18 +101,18 @@ def dr_grpo(
     num_streams: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """PPO clipping, summed over tokens and divided by a constant: neither short nor long answers are favoured.
+    """PPO clipping, summed over tokens and divided by a constant: neither short nor long completions are favored.
 
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
 
     Dr. GRPO (arXiv 2503.20783, section 3.2); `length` is the generation budget, sampling.max_tokens. Goes with the advantage
-    `group_mean`. Denominator: global streams times `length`. Nothing is stop-gradiented.
+    `group_mean`. The KL term of `kl_coef` stays a mean over all *tokens*, not divided by `length`. Denominator: global
+    streams times `length`. Nothing is stop-gradiented.
     """
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
     loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
-    return importance.total(loss_BT, mask_BT, num_streams * length), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, num_streams * length), metrics
 
 
 def dapo(
@@ -128,7 +130,7 @@ def dapo(
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
 
     DAPO (arXiv 2503.14476, eq. 8) with 0.2 and 0.28; its overlong shaping is `advantages.overlong_penalty`, its dynamic
-    sampling the dropping of groups without spread. Denominator: global sampled tokens. Nothing is stop-gradiented.
+    sampling is the dropping of groups whose rewards are equal. Denominator: global sampled tokens. Nothing is stop-gradiented.
     """
     return two_sided_clip(
         logp_BT,
@@ -157,7 +159,7 @@ def gspo(
     num_streams: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """One ratio per stream, the geometric mean of its tokens' ratios, clipped as a whole.
+    """PPO clipping with one ratio per stream, the geometric mean of its tokens' ratios, and clips it.
 
         loss = -sum_i (1 / |o_i|) sum_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) / num_streams
         s_it = sg(s_i) pi_t / sg(pi_t),  s_i = exp(mean_t log r_t)
@@ -171,9 +173,8 @@ def gspo(
     ratio_BT = jnp.exp(jax.lax.stop_gradient(mean_BT - here_BT) + here_BT)
     loss_BT, dropped_BT = importance.clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
     loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
-    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, num_streams), metrics
 
 
 def gmpo(
@@ -187,7 +188,7 @@ def gmpo(
     num_streams: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """The geometric instead of the arithmetic mean of a stream's clipped ratios: one wild token weighs little.
+    """The geometric instead of the arithmetic mean of a stream's clipped ratios: one extreme token weighs little.
 
         loss = -sum_i A_i exp((1 / |o_i|) sum_t c_t) / num_streams
         c_t = min(log r, log_clip) where A > 0, max(log r, -log_clip) where A < 0
@@ -200,9 +201,8 @@ def gmpo(
     ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
     loss_BT = -ratio_BT * advantage_BT / importance.stream_length(mask_BT, stream_ids_BT)
     dropped_BT = importance.outside(log_ratio_BT, advantage_BT, -log_clip, log_clip)
-    return importance.total(loss_BT, mask_BT, num_streams), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, num_streams), metrics
 
 
 # ---- masked and truncated importance sampling ------------------------------------------------------------------------
@@ -223,16 +223,15 @@ def masked_importance_sampling(
     stream_ids_BT: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """Importance sampling straight against the sampler, with tokens and streams of a wild ratio left out (IcePop).
+    """Importance sampling against the sampler; tokens and streams with extreme ratios are left out (IcePop).
 
         loss = -sum_t mask_t keep_t r A / denom
         keep_t = ratio_low <= r <= ratio_high
                  and stream_low <= (smallest r of the stream), (largest r of the stream) <= stream_high
                  and geometric_low <= exp(mean_t log r of the stream) <= geometric_high
 
-    INTELLECT-3 (arXiv 2512.16144, section 2): tokens in [0.5, 5], whole stream out below 1e-5. PRIME-RL at its release:
-    tokens in [0.125, 8]; in December 2025 also geometric mean in [0.1, 10] and stream_high = 100. The defaults turn the stream
-    rules off. The indicator carries no gradient; a dropped token keeps its place in the denominator, global sampled tokens.
+    INTELLECT-3 (arXiv 2512.16144, section 2): tokens in [0.5, 5], whole stream dropped below 1e-5. PRIME-RL at its release:
+    tokens in [0.125, 8]; in December 2025 also geometric mean in [0.1, 10] and stream_high = 100. The defaults disable the stream rules. The indicator carries no gradient; a dropped token keeps its place in the denominator, global sampled tokens.
     """
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
     ratio_BT = jnp.exp(log_ratio_BT)
@@ -246,9 +245,8 @@ def masked_importance_sampling(
         geometric_BT = jnp.exp(importance.stream_mean(fixed_BT, mask_BT, stream_ids_BT))
         keep_BT &= (geometric_BT >= geometric_low) & (geometric_BT <= geometric_high)
     loss_BT = -jnp.where(keep_BT, ratio_BT, 0.0) * advantage_BT
-    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
-        log_ratio_BT, ~keep_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, ~keep_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, denom), metrics
 
 
 def cispo(
@@ -272,9 +270,8 @@ def cispo(
     ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
     loss_BT = -jnp.clip(ratio_BT, ratio_low, ratio_high) * advantage_BT * logp_BT
     clipped_BT = (ratio_BT < ratio_low) | (ratio_BT > ratio_high)
-    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
-        log_ratio_BT, clipped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, clipped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, denom), metrics
 
 
 def truncated_importance_sampling(
@@ -303,9 +300,8 @@ def truncated_importance_sampling(
     weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
     loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
     loss_BT *= jax.lax.stop_gradient(jnp.minimum(weight_BT, cap))
-    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, denom), metrics
 
 
 def decoupled_ppo(
@@ -319,7 +315,7 @@ def decoupled_ppo(
     sampler_logp_BT: jax.Array,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """Three policies: one sampled (behaviour), one bounds the step (proximal, recomputed by the learner), one is trained (target).
+    """PPO with three policies: behavior (sampled), proximal (bounds the step, recomputed by the learner), target (trained).
 
         loss = -sum_t mask_t (prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
 
@@ -359,8 +355,9 @@ def dppo_tv(
         keep_t = not (A > 0 and pi - mu > high  or  A <= 0 and pi - mu < -low)
 
     DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's squared log-ratio (arXiv 2602.02276), the
-    default of PRIME-RL in 2026 with low = high = 0.2 and kl_tau = 1e-3. The squared term covers dropped tokens too; r is not
-    clamped. The indicator carries no gradient. Denominator: global sampled tokens.
+    default of PRIME-RL in 2026 with low = high = 0.2 and kl_tau = 1e-3. The squared term covers dropped tokens, too. Unlike
+    PRIME-RL's, r is clamped at e^20, above which neither term has a gradient. The indicator carries no gradient.
+    Denominator: global sampled tokens.
     """
     change_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)
     dropped_BT = jnp.where(advantage_BT > 0, change_BT > high, change_BT < -low)
@@ -377,7 +374,7 @@ def ipo(
     kl_tau: float,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """`dppo_tv` with a mask that ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
+    """`dppo_tv` (with the same clamp) whose mask ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
     dropped_BT = jnp.abs(jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)) > bound
     return _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom)
 
@@ -385,9 +382,8 @@ def ipo(
 def _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom):
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
     loss_BT = -jnp.where(dropped_BT, 0.0, jnp.exp(log_ratio_BT)) * advantage_BT + kl_tau * log_ratio_BT**2
-    return importance.total(loss_BT, mask_BT, denom), importance.metrics(
-        log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom
-    )
+    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+    return importance.total(loss_BT, mask_BT, denom), metrics
 
 
 # ---- supervision -----------------------------------------------------------------------------------------------------
@@ -401,7 +397,7 @@ def cross_entropy(
     *,
     denom: jax.Array,
 ) -> tuple[jax.Array, dict]:
-    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t / denom. The behaviour policy is not used.
+    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t / denom. The behavior policy is not used.
 
     The advantage weighs the tokens (1 for plain SFT). Denominator: global trained tokens.
     """

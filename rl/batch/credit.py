@@ -1,12 +1,12 @@
-"""From groups of rollouts to the trees that the learner packs: who gets how much credit, and which component trains what.
+"""Turns groups of rollouts into the trees that the learner packs: advantages, and the tokens that each component trains.
 
 1. The reward of a sample is shaped (`overlong_buffer`), then `advantages.ADVANTAGES`, `NORMALIZERS` and `AVERAGES` in turn make
    it the advantage of each of its sampled tokens.
 2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
-3. `teacher_coef` weighs the distillation of what was sampled (rl/algorithms/divergences.py); for it, those groups stay in the batch.
-4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample a stream of its own.
-   Where routers are replayed, what samples share ends before the prompt's last token, which each of them ran for itself, and
-   samples whose prompts took other experts are other trees.
+3. `teacher_coef` weighs the distillation of the samples (rl/algorithms/divergences.py); for it, those groups stay in the batch.
+4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample is a stream of its own.
+   With router replay, the shared part ends before the prompt's last token, which each sample ran for itself, and samples
+   whose prompts ran other experts are in separate trees.
 
 Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
 """
@@ -24,16 +24,16 @@ from rl.batch import router_replay as router_replay_lib
 
 @dataclasses.dataclass(frozen=True)
 class Credit:
-    """How a run assigns credit; names are those of the tables in rl/algorithms/advantages.py."""
+    """A run's rules for assigning advantages; names are those of the tables in rl/algorithms/advantages.py."""
 
     advantage: str = "group_mean"
     normalize: str = "none"
     average: str = "tokens"
-    overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: off
-    max_tokens: int = 0  # of a completion; read where overlong_buffer is set
+    overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: no penalty
+    max_tokens: int = 0  # of a completion; needed with overlong_buffer
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
-    router_replay: router_replay_lib.RouterReplay | None = None  # if trees carry the experts that rollouts claim
+    router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
 
     def __post_init__(self):
         for name, table in (
@@ -45,39 +45,43 @@ class Credit:
                 raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
         if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
             raise ValueError(
-                f"rl.overlong_buffer = {self.overlong_buffer} must lie in 1..{self.max_tokens}, the longest completion "
-                f"(sampling.max_tokens), or be 0 for none"
+                f"rl.overlong_buffer = {self.overlong_buffer} is not in 1..{self.max_tokens}, the longest completion "
+                f"(sampling.max_tokens); set it in that range, or to 0 for no penalty"
             )
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Which of `packing.OPTIONAL` the trees carry."""
+        """The names of `packing.OPTIONAL` that the trees carry."""
         return ("ref_kl_weight",) if self.teacher_coef else ()
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
-        """(The trees of a batch of P groups, the part of the groups that reward teaches nothing)."""
+        """Returns (trees of a batch of P groups, fraction of the groups whose advantages are all zero)."""
         lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
         rewards = [np.array([r.reward for r in group], np.float64) for group in groups]
         if self.overlong_buffer:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
-        credits = advantages.NORMALIZERS[self.normalize]([advantages.ADVANTAGES[self.advantage](r) for r in rewards])
-        is_flat = np.array([not np.any(np.abs(credit_G) > 1e-9) for credit_G in credits])
-        taught = np.flatnonzero(~is_flat)  # by reward
+        advantages_P = advantages.NORMALIZERS[self.normalize](
+            [advantages.ADVANTAGES[self.advantage](r) for r in rewards]
+        )
+        is_flat = np.array([not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P])
+        taught = np.flatnonzero(~is_flat)  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
         for i, group in enumerate(groups):
             if i in factors:
-                trees += self._trees(group, credits[i] * factors[i], trains=True)
+                trees += self._trees(group, advantages_P[i] * factors[i], trains=True)
             elif self.streams:
-                trees += self._trees(group, credits[i], trains=False)
+                trees += self._trees(group, advantages_P[i], trains=False)
         return trees, float(is_flat.mean())
 
-    def _trees(self, group: Sequence[rollout_lib.Rollout], credit_G: np.ndarray, *, trains: bool) -> list[packing.Tree]:
-        P = group[0].prompt_length  # tokens of the prompt
+    def _trees(
+        self, group: Sequence[rollout_lib.Rollout], advantage_G: np.ndarray, *, trains: bool
+    ) -> list[packing.Tree]:
+        P = group[0].prompt_length
         start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
         routed = [self.router_replay.rows(r) if self.router_replay else None for r in group]
-        branches = [self._branch(*one, start, trains) for one in zip(group, credit_G, routed, strict=True)]
+        branches = [self._branch(*one, start, trains) for one in zip(group, advantage_G, routed, strict=True)]
         if not self.share_prompts:
             return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
         if not self.router_replay:
@@ -91,14 +95,14 @@ class Credit:
         ]
 
     def _branch(
-        self, rollout: rollout_lib.Rollout, credit: float, rows_TLX: np.ndarray | None, start: int, trains: bool
+        self, rollout: rollout_lib.Rollout, advantage: float, rows_TLX: np.ndarray | None, start: int, trains: bool
     ) -> packing.Branch:
         mask_T = rollout.sampled_mask[start:].astype(np.float32)
         return packing.Branch(
             rollout.tokens[start:],
             mask_T * np.float32(trains),
             rollout.logprobs[start:],
-            mask_T * np.float32(credit),
+            mask_T * np.float32(advantage),
             rollout.temperature,
             ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
             routed_experts=None if rows_TLX is None else rows_TLX[start:],

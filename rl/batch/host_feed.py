@@ -1,12 +1,12 @@
-"""A packed batch on its way from the first host to the devices of all.
+"""Moves a packed batch from the first host to the devices of all hosts.
 
-1. The first host alone has the rollouts, and packs them. Which rows do the devices of another host hold? The mesh says so.
-2. Each other host is sent those rows, of the micro-batches in use (`hosts.scatter`), and fills up the rest with rows that hold nothing.
-3. Every host puts its rows on its devices; together these are the global arrays that `train_step` takes.
+1. Only the first host has the rollouts, and packs them. The mesh determines which rows the devices of another host need.
+2. Each other host is sent those rows, of the micro-batches in use, and fills the rest with empty rows.
+3. Every host puts its rows on its devices; together these are the global arrays that the train step takes.
 
-So a token leaves the first host once, and lies on hosts that compute with it alone. A collective broadcast of the whole batch would send
-all of it to every host and through the memory of every device (9.7 GB in configs/intellect3.py); so would packing the same rollouts on
-every host, which would also have to agree on them to the bit.
+So only hosts that compute with a token receive it. A collective broadcast of the whole batch would send all of it to every
+host and through the memory of every device (9.7 GB in configs/intellect3.py); packing the same rollouts on every host
+would, too, and the hosts would have to agree on them to the bit.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _shape(layout: packing.Layout) -> tuple[int, int, int]:
 
 
 def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
-    """What the devices of a process hold of [M, B, T], each block once; every host finds the same order."""
+    """The blocks of [M, B, T] that the devices of a process need, each once, in the same order on every host."""
     shape = _shape(layout)
     indices = packing.sharding(mesh, 3).devices_indices_map(shape)
     own = [index[1:] for device, index in indices.items() if device.process_index == process]

@@ -1,16 +1,16 @@
-"""Token streams of any length -> one batch of fixed shape, by first-fit decreasing; shared prompts computed once.
+"""Packs token streams of any length into one batch of fixed shape, by first-fit decreasing; shared prompts are computed once.
 
-1. What is packed is a tree: a prompt and the branches that continue it (the samples of a group). A branch attends to the
-   prompt and to itself, so the group costs one prompt instead of G. A stream of its own is a tree with one branch.
+1. The unit is a tree: a prompt and the branches that continue it (the samples of a group). A branch attends to the prompt
+   and to itself, so a group costs one prompt instead of G. A stream that shares nothing is a tree with one branch.
 2. Trees are sorted by falling length (ties by their order, so that the result is a function of the input), and each goes
    into the first row with room. A tree longer than a row is split into trees of fewer branches; a branch that does not fit
    even alone is refused.
-3. Rows are sorted by estimated work, so that the rows which are computed side by side on different devices cost alike, and
+3. Rows are sorted by estimated cost, so that rows computed at the same time on different devices cost about the same, and
    dealt to the shards of a micro-batch back and forth.
-4. Rows are laid out as micro-batches of a fixed shape in an array of fixed capacity, with the number in use beside it:
-   however long the streams are, the learner compiles once, and runs no more micro-batches than there is work.
+4. The batch is an array of micro-batches with a fixed capacity and the number in use: whatever the lengths of the streams,
+   the learner compiles once, and runs only the micro-batches in use.
 
-Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L mixture layers, X experts per token.
+Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L MoE layers, X experts per token.
 """
 
 import dataclasses
@@ -30,30 +30,23 @@ from sharding.system import atomic_file
 
 @struct.dataclass
 class TrainBatch:
-    """One optimizer step's tokens, packed; several trees share a row. Arrays [M, B, T], but for the count.
+    """The packed tokens of one train step; several trees share a row. Arrays are [M, B, T] unless stated otherwise."""
 
-    tokens: int32. positions: int32, from 0 at the start of each prompt. segment_ids: int32, 1.. per tree in a row, 0 padding.
-    branch_ids: int32, 0 in a prompt, 1.. per branch of a tree. predictors: int32, the column whose hidden state predicts the
-    token. loss_mask: float32, 1.0 where the token trains. behavior_logp, advantage, temperature: float32 per token. The last
-    three are there if the run's layout names them: ref_logp, log-probability under a reference policy; ce_weight and
-    ref_kl_weight, weights of those components of the loss (rl/algorithms/divergences.py), 0 where a token has no part in them. Of a run that
-    replays routers, routed_experts [M, B, T, L, X], as `router_replay.given` reads them.
-    """
-
-    tokens: jax.Array
-    positions: jax.Array
-    segment_ids: jax.Array
-    branch_ids: jax.Array
-    predictors: jax.Array
-    loss_mask: jax.Array
+    tokens: jax.Array  # int32, like the next four
+    positions: jax.Array  # from 0 at the start of each prompt
+    segment_ids: jax.Array  # 1.. per tree of a row, 0 in padding
+    branch_ids: jax.Array  # 0 in a prompt, 1.. per branch of a tree
+    predictors: jax.Array  # the column whose hidden state predicts the token
+    loss_mask: jax.Array  # float32, like all below: 1.0 where the token trains
     behavior_logp: jax.Array
     advantage: jax.Array
     temperature: jax.Array
-    num_micro_batches: jax.Array  # int32 scalar: how many of the M hold anything
-    ref_logp: jax.Array | None = None
+    num_micro_batches: jax.Array  # int32 scalar: how many of the M are in use
+    # None unless the run's layout names them; the weights are those of components in rl/algorithms/divergences.py.
+    ref_logp: jax.Array | None = None  # under a reference policy
     ce_weight: jax.Array | None = None
     ref_kl_weight: jax.Array | None = None
-    routed_experts: jax.Array | None = None
+    routed_experts: jax.Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +55,11 @@ class Layout:
 
     row_length: int  # T
     rows: int  # B of a micro-batch, a multiple of the batch shards
-    num_micro_batches: int  # M, the most there can be
+    num_micro_batches: int  # M, the capacity
     shards: int = 1  # devices that a micro-batch's rows are split over; divides `rows`
-    key_cost: float = 0.0  # work of reading one key, in units of the rest of a token's work: about 1 / (6 model_dim)
-    streams: tuple[str, ...] = ()  # of OPTIONAL: which a run's batches carry
-    router_replay: router_replay_lib.RouterReplay | None = None  # if they carry routed experts
+    key_cost: float = 0.0  # cost of reading one key, relative to the rest of a token's cost: about 1 / (6 model_dim)
+    streams: tuple[str, ...] = ()  # names of OPTIONAL that the batches carry
+    router_replay: router_replay_lib.RouterReplay | None = None  # None: batches carry no routed experts
 
     def __post_init__(self):
         if self.rows % self.shards:
@@ -79,14 +72,14 @@ class Layout:
 
     @classmethod
     def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int, **fields) -> "Layout":
-        """Room for any `num_streams` streams of at most `max_length` tokens: first-fit leaves no two rows half empty."""
+        """Returns a layout with room for any `num_streams` streams of `max_length` tokens: first-fit leaves at most one row half empty."""
         needed = min(num_streams, 2 * num_streams * max_length // row_length + 1)
         return cls(row_length, rows, -(-needed // rows), **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One continuation; arrays [T] over its own tokens (the prompt, if it is shared, not among them)."""
+    """One continuation of a prompt; arrays [T] over its own tokens, without a shared prompt."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -96,7 +89,7 @@ class Branch:
     ref_logp: np.ndarray | None = None
     ce_weight: np.ndarray | None = None
     ref_kl_weight: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; routers choose where there are none
+    routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; None: routers choose
 
     def __post_init__(self):
         for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL, "routed_experts"):
@@ -106,7 +99,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A prompt (int32 [P], may be empty) and what continues it."""
+    """A prompt (int32 [P], may be empty) and its continuations."""
 
     prompt: np.ndarray
     branches: tuple[Branch, ...]
@@ -114,11 +107,12 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens of the prompt and all branches."""
         return len(self.prompt) + sum(len(branch.tokens) for branch in self.branches)
 
 
 def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
-    """A token stream that shares nothing, as a tree; arrays [T]."""
+    """Returns a token stream that shares no prompt as a tree; arrays [T]."""
     return Tree(np.zeros((0,), np.int32), (Branch(tokens, loss_mask, behavior_logp, advantage, temperature),))
 
 
@@ -126,35 +120,35 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
     """Packs trees into a batch of `layout`.
 
     Raises:
-      ValueError: a branch does not fit a row, the rows do not fit the layout, or a token is to train that nothing predicts.
+      ValueError: a branch does not fit a row, the rows do not fit the layout, or a token that trains has no predictor.
     """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]
     rows: list[list[Tree]] = []
     room: list[int] = []
     for tree in sorted(pieces, key=lambda tree: -tree.num_tokens):
-        row = next((i for i, free in enumerate(room) if free >= tree.num_tokens), None)
-        if row is None:
+        row = next((i for i, free in enumerate(room) if free >= tree.num_tokens), len(rows))
+        if row == len(rows):
             rows.append([])
             room.append(row_length)
-            row = len(rows) - 1
         rows[row].append(tree)
         room[row] -= tree.num_tokens
 
     num_micro_batches = -(-len(rows) // layout.rows)
     if num_micro_batches > layout.num_micro_batches:
         raise ValueError(
-            f"{len(rows)} rows do not fit {layout.num_micro_batches} micro-batches of {layout.rows}; "
+            f"{len(rows)} rows do not fit into {layout.num_micro_batches} micro-batches of {layout.rows} rows; "
             f"raise config.train.rows or config.train.row_length"
         )
     shape, empty = (layout.num_micro_batches * layout.rows, row_length), empty_row(layout)
     batch = {name: np.zeros((shape[0], *row.shape), row.dtype) for name, row in empty.items()}
-    for name in _NOT_ZERO & batch.keys():
-        batch[name][:] = empty[name]
+    for name, row in empty.items():
+        if row.any():
+            batch[name][:] = row
     for i, row in _deal(rows, layout):
         start = 0
         for segment, tree in enumerate(row, start=1):
-            _lay_out({name: array[i] for name, array in batch.items()}, tree, start, segment)
+            _write({name: array[i] for name, array in batch.items()}, tree, start, segment)
             start += tree.num_tokens
     shape = (layout.num_micro_batches, layout.rows, row_length)
     return TrainBatch(
@@ -164,7 +158,7 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
 
 
 def empty_row(layout: Layout) -> dict[str, np.ndarray]:
-    """What the arrays of a batch of `layout` hold where no tree is: [T] (routed_experts [T, L, X]) by name."""
+    """Returns the arrays of a row without trees by name, [T] (routed_experts: [T, L, X])."""
     row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
     row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
     row["temperature"][:] = 1.0
@@ -175,7 +169,7 @@ def empty_row(layout: Layout) -> dict[str, np.ndarray]:
 
 
 def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
-    """The shapes of `place(pack(trees, layout), mesh)`, whatever the trees."""
+    """Returns the shapes and shardings of `place(pack(trees, layout), mesh)`, the same for all trees."""
 
     def described(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, len(shape)))
@@ -188,12 +182,12 @@ def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
     """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes.
 
-    With several processes every one holds the same host batch and places its own part; nothing is sent.
+    With several processes every one has the same host batch and places its own rows; nothing is sent.
     """
     shards = rules.num_batch_shards(mesh)
     if batch.tokens.shape[1] % shards:
         raise ValueError(
-            f"a micro-batch of {batch.tokens.shape[1]} rows does not divide over the {shards} batch shards of the mesh; "
+            f"train.rows = {batch.tokens.shape[1]} does not divide over the {shards} batch shards of the mesh; "
             f"set config.train.rows to a multiple of {shards}"
         )
     layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
@@ -205,18 +199,18 @@ def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
 
 
 def sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
-    """Of an array of a batch, [M, B, T, ...] or the count: rows over the batch axes, tokens over `context`, the rest whole."""
+    """Returns the sharding of a batch's array [M, B, T, ...] or scalar: rows over the batch axes, tokens over `context`."""
     return rules.batch_sharding(mesh, ndim, num_whole=max(ndim - 3, 0))
 
 
 def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
-    """Numbers the runs of equal (segment, branch) of each row from 0: int32 in [0, T), one per prompt, branch and padding."""
+    """Numbers the runs of equal (segment, branch) in each row: int32 in [0, T), one per prompt, branch and padding."""
     changed = (segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]) | (branch_ids_BT[:, 1:] != branch_ids_BT[:, :-1])
     return jnp.pad(jnp.cumsum(changed, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 def save(batch: TrainBatch, path: pathlib.Path) -> None:
-    """Writes a batch for a replay: `train_step(state, place(load(path), mesh))` with the state that met it."""
+    """Writes a batch, so that its step can be replayed: `step(state, place(load(path), mesh))`."""
     host = jax.device_get(batch)
     arrays = {f.name: getattr(host, f.name) for f in dataclasses.fields(host) if getattr(host, f.name) is not None}
     file = io.BytesIO()
@@ -225,22 +219,23 @@ def save(batch: TrainBatch, path: pathlib.Path) -> None:
 
 
 def load(path: pathlib.Path) -> TrainBatch:
-    """Reads what `save` wrote; ValueError where it is not such a file."""
+    """Reads a batch that `save` wrote. Raises ValueError for other files."""
     with np.load(path, allow_pickle=False) as arrays:
         names = {field.name for field in dataclasses.fields(TrainBatch)}
         if not set(arrays) <= names or not names - {*OPTIONAL, "routed_experts"} <= set(arrays):
-            raise ValueError(f"{path} is no batch: it holds {', '.join(sorted(arrays))}; give a file of packing.save")
+            raise ValueError(
+                f"{path} is not a saved batch: it contains {', '.join(sorted(arrays))}; give a file that packing.save wrote"
+            )
         return TrainBatch(**{name: arrays[name] for name in arrays})
 
 
 OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight")
 _INTEGERS = ("tokens", "positions", "segment_ids", "branch_ids", "predictors")
 _FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
-_NOT_ZERO = {"temperature", "predictors", "routed_experts"}  # in an empty row
 
 
 def _split(tree: Tree, row_length: int) -> list[Tree]:
-    """The tree without branches of no token, as itself or as trees of fewer branches that each fit a row."""
+    """Returns the tree as trees that each fit a row, without its empty branches."""
     pieces, branches, size = [], [], len(tree.prompt)
     for branch in tree.branches:
         length = len(branch.tokens)
@@ -248,12 +243,12 @@ def _split(tree: Tree, row_length: int) -> list[Tree]:
             continue
         if len(tree.prompt) == 0 and branch.loss_mask[0] != 0:
             raise ValueError(
-                "the first token of a stream without a prompt is to train, but nothing predicts it; set its loss_mask to 0, "
+                "loss_mask is 1 at the first token of a stream without a prompt, which no token predicts; set it to 0, "
                 "or begin the stream with a token that was not sampled"
             )
         if len(tree.prompt) + length > row_length:
             raise ValueError(
-                f"a stream of {len(tree.prompt) + length} tokens does not fit a row of {row_length}; "
+                f"a stream of {len(tree.prompt) + length} tokens does not fit into a row of {row_length}; "
                 f"raise config.train.row_length"
             )
         if size + length > row_length:
@@ -265,9 +260,9 @@ def _split(tree: Tree, row_length: int) -> list[Tree]:
 
 
 def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]]:
-    """(place, row): costly rows together in early micro-batches; inside one, over the shards back and forth."""
+    """(index, row): expensive rows together in early micro-batches; inside one, over the shards back and forth."""
     per_shard = layout.rows // layout.shards
-    order = sorted(rows, key=lambda row: -sum(_work(tree, layout.key_cost) for tree in row))
+    order = sorted(rows, key=lambda row: -sum(_cost(tree, layout.key_cost) for tree in row))
     places = []
     for rank, row in enumerate(order):
         micro_batch, rank = divmod(rank, layout.rows)
@@ -278,15 +273,15 @@ def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]
     return places
 
 
-def _work(tree: Tree, key_cost: float) -> float:
-    """Work of a tree in tokens: one each, and `key_cost` for every key that a token reads."""
+def _cost(tree: Tree, key_cost: float) -> float:
+    """The cost of a tree in tokens: one each, and `key_cost` for every key that a token reads."""
     P, lengths = len(tree.prompt), [len(branch.tokens) for branch in tree.branches]
     keys = P * (P + 1) / 2 + sum(n * P + n * (n + 1) / 2 for n in lengths)
     return tree.num_tokens + key_cost * keys
 
 
-def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> None:
-    """Writes a tree into a row from column `start`: the prompt, then branch after branch."""
+def _write(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> None:
+    """Writes a tree into a row from column `start`: the prompt, then the branches."""
     P = len(tree.prompt)
     row["segment_ids"][start : start + tree.num_tokens] = segment
     prompt = slice(start, start + P)
@@ -298,15 +293,12 @@ def _lay_out(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -
     begin = start + P
     for number, branch in enumerate(tree.branches, start=1):
         span = slice(begin, begin + len(branch.tokens))
-        row["tokens"][span] = branch.tokens
+        for name in ("tokens", "loss_mask", "behavior_logp", "advantage", "temperature"):
+            row[name][span] = getattr(branch, name)
         row["positions"][span] = np.arange(P, P + len(branch.tokens))
         row["branch_ids"][span] = number
         row["predictors"][span] = np.arange(span.start, span.stop) - 1
         row["predictors"][begin] = start + P - 1 if P else begin  # the prompt's end predicts every branch's first token
-        row["loss_mask"][span] = branch.loss_mask
-        row["behavior_logp"][span] = branch.behavior_logp
-        row["advantage"][span] = branch.advantage
-        row["temperature"][span] = branch.temperature
         for name in (*OPTIONAL, "routed_experts"):
             if name in row and getattr(branch, name) is not None:
                 row[name][span] = getattr(branch, name)

@@ -1,4 +1,4 @@
-"""Optimizers by optax: from a frozen config and the parameters' specs to one `GradientTransformation`.
+"""Builds optimizers with optax: from a frozen config and the parameters' specs to one `GradientTransformation`.
 
 In the order they act on a gradient:
 
@@ -7,12 +7,14 @@ In the order they act on a gradient:
 3. weight decay, on matrices only, times the learning rate;
 4. the learning rate: linear warm-up, then constant, linear or cosine.
 
-What a parameter is, its `ParamSpec` says: dims named `layers` and `experts` count copies, what remains is a matrix when it has
-two dims or more and is no bias. Moments are split exactly as their parameters (`rl/learner/train_step.py: abstract_state`), so that the
-state of any of these is sharded like ZeRO.
+A parameter's `ParamSpec` decides how it is treated: dims named `layers` and `experts` count copies, and the rest is a
+matrix if it has two dims or more and is not a bias. Moments are split exactly as their parameters
+(`rl/learner/train_step.py: abstract_state`), so the state of every rule is sharded like ZeRO.
 
 Moments in bfloat16 are the *first* moments. The second stays float32: with beta2 = 0.999 it moves by 0.001 of itself a step,
-which is under half a unit of bfloat16 (0.004), and would stand still.
+which is under half a unit of bfloat16 (0.004), and would never change.
+
+optax.contrib.muon is not used (docs/decisions.md): on 8 devices it executes 1.34 times the FLOPs and takes 3.9 times the memory.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ import optax
 
 from sharding import rules
 
-TABLES = ("vocab",)  # a matrix with such a dim is a look-up table: Muon leaves it to AdamW
+TABLES = ("vocab",)  # a matrix with such a dim is a lookup table: Muon leaves it to AdamW
 
 # Quintic Newton-Schulz coefficients (Jordan 2024, "Muon"): steepest at 0, singular values end in about 0.7 .. 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -33,7 +35,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The rule, its rates, and where its state lives. `adamw`, constant rate, float32 moments on the device by default."""
+    """An optimizer's rule, its rates, and the dtype and memory of its state."""
 
     learning_rate: float
     warmup_steps: int  # linear, from learning_rate / warmup_steps at the first step
@@ -41,13 +43,13 @@ class OptimizerConfig:
     beta2: float
     eps: float
     weight_decay: float  # matrices only: scales and biases are not decayed
-    clip_norm: float  # of the whole gradient; 0 turns clipping off
+    clip_norm: float  # of the whole gradient; 0: no clipping
     name: str = "adamw"  # a name of RULES
     momentum: float = 0.95  # of muon and sgd
     schedule: str = "constant"  # after the warm-up: "constant", "linear" (over the last decay_steps), "cosine"
-    total_steps: int = 0  # optimizer steps of the run, warm-up included; needed where the rate falls
+    total_steps: int = 0  # optimizer steps of the run, warm-up included; required if the rate falls
     decay_steps: int = 0  # of "linear"; 0: from the end of the warm-up on
-    final_rate: float = 0.0  # where a falling rate ends, as a part of learning_rate
+    final_rate: float = 0.0  # where a falling rate ends, as a fraction of learning_rate
     moment_dtype: str = "float32"  # of first moments and momenta: or "bfloat16"
     offload_moments: bool = False  # keep the optimizer's state in host memory between steps
 
@@ -61,21 +63,37 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{field} = {value!r} is unknown; choose one of {', '.join(known)}")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps + self.decay_steps:
             raise ValueError(
-                f"optimizer.schedule = {self.schedule!r} needs optimizer.total_steps above warmup_steps + decay_steps = "
-                f"{self.warmup_steps + self.decay_steps}, got {self.total_steps}"
+                f"optimizer.total_steps = {self.total_steps}, but schedule {self.schedule!r} needs more than warmup_steps + "
+                f"decay_steps = {self.warmup_steps + self.decay_steps}; raise optimizer.total_steps"
             )
 
 
 def make(config: OptimizerConfig, specs) -> optax.GradientTransformation:
-    """The optimizer of parameters that are described by `specs`, their tree of `ParamSpec`."""
-    decayed = jax.tree.map(rules.is_matrix, specs, is_leaf=rules.is_spec)
-    chain = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm > 0 else []
-    optimizer = optax.chain(*chain, RULES[config.name](config, specs, learning_rate(config), decayed))
+    """Returns the optimizer of parameters that are described by `specs`, their tree of `ParamSpec`."""
+    rate, decayed = learning_rate(config), jax.tree.map(rules.is_matrix, specs, is_leaf=rules.is_spec)
+
+    def rule(name, decayed):
+        decay = optax.add_decayed_weights(config.weight_decay, decayed)
+        return optax.chain(RULES[name](config, specs), decay, optax.scale_by_learning_rate(rate))
+
+    if config.name == "muon":
+        labels = jax.tree.map(lambda s: "muon" if is_hidden_matrix(s) else "adamw", specs, is_leaf=rules.is_spec)
+        rest = jax.tree.map(lambda keep, name: keep if name == "adamw" else optax.MaskedNode(), decayed, labels)
+        optimizer = optax.partition({"muon": rule("muon", None), "adamw": rule("adamw", rest)}, labels)
+    else:
+        optimizer = rule(config.name, decayed)
+    if config.clip_norm > 0:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    else:
+        optimizer = optax.chain(optimizer)
     return offloaded(optimizer) if config.offload_moments else optimizer
 
 
 def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same with its state born in host memory. Who calls `update` brings it to the device and back (rl/learner/train_step.py)."""
+    """Returns the optimizer with its state created in host memory.
+
+    The caller of `update` moves the state to the device and back (rl/learner/train_step.py).
+    """
 
     def init(params):
         def to_host(x):
@@ -87,7 +105,7 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
-    """The rate of optimizer step n = 0, 1, ...: n + 1 parts of the warm-up, then the schedule. The first step already moves."""
+    """Returns the rate as a function of the optimizer step 0, 1, ...; the first step of a warm-up is already above 0."""
     warmup = optax.linear_schedule(
         config.learning_rate / max(config.warmup_steps, 1), config.learning_rate, max(config.warmup_steps - 1, 1)
     )
@@ -105,14 +123,14 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 
 
 def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
-    """What Muon orthogonalises: every matrix but the embedding and the output head."""
+    """Returns True for the matrices that Muon orthogonalizes: all but the embedding and the output head."""
     return rules.is_matrix(spec) and not any(axis in TABLES for axis in spec.logical_axes)
 
 
 def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Positions of the (copies, inputs, outputs) of a matrix: a query kernel [D, H, C] maps D to H x C.
+    """The dims of a matrix by role, as positions of (copies, inputs, outputs): a query kernel [D, H, C] maps D to H x C.
 
-    Where `model` is last, it is the output and the rest is the input (the output kernel [H, C, D], the down kernel [F, D]).
+    If `model` is last, it is the output and the rest is the input (the output kernel [H, C, D], the down kernel [F, D]).
     """
     copies = tuple(i for i, axis in enumerate(spec.logical_axes) if axis in rules.COPIES)
     rest = [i for i in range(len(spec.shape)) if i not in copies]
@@ -123,79 +141,44 @@ def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
 # ---- the rules -------------------------------------------------------------------------------------------------------
 
 
-def _adamw(config, specs, rate, decayed):
+def _adamw(config, specs):
     """Loshchilov & Hutter, arXiv 1711.05101, algorithm 2."""
     del specs
-    return optax.adamw(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        mu_dtype=config.moment_dtype,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
+    return optax.scale_by_adam(config.beta1, config.beta2, config.eps, mu_dtype=config.moment_dtype)
 
 
-def _sgd(config, specs, rate, decayed):
+def _sgd(config, specs):
     del specs
-    return optax.chain(
-        optax.trace(config.momentum, nesterov=True, accumulator_dtype=config.moment_dtype),
-        optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale_by_learning_rate(rate),
-    )
+    return optax.trace(config.momentum, nesterov=True, accumulator_dtype=config.moment_dtype)
 
 
-def _sign(config, specs, rate, decayed):
+def _sign(config, specs):
     """signSGD (arXiv 1802.04434): no state but the count of steps."""
-    del specs
-    return optax.chain(
-        optax.scale_by_sign(),
-        optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale_by_learning_rate(rate),
-    )
+    del config, specs
+    return optax.scale_by_sign()
 
 
-def _muon(config, specs, rate, decayed):
-    labels = jax.tree.map(lambda spec: "muon" if is_hidden_matrix(spec) else "adamw", specs, is_leaf=rules.is_spec)
-    muon = optax.chain(
-        scale_by_muon(specs, config.momentum, config.moment_dtype),
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(rate),
-    )
-    return optax.partition({"muon": muon, "adamw": _adamw(config, specs, rate, _no_mask(decayed, labels))}, labels)
+def _muon(config, specs):
+    return scale_by_muon(specs, config.momentum, config.moment_dtype)
 
 
 RULES = {"adamw": _adamw, "muon": _muon, "sgd": _sgd, "sign": _sign}
-
-
-def _no_mask(decayed, labels):
-    """The decay mask as AdamW sees it inside a partition: a function, since the other rule's leaves are masked out there."""
-
-    def mask(params):
-        return jax.tree.map(
-            lambda keep, _: keep,
-            jax.tree.map(lambda keep, label: keep if label == "adamw" else optax.MaskedNode(), decayed, labels),
-            params,
-        )
-
-    return mask
 
 
 # ---- Muon ------------------------------------------------------------------------------------------------------------
 
 
 def scale_by_muon(specs, beta: float, moment_dtype: str = "float32") -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalised matrix by matrix (Jordan 2024), scaled to AdamW's size: 0.2 sqrt(max(rows, columns)).
+    """Returns Muon's rule: Nesterov momentum, orthogonalized matrix by matrix (Jordan 2024), scaled to the size of AdamW's.
 
         m <- beta m + (1 - beta) g;  update = 0.2 sqrt(max(rows, columns)) NS(beta m + (1 - beta) g)
 
-    The scale is Moonlight's (arXiv 2502.16982, eq. 4), so that AdamW's learning rate and weight decay carry over. A kernel with
-    heads is one matrix, [D, H x C]; every layer and every expert is a matrix of its own.
+    The scale is Moonlight's (arXiv 2502.16982, eq. 4), so AdamW's learning rate and weight decay carry over. A kernel with
+    heads is one matrix, [D, H x C]; every layer and every expert is a separate matrix.
 
     Distributed: matrices of one shape are stacked, and the stack, not the matrices, is split over the batch axes of the mesh
-    (one all-to-all each way). A device then orthogonalises whole matrices, without a collective inside and without repeating
-    another's work, as INTELLECT-3's trainer does (arXiv 2512.16144).
+    (one all-to-all each way). A device then orthogonalizes whole matrices, without a collective inside and without repeating
+    work of another device, as INTELLECT-3's trainer does (arXiv 2512.16144).
     """
 
     def init(params):
@@ -212,7 +195,7 @@ def scale_by_muon(specs, beta: float, moment_dtype: str = "float32") -> optax.Gr
 
 
 def orthogonalize(x_NRC: jax.Array) -> jax.Array:
-    """The nearest orthogonal matrix, roughly: U S V' -> U S' V' with S' in about 0.7 .. 1.2, for each of N matrices [R, C].
+    """Returns roughly the nearest orthogonal matrix, U S V' -> U S' V' with S' in about 0.7 .. 1.2, of N matrices [R, C].
 
     Five quintic Newton-Schulz steps, X <- a X + (b A + c A A) X with A = X X', on the side with fewer rows.
     """
@@ -228,9 +211,10 @@ def orthogonalize(x_NRC: jax.Array) -> jax.Array:
 
 
 def _orthogonalize_tree(tree, specs):
-    """Stacks the matrices of one shape, orthogonalises each stack over the devices, and takes it apart again."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaf_specs = [s for s, x in _paired(specs, tree)]
+    """Stacks the matrices of one shape, orthogonalizes each stack over the devices, and takes it apart again."""
+    leaves, structure = jax.tree.flatten(tree)  # inside a partition, of some of the parameters
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
+    leaf_specs = [by_path[path] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     as_matrices = [_to_matrices(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)]
     done: list = [None] * len(leaves)
     for shape in dict.fromkeys(x.shape[1:] for x in as_matrices):
@@ -245,14 +229,8 @@ def _orthogonalize_tree(tree, specs):
     return jax.tree.unflatten(structure, done)
 
 
-def _paired(specs, tree):
-    """(spec, leaf) of the leaves that `tree` has: inside a partition it holds only some of the parameters."""
-    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
-    return [(by_path[path], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _spread(function, x_NRC):
-    """`function` with the first dim split over the mesh, padded so that it divides; without a mesh, `function`."""
+    """Runs `function` with the first dim split over the mesh, padded to a multiple of the number of devices."""
     mesh = jax.sharding.get_abstract_mesh()
     ways = 1 if mesh.empty else rules.num_batch_shards(mesh)
     N = x_NRC.shape[0]

@@ -1,7 +1,7 @@
-"""The reference: a policy that does not train, and scores what was sampled. A KL penalty pulls to it, distillation learns from it.
+"""The reference policy, which does not train: it scores the sampled tokens for a KL penalty or for distillation.
 
-It is the policy that RL began with, or, with `objective.reference_model`, a Hugging Face checkpoint of any family and size that
-reads the same token ids (on-policy distillation: a large teacher grades what the student itself wrote).
+It is the policy that RL began with, or, with `objective.reference_model`, a Hugging Face checkpoint of any family and size
+with the same token ids (on-policy distillation: a large teacher scores the student's own samples).
 """
 
 import dataclasses
@@ -42,15 +42,19 @@ def make(learner: train_step.Learner, initial: Callable[[], transformer.Params],
 def model_of(
     objective: objective_lib.Objective, policy: config_lib.ModelConfig, vocab_size: int
 ) -> config_lib.ModelConfig:
-    """The reference's config: the policy's own, or that of the checkpoint, computing as the policy does."""
+    """Returns the reference's config: the policy's own, or the checkpoint's, with the policy's dtype and kernels.
+
+    Raises:
+      ValueError: the checkpoint's vocabulary is smaller than the tokenizer's `vocab_size`.
+    """
     path = objective.reference_model
     if not path:
         return policy
     model = hf.read_config(path, dtype=policy.param_dtype, scan_layers=policy.scan_layers)
     if model.vocab_size < vocab_size:
         raise ValueError(
-            f"objective.reference_model = {path!r} knows {model.vocab_size} token ids, the tokenizer has "
-            f"{vocab_size}: a reference must read the same ids; choose one of the same tokenizer"
+            f"objective.reference_model = {path!r} has {model.vocab_size} token ids, but the tokenizer has {vocab_size}; "
+            f"choose a checkpoint with the same tokenizer"
         )
     how = ("dtype", "attention", "grouped_matmul")
     return dataclasses.replace(model, **{field: getattr(policy, field) for field in how})

@@ -96,7 +96,7 @@ def test_a_long_answer_is_worth_less():
     shaped = np.array([0.0, 1.0, 4.0 - 0.5])
     got = [float(branch.advantage[0]) for branch in trees[0].branches]
     np.testing.assert_allclose(got, shaped - shaped.mean(), rtol=1e-6)  # one rounding to float32
-    with pytest.raises(ValueError, match="rl.overlong_buffer = 5 must lie in 1..4"):
+    with pytest.raises(ValueError, match="rl.overlong_buffer = 5 is not in 1..4"):
         credit.Credit(overlong_buffer=5, max_tokens=4)
     with pytest.raises(ValueError, match="rl.average = 'token' is unknown; choose one of tokens, samples, prompts"):
         credit.Credit(average="token")

@@ -247,7 +247,7 @@ def test_a_token_that_nothing_predicts_cannot_train():
     tokens = np.array([5, 6], np.int32)
     ones = np.ones((2,), np.float32)
     layout = packing.Layout(ROW, 1, 1)
-    with pytest.raises(ValueError, match="first token of a stream without a prompt.*loss_mask"):
+    with pytest.raises(ValueError, match="loss_mask is 1 at the first token of a stream without a prompt"):
         packing.pack([packing.stream(tokens, ones, ones, ones, 1.0)], layout)
     packing.pack([packing.stream(tokens, ones * [0, 1], ones, ones, 1.0)], layout)
     branch = packing.Branch(tokens, ones, ones, ones, 1.0)
@@ -263,14 +263,14 @@ def test_arrays_of_a_branch_have_one_length():
 # ---- work ------------------------------------------------------------------------------------------------------------
 
 
-def test_work_counts_the_keys_that_tokens_read():
+def test_cost_counts_the_keys_that_tokens_read():
     """By a loop over every pair of a token and an earlier one of its own sequence."""
     (tree,) = make_trees([(4, [3, 1, 2])])
     pairs = 0
     for branch in (*tree.branches, None):
         for n in range(4 if branch is None else len(branch.tokens)):
             pairs += n + 1 + (0 if branch is None else 4)
-    assert packing._work(tree, 0.25) == 10 + 0.25 * pairs
+    assert packing._cost(tree, 0.25) == 10 + 0.25 * pairs
 
 
 @hypothesis.given(st.lists(st.integers(1, ROW), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
@@ -340,7 +340,7 @@ def test_a_batch_is_kept_for_replay(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, batch)
     assert again.ref_logp is None and [p.name for p in tmp_path.iterdir()] == ["batch.npz"]
     np.savez(tmp_path / "other.npz", tokens=np.zeros(3))
-    with pytest.raises(ValueError, match="other.npz is no batch"):
+    with pytest.raises(ValueError, match="other.npz is not a saved batch"):
         packing.load(tmp_path / "other.npz")
 
 
@@ -389,7 +389,7 @@ def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="3 rows of a micro-batch do not divide over 2 shards; set config.train.rows"):
         packing.Layout(ROW, 3, 1, shards=2)
     mesh = mesh_lib.create({"fsdp": 8})
-    with pytest.raises(ValueError, match="4 rows does not divide over the 8 batch shards.*config.train.rows"):
+    with pytest.raises(ValueError, match="train.rows = 4 does not divide over the 8 batch shards.*config.train.rows"):
         packing.place(packing.pack(streams([3]), packing.Layout(ROW, 4, 1)), mesh)
 
 

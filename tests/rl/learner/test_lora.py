@@ -92,7 +92,7 @@ def test_only_targets_are_adapted_and_wrong_ones_are_refused():
     }
     for changes, words in (
         ({"targets": ("q", "w_q")}, ("'w_q'", "no such parameter")),
-        ({"targets": ("q_norm",)}, ("'q_norm'", "no matrix")),
+        ({"targets": ("q_norm",)}, ("'q_norm'", "not a matrix")),
         ({"targets": ()}, ("lora.targets", "nothing would train")),
         ({"rank": -1}, ("lora.rank", "-1")),
     ):

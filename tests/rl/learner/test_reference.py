@@ -86,5 +86,5 @@ def test_a_teacher_must_know_every_token_id(tmp_path):
     small = dataclasses.replace(TEACHER, vocab_size=64)
     hf.save(tmp_path / "small", small, transformer.init(jax.random.key(2), small))
     exp = resolve(teacher_coef=1.0, reference_model=str(tmp_path / "small"))
-    with pytest.raises(ValueError, match="knows 64 token ids, the tokenizer has 265"):
+    with pytest.raises(ValueError, match="has 64 token ids, but the tokenizer has 265"):
         make(exp, one_device(), dict)

@@ -129,12 +129,12 @@ def changed(at, value):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "does not say which experts ran"),
+        (None, "it has no routed experts"),
         (claim(layers=2), "expected [9, 3, 2] of rows, layers and experts per token, got [9, 2, 2]"),
         (np.concatenate([claims.good_claim()] * 2, axis=2), "got [9, 3, 4]"),
         (changed((4, 2), (1, 5)), "expert 5 is not one of the model's 5"),
         (changed((4, 0), (3, 3)), "one expert twice"),
-        (changed((0, 1), (0, 1)), "a layer that has none"),
+        (changed((0, 1), (0, 1)), "experts in a dense layer"),
     ],
 )
 def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
