@@ -73,7 +73,7 @@ def test_the_first_token_never_trains():
 
 
 def test_conversations_that_cannot_train_are_refused():
-    with pytest.raises(ValueError, match="no message has a role of .'assistant'.*it has user"):
+    with pytest.raises(ValueError, match="messages of user, none of roles .'assistant'"):
         sft.stream(CHATML, [{"role": "user", "content": "x"}], max_length=99)
     with pytest.raises(ValueError, match="has [0-9]+ tokens, more than inference.max_model_len = 20"):
         sft.stream(CHATML, TURNS, max_length=20)
@@ -88,7 +88,7 @@ class Rewriting:
 
 
 def test_a_template_that_rewrites_is_refused_for_other_roles():
-    with pytest.raises(ValueError, match="spells message 1 differently once others follow"):
+    with pytest.raises(ValueError, match="renders message 1 differently when others follow"):
         sft.stream(Rewriting(), TURNS, roles=("system",), max_length=99)
 
 
@@ -129,9 +129,12 @@ def test_messages_as_other_tools_write_them(tmp_path):
     assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
     assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
     for wrong, words in (
-        ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is no text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is not text"),
         ({"role": "user", "content": {"text": "x"}}, "must be a string, or parts of text"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "must be a JSON object"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "make them a JSON object",
+        ),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call needs function.name"),
         ({"role": "assistant", "tool_calls": {}}, "tool_calls must be a list"),
     ):
@@ -148,7 +151,7 @@ def test_a_template_in_which_no_answer_can_be_found_is_told_apart():
     plain = tokenizer_lib.Tokenizer(
         CHATML.model, CHATML.specials, template, CHATML.pad_id, CHATML.eos_id, CHATML.stop_ids
     )
-    with pytest.raises(ValueError, match="does not show where an answer begins.*generation"):
+    with pytest.raises(ValueError, match="does not mark where an answer begins.*generation"):
         sft.stream(plain, TURNS, max_length=200)
 
 
@@ -158,7 +161,7 @@ def test_conversations_are_read_and_wrong_lines_named(tmp_path):
     assert first == conversation("ab") | {"tools": None} and second["tools"] == [{"name": "f"}]
     for number, (line, word) in enumerate(
         [
-            ("{", "no JSON"),
+            ("{", "is not JSON"),
             ("[1]", "no messages"),
             ('{"messages": []}', "no messages"),
             ('{"messages": [{"content": "x"}]}', "needs a role"),
@@ -198,7 +201,7 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     assert texts(source.batch(2)) == texts(source.batch(2))  # a function of the step, for a resume
     whole = sft._from_file(experiment.resolve(config_of(warmup__data=path)))
     assert len(set(sum((texts(whole.batch(step)) for step in range(1, 8)), []))) == 14
-    with pytest.raises(ValueError, match="14 conversations, none beside.*warmup.eval_tasks = 64"):
+    with pytest.raises(ValueError, match="14 conversations, all of them held out .warmup.eval_tasks = 64"):
         sft._from_file(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
     long = write(tmp_path / "long.jsonl", [conversation("x" * 99)])
     with pytest.raises(ValueError, match="conversation 1: a conversation has .* tokens, more than"):

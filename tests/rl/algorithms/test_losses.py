@@ -320,6 +320,22 @@ def test_micro_batches_add_up_to_the_batch(case):
     np.testing.assert_allclose(grad, np.concatenate([s[2] for s in sums]), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("log_r", [4.5, 12.0, 19.9, 20.1, 50.0])
+def test_a_ratio_is_exact_up_to_the_clamp_and_then_has_no_gradient(log_r):
+    """A token with A < 0 that became likelier, which these losses keep; e^20 is far from the limits of float32."""
+    batch = [np.array([[x]]) for x in (-0.5, -0.5 - log_r, -1.5, 1.0)]
+    bounded, slope = min(log_r, 20.0), float(log_r < 20)
+    for case, options, tau in (
+        ("masked_importance_sampling", {"ratio_low": 0.0, "ratio_high": math.inf}, 0.0),
+        ("dppo_tv", {"low": 0.2, "high": 0.2, "kl_tau": 0.3}, 0.3),
+    ):
+        value, _, grad = run(case, batch, 2.0, **options)
+        r = math.exp(bounded)
+        # logp - old is rounded to float32, 2^-24 of 50, and exp passes that on.
+        assert value == pytest.approx((1.5 * r + tau * bounded**2) / 2, rel=1e-5)
+        assert grad.item() == pytest.approx(slope * (1.5 * r + 2 * tau * bounded) / 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("garbage", [1e4, -1e4, np.inf, -np.inf, np.nan])
 def test_what_the_mask_hides_has_no_gradient(case, garbage):

@@ -110,3 +110,14 @@ def test_averages_are_taken_over_what_trains():
     expected = [c * sum(lengths) / (len(lengths) * n) for c, n in zip(credits, lengths, strict=True)]
     got = [float(branch.advantage[np.argmax(branch.loss_mask)]) for tree in trees for branch in tree.branches]
     np.testing.assert_allclose(got, expected, rtol=1e-6)  # one rounding to float32
+
+
+def test_flat_means_equal_up_to_rounding():
+    """Small advantages train; equal rewards do not, although their mean is not exact."""
+    slight = [rollout([5], [20 + i], [1], 0.5 + 1e-6 * i) for i in range(3)]
+    equal = [rollout([6], [30], [1], 0.1) for _ in range(7)]
+    assert np.ptp([r.reward for r in equal]) == 0 != 0.1 - np.mean([0.1] * 7)
+    trees, flat = credit.Credit("group_mean_std").assign([slight, equal])
+    assert flat == 0.5 and len(trees) == 1 and trees[0].prompt.tolist() == [5]
+    trees, flat = credit.Credit("group_mean").assign([slight])
+    assert flat == 0 and [float(b.advantage[0]) for b in trees[0].branches] == pytest.approx([-1e-6, 0, 1e-6], rel=1e-5)

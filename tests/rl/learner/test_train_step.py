@@ -250,6 +250,9 @@ def test_losses_over_streams_are_the_same_on_one_device_and_eight():
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
+SEVERAL = train_step.Objective(old_logprobs="learner", optimizer_steps=3)
+
+
 def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     """INTELLECT-2: score once, then step on each part; against single steps on the parts with those scores in the batch.
 
@@ -257,8 +260,7 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     """
     mesh, batch = small.make_mesh(()), small.pack()
     single, fresh, _ = small.compiled(small.DENSE, ())
-    objective = train_step.Objective(old_logprobs="learner", optimizer_steps=3)
-    step = train_step.jit_train_step(small.make(objective=objective))
+    step = train_step.jit_train_step(small.make(objective=SEVERAL))
     score = functools.partial(train_step.score, small.DENSE, mesh)
 
     def by_hand(batch, num_steps):
@@ -294,6 +296,18 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     mask = few.loss_mask > 0  # beside it, how far the sampler is
     log_r = np.asarray(score(fresh().params, packing.place(few, mesh)))[mask] - few.behavior_logp[mask]
     assert float(metrics["loss/sampler_kl"]) == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), rel=1e-4)
+
+
+def test_after_a_gradient_that_is_not_finite_no_later_step_of_the_batch_is_applied():
+    """The first of three optimizer steps is not finite; the others would be, from parameters that it left as they were."""
+    batch = small.pack()
+    batch.advantage[0, 0, np.argmax(batch.loss_mask[0, 0])] = np.inf  # micro-batch 0 belongs to the first step
+    step = train_step.jit_train_step(small.make(objective=SEVERAL))
+    _, fresh, mesh = small.compiled(small.DENSE, ())
+    before = jax.tree.map(np.array, fresh())
+    state, metrics = step(fresh(), packing.place(batch, mesh))
+    assert float(metrics["loss/optimizer_steps"]) == 3 and 0 < float(metrics["loss/skipped"]) < 1
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (before.params, before.opt_state))
 
 
 def test_a_loss_of_your_own_is_a_function():

@@ -1,0 +1,52 @@
+"""The objective of one micro-batch against sums written out in numpy, where the two policies that a ratio may mean differ."""
+
+import numpy as np
+import pytest
+
+from rl.batch import packing
+from rl.learner import objective as objective_lib
+
+
+def draw():
+    """(micro-batch whose old log-probabilities are not the sampler's, logp, mask)."""
+    rng = np.random.default_rng(0)
+    shape = (2, 8)
+    logp, old, sampler, reference = (rng.uniform(-3, -1, shape).astype(np.float32) for _ in range(4))
+    mask = (rng.random(shape) < 0.7).astype(np.float32)
+    integers = {name: np.zeros(shape, np.int32) for name in packing._INTEGERS}
+    floats = {"loss_mask": mask, "behavior_logp": sampler, "advantage": mask, "temperature": np.ones(shape, np.float32)}
+    batch = packing.TrainBatch(**integers, **floats, num_micro_batches=None, ref_logp=reference)
+    return objective_lib.MicroBatches(batch, old), logp, mask
+
+
+def counts(mask):
+    one = np.float32(1)
+    return objective_lib.Counts(mask.sum(), one, True, mask.sum(), one, one, one)
+
+
+@pytest.mark.parametrize("name", ["sampler", "reference"])
+@pytest.mark.parametrize("old_logprobs", ["sampler", "learner"])
+def test_the_kl_is_to_the_policy_that_kl_reference_names(name, old_logprobs):
+    """To the sampler's log-probabilities also where the ratios are taken against the learner's own."""
+    micro_batch, logp, mask = draw()
+    objective = objective_lib.Objective(
+        old_logprobs=old_logprobs, kl_coef=0.5, kl_estimator="k2", kl_reference=name, policy_coef=2.0
+    )
+    other = micro_batch.batch.behavior_logp if name == "sampler" else micro_batch.batch.ref_logp
+    total, metrics = objective.total(3.0, micro_batch, logp, np.zeros_like(logp), None, counts(mask))
+    kl = (0.5 * (logp.astype(np.float64) - other) ** 2 * mask).sum() / mask.sum()
+    assert float(metrics["loss/kl"]) == pytest.approx(kl, rel=1e-6)  # float32 sums of ten numbers
+    assert float(total) == pytest.approx(2 * 3 + 0.5 * kl, rel=1e-6)
+    if old_logprobs == "learner":
+        log_r = micro_batch.old_logp.astype(np.float64) - micro_batch.batch.behavior_logp
+        expected = ((np.expm1(log_r) - log_r) * mask).sum() / mask.sum()
+        assert float(metrics["loss/sampler_kl"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_kl_in_the_advantage_is_to_the_sampler_too():
+    micro_batch, logp, mask = draw()
+    objective = objective_lib.Objective(
+        old_logprobs="learner", kl_coef=0.5, kl_estimator="k1", kl_place="advantage", kl_reference="sampler"
+    )
+    expected = np.where(mask > 0, 1 - 0.5 * (logp - micro_batch.batch.behavior_logp), 0)
+    np.testing.assert_allclose(objective.advantage(micro_batch.batch, logp), expected, rtol=1e-6)
