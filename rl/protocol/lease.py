@@ -1,8 +1,8 @@
-"""A request for work, signed: nobody takes groups under another worker's name. Imports no jax.
+"""Signed lease requests: a worker can only lease groups under its own key. Imports no jax.
 
-1. The worker signs (its key, how many groups, the time) with the key that will sign its rollouts.
-2. The orchestrator refuses a key that is not invited, a signature that does not fit, a clock that is too far off, and
-   a request that is not newer than the last one of that worker: a copied request buys nothing.
+1. The worker signs its key, the number of groups, and the time, with the key that will sign its rollouts.
+2. The orchestrator rejects keys that are not invited, wrong signatures, clocks that differ too much, and requests that are not
+   newer than the worker's previous one, so that a copied request is useless.
 """
 
 import time
@@ -14,31 +14,33 @@ from inference.rollouts import rollout as rollout_lib
 
 MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
-_last_s = 0.0  # what `steady_time` said last
+_last_s = 0.0  # returned last by `steady_time`
 
 
 def steady_time() -> float:
-    """Unix time that never runs back: a clock set back a little must not make the next request look like a copy.
+    """The Unix time, but always later than in the previous call, even if the clock was set back.
 
-    Not the monotonic clock: that one stands still while a laptop sleeps, and the worker would be late for ever.
+    The monotonic clock would not do: it stops while a laptop sleeps, and the worker's requests would be too old forever.
     """
     global _last_s
-    _last_s = max(_last_s + 2e-6, time.time())  # two: float64 holds the date to 0.24 us, one could round to the same us
+    _last_s = max(
+        _last_s + 2e-6, time.time()
+    )  # two: float64 has a resolution of 0.24 us, one could round to the same us
     return _last_s
 
 
 def request(key: rollout_lib.WorkerKey, capacity: int, *, clock=steady_time) -> dict:
-    """The JSON body of `POST /lease`."""
+    """The JSON body of `POST /lease` for up to `capacity` groups."""
     time_us = int(clock() * 1e6)
     signature = key.private.sign(_text(key.worker, capacity, time_us)).hex()
     return {"worker": key.worker, "capacity": capacity, "time_us": time_us, "signature": signature}
 
 
-class Desk:
-    """Checks requests; remembers the last one of each worker for as long as a copy of it could pass.
+class LeaseVerifier:
+    """Verifies lease requests and rejects replays; remembers a worker's last request while a copy of it could pass.
 
     Args:
-      invited: public keys (hex) that may ask; empty for anybody.
+      invited: public keys (hex) of the workers that may lease; empty for any worker.
     """
 
     def __init__(self, invited=(), *, clock=time.time):
@@ -46,30 +48,39 @@ class Desk:
         self._last_us: dict[str, int] = {}
         self._prune_at = 1024
 
-    def read(self, body: dict) -> tuple[str, int]:
-        """(worker, capacity) of a body; ValueError says what is wrong with it."""
+    def verify(self, body: dict) -> tuple[str, int]:
+        """Returns (worker, capacity) of a request; ValueError if it is rejected."""
         worker, capacity, time_us, signature = (body.get(x) for x in ("worker", "capacity", "time_us", "signature"))
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
-            raise ValueError(f"a lease needs worker (a hex public key) and capacity (an integer in 1..{MAX_CAPACITY})")
+            raise ValueError(
+                f"lease request has worker {worker!r:.80} and capacity {capacity!r:.80}; send a hex public key and an integer in "
+                f"1..{MAX_CAPACITY}"
+            )
         if type(time_us) is not int or not 0 <= time_us < 2**63 or not isinstance(signature, str):
             raise ValueError(
-                "a lease needs time_us (an integer in 0..2^63 - 1) and signature (hex), made by the worker's key"
+                f"lease request has time_us {time_us!r:.80} and signature {signature!r:.80}; send an integer in 0..2^63 - 1 and the "
+                "hex signature of the worker's key"
             )
         if self._invited and worker not in self._invited:
-            raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask whoever runs the orchestrator")
+            raise ValueError(
+                f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add its key"
+            )
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
             raise ValueError(
-                f"the lease is dated {(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s "
-                "are allowed; set the worker's clock"
+                f"lease request is dated {(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are "
+                "allowed; set the worker's clock"
             )
-        if not _signed(worker, capacity, time_us, signature):
-            raise ValueError("the lease is not signed by the key it names")
+        if not _is_signed(worker, capacity, time_us, signature):
+            raise ValueError(f"lease request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if time_us <= self._last_us.get(worker, 0):
-            raise ValueError("the lease is not newer than the worker's last one: it is a copy")
+            raise ValueError(
+                "lease request rejected as a replay: its time_us is not later than this worker's previous request; sign a new one "
+                "with the current time"
+            )
         self._last_us[worker] = time_us
         if len(self._last_us) > self._prune_at:
-            oldest_us = now_us - MAX_CLOCK_SKEW_S * 1e6  # a copy of anything older is refused by its date
+            oldest_us = now_us - MAX_CLOCK_SKEW_S * 1e6  # a copy of anything older is rejected by its date
             self._last_us = {name: last for name, last in self._last_us.items() if last >= oldest_us}
             self._prune_at = 2 * len(self._last_us) + 1024
         return worker, capacity
@@ -79,7 +90,7 @@ def _text(worker: str, capacity: int, time_us: int) -> bytes:
     return f"intellax/lease/{worker}/{capacity}/{time_us}".encode()
 
 
-def _signed(worker: str, capacity: int, time_us: int, signature: str) -> bool:
+def _is_signed(worker: str, capacity: int, time_us: int, signature: str) -> bool:
     try:
         public = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(worker))
         public.verify(bytes.fromhex(signature), _text(worker, capacity, time_us))

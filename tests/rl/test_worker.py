@@ -153,10 +153,10 @@ def test_a_group_from_lease_to_submission(play, capsys):
         return bool(since) and since[-1] - since[0] > 2.0
 
     work_until(played, done, key=key)
-    desk = lease.Desk([key.worker])
-    assert desk.read(played.leases[0]) == (key.worker, 4)
+    verifier = lease.LeaseVerifier([key.worker])
+    assert verifier.verify(played.leases[0]) == (key.worker, 4)
     for again in played.leases[1:5]:  # each is newer and signed
-        desk.read(again)
+        verifier.verify(again)
 
     (request,) = played.requests  # one for the group
     task = ENV.make_task(GROUP["index"], "train")

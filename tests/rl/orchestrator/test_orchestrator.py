@@ -823,7 +823,7 @@ def test_the_routes(make):
         assert groups == task_schedule.train_groups(orchestrator._config, 1)[:2]
         stranger = http.post("/lease", json=lease_lib.request(OTHER, 2))
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
-        assert "it is a copy" in http.post("/lease", json=good).json()["error"]["message"]
+        assert "as a replay" in http.post("/lease", json=good).json()["error"]["message"]
 
         good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
         for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):

@@ -22,30 +22,30 @@ def clock():
 
 
 def test_a_request_is_read_as_it_was_written(clock):
-    desk = lease.Desk(clock=clock)
+    verifier = lease.LeaseVerifier(clock=clock)
     for capacity in (1, 64, lease.MAX_CAPACITY):
         clock.now_s += 0.001
-        assert desk.read(lease.request(KEY, capacity, clock=clock)) == (KEY.worker, capacity)
-    assert desk.read(lease.request(OTHER, 3, clock=clock)) == (OTHER.worker, 3)  # each worker has its own order
+        assert verifier.verify(lease.request(KEY, capacity, clock=clock)) == (KEY.worker, capacity)
+    assert verifier.verify(lease.request(OTHER, 3, clock=clock)) == (OTHER.worker, 3)  # each worker has its own order
 
 
 def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
-    desk = lease.Desk(clock=clock)
+    verifier = lease.LeaseVerifier(clock=clock)
     first = lease.request(KEY, 1, clock=clock)
-    desk.read(first)
+    verifier.verify(first)
     clock.now_s += 1
-    desk.read(lease.request(KEY, 1, clock=clock))
-    desk._prune_at = 0  # the next reading forgets whom it may
-    desk.read(lease.request(OTHER, 1, clock=clock))
+    verifier.verify(lease.request(KEY, 1, clock=clock))
+    verifier._prune_at = 0  # the next reading forgets whom it may
+    verifier.verify(lease.request(OTHER, 1, clock=clock))
     for _ in range(10):
-        with pytest.raises(ValueError, match="it is a copy|off our clock"):
-            desk.read(first)
+        with pytest.raises(ValueError, match="as a replay|off our clock"):
+            verifier.verify(first)
         clock.now_s += lease.MAX_CLOCK_SKEW_S / 4
-    desk._prune_at = 0
-    desk.read(lease.request(OTHER, 1, clock=clock))
-    assert desk._last_us.keys() == {OTHER.worker}  # what cannot pass any more is not remembered
+    verifier._prune_at = 0
+    verifier.verify(lease.request(OTHER, 1, clock=clock))
+    assert verifier._last_us.keys() == {OTHER.worker}  # what cannot pass any more is not remembered
     with pytest.raises(ValueError, match="off our clock"):
-        desk.read(first)
+        verifier.verify(first)
 
 
 @pytest.mark.parametrize(
@@ -57,30 +57,30 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
         ({"signature": "00" * 64}, "not signed by"),
         ({"signature": "zz"}, "not signed by"),
         ({"worker": "zz"}, "not signed by"),
-        ({"worker": 5}, "a hex public key"),
+        ({"worker": 5}, "send a hex public key"),
         ({"capacity": 0}, "an integer in 1..4096"),
         ({"capacity": True}, "an integer in 1..4096"),
         ({"capacity": 1.0}, "an integer in 1..4096"),
         ({"capacity": 10**9}, "an integer in 1..4096"),
-        ({"time_us": 1e15}, "time_us"),
+        ({"time_us": 1e15}, "time_us 1000000000000000.0 and"),
         ({"time_us": 10**400}, r"an integer in 0..2\^63"),  # no float holds the difference
         ({"time_us": -1}, r"an integer in 0..2\^63"),
         ({"time_us": int(1e15 + 301e6)}, r"dated \+301 s off our clock, at most 300 s are allowed; set the"),
         ({"time_us": int(1e15 - 301e6)}, "dated -301 s off"),
-        ({"signature": None}, "signature"),
+        ({"signature": None}, "signature None; send"),
     ],
 )
 def test_what_is_wrong_is_said(clock, change, message):
     body = lease.request(KEY, 1, clock=clock)
     with pytest.raises(ValueError, match=message):
-        lease.Desk(clock=clock).read(body | change)
+        lease.LeaseVerifier(clock=clock).verify(body | change)
 
 
 def test_only_the_invited_are_served_where_there_is_a_list(clock):
-    desk = lease.Desk([KEY.worker], clock=clock)
-    assert desk.read(lease.request(KEY, 1, clock=clock)) == (KEY.worker, 1)
+    verifier = lease.LeaseVerifier([KEY.worker], clock=clock)
+    assert verifier.verify(lease.request(KEY, 1, clock=clock)) == (KEY.worker, 1)
     with pytest.raises(ValueError, match="is not in topology.workers; ask"):
-        desk.read(lease.request(OTHER, 1, clock=clock))
+        verifier.verify(lease.request(OTHER, 1, clock=clock))
 
 
 def test_a_workers_own_clock_never_runs_back():
@@ -94,7 +94,7 @@ def test_a_workers_own_clock_is_right_after_a_sleep(monkeypatch):
     monkeypatch.setattr(lease, "_last_s", now_s)
     monkeypatch.setattr(lease.time, "monotonic", lambda: 5.0)
     monkeypatch.setattr(lease.time, "time", lambda: now_s + 360)
-    desk = lease.Desk(clock=lambda: now_s + 360)
-    assert desk.read(lease.request(KEY, 1)) == (KEY.worker, 1)
+    verifier = lease.LeaseVerifier(clock=lambda: now_s + 360)
+    assert verifier.verify(lease.request(KEY, 1)) == (KEY.worker, 1)
     monkeypatch.setattr(lease.time, "time", lambda: now_s + 350)  # set back a little
-    assert desk.read(lease.request(KEY, 2)) == (KEY.worker, 2)
+    assert verifier.verify(lease.request(KEY, 2)) == (KEY.worker, 2)
