@@ -1,13 +1,13 @@
-"""A rollout worker: takes tasks, runs environments against rollout servers, scores, signs, submits. Imports no jax.
+"""A rollout worker: leases groups, runs environments against inference servers, scores, signs, submits. Imports no jax.
 
     python -m rl.worker --orchestrator http://host:port
 
-1. `GET /run` says which environment, tokenizer and servers; `POST /lease` gives groups (tasks with prescribed seeds).
-2. Each group is one request of G samples; the environment makes the prompt from the task index, and scores each answer.
-3. The rollouts are signed with this worker's key; finished groups are submitted together as Parquet, as soon as the
-   submission before them is through, some 32 MiB at a time. What is refused is printed with its reason.
+1. `GET /run` returns environment, tokenizer, and servers; `POST /lease` returns groups (tasks with prescribed seeds).
+2. Each group is one request of G samples. The environment makes the prompt from the task index and scores each completion.
+3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, up to about 32 MiB, when the
+   previous submission has been answered. Rejections are printed with their reasons.
 
-The worker survives a restart of the orchestrator or a server: it keeps asking until `--give_up_s` have passed.
+The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from rl.protocol import lease
 from sharding.system import cli
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
-NOTICE_S = 5.0  # how long an orchestrator may be away before the worker says so
+NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the orchestrator said of the run, made usable."""
+    """The run that the orchestrator described, with its environment, scorer, and tokenizer loaded."""
 
     env: environment.Environment
     scorer: scorer_lib.Scorer
@@ -46,13 +46,16 @@ class Run:
     tokenizer: tokenizer_lib.Tokenizer
     servers: list[str]
     sampling: dict
-    router_replay: bool = False  # whether rollouts are to say which experts ran
+    router_replay: bool = False  # rollouts must name the experts that ran
 
 
 async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
-    """Runs until the orchestrator is gone for `give_up_s` (then ConnectionError)."""
+    """Works with up to `concurrency` groups at the same time; never returns.
+
+    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request.
+    """
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
-        run = _read_run(await _patiently(http, "GET", "/run", give_up_s))
+        run = _read_run(await _exchange(http, "GET", "/run", give_up_s))
         async with client_lib.Client(run.servers, give_up_s=give_up_s) as client, asyncio.TaskGroup() as tasks:
             finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
             tasks.create_task(_submit(http, finished, give_up_s))
@@ -60,7 +63,7 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
             pause_s = 0.01
             while True:
                 capacity = concurrency - len(running)
-                reply = await _patiently(
+                reply = await _exchange(
                     http, "POST", "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)}
                 )
                 groups = reply["groups"]
@@ -70,14 +73,14 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
                     task.add_done_callback(running.discard)
                 if len(running) == concurrency:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: ask less often
+                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: poll less often
                 await asyncio.sleep(pause_s)
 
 
 def make_rollouts(
     run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[client_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
-    """Scores the samples of one group and writes them down; unsigned."""
+    """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
     rollouts, P = [], len(prompt)
     scored = run.scorer.score(task, [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples])
     for index, (sample, rewards) in enumerate(zip(samples, (one.scores for one in scored), strict=True)):
@@ -112,41 +115,41 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
     samples = await client.generate(
         prompt, sampling | {"return_routed_experts": run.router_replay and trains}, proofs=trains
     )
-    # In a thread: a slow scorer stops nobody else.
+    # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
 
 
 async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
-    """Submits what is finished, in one file while that is small enough: the cost of a file is mostly fixed."""
-    held: list[rollout_lib.Rollout] = []  # a finished group that did not fit
+    """Submits finished groups, in one file up to a size: the cost of a file is mostly fixed."""
+    left: list[rollout_lib.Rollout] = []  # a finished group that did not fit
     while True:
-        rollouts, held = held or await finished.get(), []
-        while not held and not finished.empty():
+        rollouts, left = left or await finished.get(), []
+        while not left and not finished.empty():
             group = finished.get_nowait()
             if _estimated_bytes(rollouts + group) <= MAX_JOINED_BYTES:
                 rollouts = rollouts + group
             else:
-                held = group
+                left = group
         body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
             raise ValueError(
-                f"group {rollouts[0].task.group} of step {rollouts[0].step} takes {len(body)} bytes, the orchestrator "
-                f"takes {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
+                f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, but a submission may have at "
+                f"most {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
             )
-        reply = await _patiently(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
+        reply = await _exchange(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
                 print(f"{name} {verdict}", file=sys.stderr, flush=True)
 
 
 def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
-    """Of a file of these before compression, with 1 KiB for the rest of a row."""
+    """Size of a file of these rollouts before compression, with 1 KiB per row for the small fields."""
     return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:
-    """ValueError where the reply is not an orchestrator's: whatever else answers at that address."""
+    """Raises ValueError if the reply is not from an orchestrator."""
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
@@ -154,37 +157,39 @@ def _read_run(body: dict) -> Run:
         router_replay = bool(body.get("router_replay"))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"GET /run answered {str(body)[:200]}, which no orchestrator says; check --orchestrator"
+            f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator; correct --orchestrator"
         ) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
-async def _patiently(
+async def _exchange(
     http: httpx.AsyncClient, method: str, path: str, give_up_s: float, make_body: Callable[[], dict] = dict
 ) -> dict:
-    """One exchange with the orchestrator, repeated while it cannot be reached; a body is made for each attempt."""
-    begun, told = time.monotonic(), False
+    """Exchanges one request with the orchestrator, repeated while it cannot be reached; `make_body` is called per attempt."""
+    begun, is_noticed = time.monotonic(), False
     while True:
         try:
             response = await http.request(method, path, **make_body())
             if response.status_code == 400:
-                raise ValueError(f"the orchestrator refused {path}: {_words(response)}")
+                raise ValueError(f"the orchestrator rejected {path}: {_error_message(response)}")
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
             waited = time.monotonic() - begun
             if waited > give_up_s:
-                raise ConnectionError(f"the orchestrator at {http.base_url} is gone: {error}") from error
-            if waited > NOTICE_S and not told:
-                told = True
+                raise ConnectionError(
+                    f"no reply from the orchestrator at {http.base_url} for {waited:.0f} s: {error}; check that it runs"
+                ) from error
+            if waited > NOTICE_S and not is_noticed:
+                is_noticed = True
                 print(f"waiting for the orchestrator at {http.base_url}: {error}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
 
 
-def _words(response: httpx.Response) -> str:
-    """What the orchestrator says in its error, or whatever else came."""
+def _error_message(response: httpx.Response) -> str:
+    """The message in the orchestrator's error reply, or the text of another reply."""
     try:
         return str(response.json()["error"]["message"])[:500]
     except (ValueError, KeyError, TypeError):
@@ -192,34 +197,33 @@ def _words(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m rl.worker", description=__doc__.splitlines()[0])
-    parser.add_argument("--orchestrator", required=True, help="its URL")
+    """Runs the command; returns its exit code."""
+    parser = cli.Parser(prog="python -m rl.worker", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--orchestrator", required=True, help="URL of the run's orchestrator")
     parser.add_argument(
-        "--key", help="file of this worker's signing key; made if absent (default: a key for this process)"
+        "--key", help="file of this worker's signing key; generated if absent (default: a new key per process)"
     )
-    parser.add_argument("--concurrency", type=int, default=64, help="groups in flight")
-    parser.add_argument("--give_up_s", type=float, default=300.0, help="how long to wait for a lost orchestrator")
+    parser.add_argument("--concurrency", type=int, default=64, help="groups to work on at the same time")
+    parser.add_argument(
+        "--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator"
+    )
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
-        web.stop_at_eof(lambda: os._exit(0))  # nothing to save: what was not submitted is leased again
+        web.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
     try:
         if not args.orchestrator.startswith(("http://", "https://")):
-            raise ValueError(f"--orchestrator {args.orchestrator!r} is no URL such as http://host:port")
+            raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1")
         key = _load_key(args.key)
         asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ExceptionGroup) as error:
+        while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
+            if error.split((ValueError, OSError, client_lib.Unavailable))[1]:
+                raise
+            error = error.exceptions[0]
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ExceptionGroup as group:  # of concurrent tasks; the first is the cause
-        mistakes, bugs = group.split((ValueError, OSError, client_lib.Unavailable))
-        if bugs:
-            raise
-        while isinstance(mistakes, ExceptionGroup):
-            mistakes = mistakes.exceptions[0]
-        print(f"error: {mistakes}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

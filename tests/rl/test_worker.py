@@ -222,7 +222,7 @@ def test_an_orchestrator_that_refuses_ends_it_with_its_words(play, capsys, path)
     played.failures.append((path, 400, refusal("rollout file, row 3: seed")))
     assert run_main(played) == 1
     error = capsys.readouterr().err
-    assert error == f"error: the orchestrator refused {path}: rollout file, row 3: seed\n"
+    assert error == f"error: the orchestrator rejected {path}: rollout file, row 3: seed\n"
 
 
 @pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
@@ -246,7 +246,7 @@ def test_an_orchestrator_that_fails_is_asked_again(play, path):
 
 def test_an_orchestrator_that_is_gone_ends_it(capsys):
     assert run_main("http://127.0.0.1:9") == 1
-    assert capsys.readouterr().err.startswith("error: the orchestrator at http://127.0.0.1:9 is gone: ")
+    assert capsys.readouterr().err.startswith("error: no reply from the orchestrator at http://127.0.0.1:9 for 0 s: ")
 
 
 def test_a_server_that_refuses_ends_it_with_its_words(play, capsys):
@@ -306,7 +306,7 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
     assert bodies == [[0, 0], [1, 1]]
     bodies.clear()
     monkeypatch.setattr(worker.web, "MAX_BODY_BYTES", 1000)
-    with pytest.raises(ValueError, match="group 0 of step 3 takes .* takes 1000; lower sampling.max_tokens"):
+    with pytest.raises(ValueError, match="group 0 of step 3 has .* at most 1000; lower sampling.max_tokens"):
         asyncio.run(main(groups[:1]))
 
 
@@ -375,7 +375,7 @@ def test_it_imports_no_jax():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--orchestrator", "host:1"], "'host:1' is no URL"),
+        (["--orchestrator", "host:1"], "'host:1' is not a URL"),
         (["--orchestrator", "http://h", "--concurrency", "0"], "= 0"),
     ],
 )
