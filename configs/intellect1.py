@@ -1,12 +1,12 @@
-"""Does RL with exact rewards improve a 10 B model that was itself trained over the internet? INTELLECT-1 on GSM8K.
+"""INTELLECT-1 on GSM8K: does RL with exact rewards improve a 10 B model that was itself trained over the internet?
 
     python -m rl.plan --config=configs/intellect1.py --topology=v5e:8x8
     python -m rl.train --config=configs/intellect1.py --workdir=/shared/intellect1 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
 
-The second on every host of the slice, with the working directory on a disk that all share (see configs/intellect2.py).
+Run the second command on every host of the slice, with the work directory on a shared disk (see configs/intellect2.py).
 
-Before: `hf download PrimeIntellect/INTELLECT-1-Instruct --local-dir checkpoints/INTELLECT-1-Instruct`, and the train.jsonl and
+First: `hf download PrimeIntellect/INTELLECT-1-Instruct --local-dir checkpoints/INTELLECT-1-Instruct`, and the train.jsonl and
 test.jsonl of github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
 
 Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 tokens, pretrained by DiLoCo on 1 T tokens). Its
@@ -16,15 +16,16 @@ pretraining is not repeated here; this starts from INTELLECT-1-Instruct. The RL 
 Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and rollout servers of one v5e host each
 (8 chips, tensor parallel).
 
-Plan's estimate: parameters, gradients and moments take 2.4 GiB of 15.75 per chip; a step in which
+Estimate of rl.plan: parameters, gradients, and moments take 2.4 GiB of 15.75 per chip; a step in which
 every rollout is as long as it may be (4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
-Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+Both assume the chips' full rate: bounds, not measurements.
 """
 
 from configs import base, presets
 
 
 def get_config():
+    """Returns the config of this experiment."""
     c = base.get_config()
     presets.use(c, "intellect_1")
     c.init_from = c.tokenizer = "checkpoints/INTELLECT-1-Instruct"
@@ -36,7 +37,7 @@ def get_config():
     c.rl.loss = "masked_importance_sampling"
     c.train.row_length = 8192
     c.train.rows = 64  # one row per chip
-    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
     c.optimizer.learning_rate = 1e-6
     c.optimizer.beta2 = 0.999
     c.optimizer.weight_decay = 0.01

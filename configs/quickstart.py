@@ -1,4 +1,4 @@
-"""Can reward alone put right what a model was taught wrongly?
+"""The quickstart: can rewards alone correct a model that was trained on wrong solutions?
 
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
@@ -13,6 +13,7 @@ from configs import base
 
 
 def get_config():
+    """Returns the config of this experiment."""
     c = base.get_config()
     c.env.name = "reverse_text"
     c.env.options.min_length = 3

@@ -1,14 +1,15 @@
-"""What does asynchrony cost? The quickstart with generation of the next batch overlapping training on this one.
+"""The quickstart with asynchrony: the next batch is generated while this one is trained on.
 
     python -m rl.train --config=configs/quickstart_async.py --workdir=runs/quickstart_async
 
-Servers swap weights in flight; the mismatch KL now shows one step of policy drift instead of rounding.
+Servers update their weights in flight; the mismatch KL shows one step of policy drift instead of rounding.
 """
 
 from configs import quickstart
 
 
 def get_config():
+    """Returns the config of this experiment."""
     c = quickstart.get_config()
     c.rl.max_lag = 1
     c.rl.loss = "masked_importance_sampling"

@@ -1,4 +1,4 @@
-"""Does the same walk train a mixture of experts? 4 experts, 2 per token, otherwise the quickstart.
+"""The quickstart with a mixture of experts: 4 experts, 2 per token.
 
     python -m rl.train --config=configs/quickstart_moe.py --workdir=runs/quickstart_moe
 
@@ -9,6 +9,7 @@ from configs import quickstart
 
 
 def get_config():
+    """Returns the config of this experiment."""
     c = quickstart.get_config()
     c.model.num_experts = 4
     c.model.experts_per_token = 2

@@ -1,12 +1,12 @@
-"""Does a small mixture learn like a dense model? Qwen3-30B-A3B at the sizes of PRIME-RL's example on mathematics.
+"""Qwen3-30B-A3B at the sizes of PRIME-RL's example on mathematics: does a small MoE model learn like a dense one?
 
     python -m rl.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:2x4x4
     python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=/shared/qwen3_30b_a3b --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
 
-The second on every host of the slice, with the working directory on a disk that all share (see configs/intellect2.py).
+Run the second command on every host of the slice, with the work directory on a shared disk (see configs/intellect2.py).
 
-Before: `hf download Qwen/Qwen3-30B-A3B --local-dir checkpoints/Qwen3-30B-A3B`, and the train.jsonl and test.jsonl of
+First: `hf download Qwen/Qwen3-30B-A3B --local-dir checkpoints/Qwen3-30B-A3B`, and the train.jsonl and test.jsonl of
 github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
 
 Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768 tokens; its default optimizer
@@ -16,15 +16,16 @@ Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts
 Hardware: a learner on v5p:2x4x4 (32 chips), everything split over all of them (fsdp), no expert parallelism; rollout servers
 of one v5p host each (4 chips, tensor parallel).
 
-Plan's estimate: parameters, gradients and moments take 14.2 GiB of 95.74 per chip; a step in which
+Estimate of rl.plan: parameters, gradients, and moments take 14.2 GiB of 95.74 per chip; a step in which
 every rollout is as long as it may be (16.8 M tokens) takes at least 94 s, and a server decodes at most 2,660 tokens/s.
-Both are at the chips' full rate, a floor and a ceiling; nothing was measured.
+Both assume the chips' full rate: bounds, not measurements.
 """
 
 from configs import base, presets
 
 
 def get_config():
+    """Returns the config of this experiment."""
     c = base.get_config()
     presets.use(c, "qwen3_30b_a3b")
     c.init_from = c.tokenizer = "checkpoints/Qwen3-30B-A3B"
@@ -36,7 +37,7 @@ def get_config():
     c.rl.loss = "dppo_tv"
     c.train.row_length = 32768
     c.train.rows = 32  # one row per chip
-    c.train.share_prompts = False  # the TPU's attention kernel knows packed sequences, not branches
+    c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
     c.optimizer.learning_rate = 1e-6
     c.optimizer.beta2 = 0.999
     c.optimizer.weight_decay = 0.01

@@ -1,11 +1,11 @@
-"""Do the published recipes learn the quickstart's task, each with its own constants?
+"""Published RL recipes on the quickstart's task, each with its own constants.
 
     python -m rl.train --config=configs/recipes.py:intellect2 --workdir=runs/intellect2
 
-and likewise `intellect3`, `prime2026`, `scalerl`. They stand on one page because what is worth reading is how they differ. A
-recipe sets what defines it: loss and its bounds, credit, old log-probabilities, optimizer and its betas, group size, asynchrony.
-What belongs to the size of a model is the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a
-batch is 256 rollouts instead of 4096. For the models themselves see configs/intellect2.py.
+and likewise `intellect3`, `prime2026`, `scalerl`. They are in one file because their differences matter. A recipe sets the fields that
+define it: loss and its bounds, advantages, old log-probabilities, optimizer, group size, lag. Fields that depend on the size of the
+model are the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a batch is 256 rollouts instead of
+4096. For the models themselves see configs/intellect2.py.
 
 Hardware: 2 CPU cores, as the quickstart.
 """
@@ -14,9 +14,10 @@ from configs import quickstart
 
 
 def get_config(name: str = "intellect2"):
+    """Returns the config of the recipe `name`."""
     if name not in RECIPES:
         raise ValueError(
-            f"there is no recipe {name!r}; write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
+            f"recipe {name!r} does not exist; write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
         )
     c = quickstart.get_config()
     RECIPES[name](c)
@@ -45,11 +46,11 @@ def intellect2(c):
 
 
 def intellect3(c):
-    """INTELLECT-3 (arXiv 2512.16144): IcePop straight against the sampler, Muon, advantages without a standard deviation."""
+    """INTELLECT-3 (arXiv 2512.16144): IcePop directly against the sampler, Muon, advantages without a standard deviation."""
     c.rl.loss = "masked_importance_sampling"
     c.loss_options.masked_importance_sampling.ratio_low = 0.5
     c.loss_options.masked_importance_sampling.ratio_high = 5.0
-    c.loss_options.masked_importance_sampling.stream_low = 1e-5  # such a token ends its whole rollout's part
+    c.loss_options.masked_importance_sampling.stream_low = 1e-5  # a token below it drops the whole rollout
     c.rl.advantage = "group_mean"
     c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16  # there 256 x 16
     c.rl.max_lag = 1
@@ -61,12 +62,12 @@ def intellect3(c):
 
 
 def prime2026(c):
-    """PRIME-RL in August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW as its defaults have it."""
+    """PRIME-RL in August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
     c.rl.loss = "dppo_tv"
     c.loss_options.dppo_tv.low = 0.2
     c.loss_options.dppo_tv.high = 0.2
     c.loss_options.dppo_tv.kl_tau = 1e-3
-    c.rl.advantage = "group_mean"  # its `grpo` is plain centring
+    c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
     c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16
     c.rl.max_lag = 1  # TARGET_LAG
     c.rl.max_off_policy = 8
@@ -78,10 +79,10 @@ def prime2026(c):
 
 
 def scalerl(c):
-    """ScaleRL (arXiv 2510.13786): CISPO, advantages normalised over the batch, every prompt alike, up to eight versions behind.
+    """ScaleRL (arXiv 2510.13786): CISPO, advantages normalized over the batch, equal weight per prompt, a lag of up to 8.
 
-    Its float32 output head and its filter of groups without variance are how this learner always works. Not here: prompts that
-    are solved nine times out of ten are not retired, and long thoughts are not interrupted.
+    Its float32 output head and its filter of groups without variance are standard in this learner. Two parts are missing: prompts that
+    are solved nine times out of ten are not removed, and long reasoning is not interrupted.
     """
     c.rl.loss = "cispo"
     c.loss_options.cispo.ratio_low = 0.0

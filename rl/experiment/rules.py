@@ -110,7 +110,7 @@ def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> Non
 
 
 def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields a message for each pair of fields with which a config would run, but not do what it says."""
+    """Yields a message for each combination of fields that would run, but ignore one of them or learn nothing."""
     loss, objective, model, inference = c.rl.loss, c.objective, c.model, c.inference
     if objective.policy_coef == 0 and not objective.teacher_coef:
         yield "objective.policy_coef = 0 leaves nothing to learn from; raise it, or set objective.teacher_coef"

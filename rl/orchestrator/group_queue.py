@@ -26,7 +26,7 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 
 
 class State(enum.Enum):
-    """Where a group is between its opening and its batch."""
+    """The stages of a group between its opening and its batch."""
 
     OPEN = "open"  # waits for a worker
     LEASED = "leased"  # a worker has it until the deadline
@@ -51,7 +51,7 @@ class Entry:
     """A group with its state; the fields after `state` belong to its current lease."""
 
     group: task_schedule.Group
-    is_drawn: bool = False  # to be replayed, whoever submits it
+    is_drawn: bool = False  # to be replayed for any worker
     requeued: str = ""  # the reason of its last return to OPEN
     state: State = State.OPEN
     worker: str = ""

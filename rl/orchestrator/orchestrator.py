@@ -8,7 +8,7 @@ For batch n (1-based) of P groups:
    that no worker can predict is also replayed. A rejected group is requeued, so that a batch is always its P prescribed
    groups; its worker loses reputation (rl/orchestrator/worker_health.py). A sample whose reward our scorer could not recompute
    in time is worth 0 and rejects nothing: it would come back the same forever.
-4. `next_batch(n)` waits for them, requeues those that became too stale, assigns advantages, and returns what the learner packs.
+4. `next_batch(n)` waits for them, requeues those that became too stale, assigns advantages, and returns the batch.
    The rollouts are kept as Parquet in `rollouts/step_N/`.
 
 The states of a group are in rl/orchestrator/group_queue.py; this file adds the lock, threads, clock, and servers. It runs in the
@@ -198,7 +198,7 @@ class Orchestrator:
         }
 
     def lease(self, worker: str, capacity: int) -> list[task_schedule.Group]:
-        """Leases up to `capacity` groups to `worker`; none if there is no work for it."""
+        """Leases up to `capacity` groups to `worker`; returns them, or an empty list."""
         with self._changed:
             now_s = time.monotonic()
             self._health.seen(worker, now_s)
@@ -354,7 +354,7 @@ class Orchestrator:
                 )
                 if self._failure:
                     raise self._failure
-                if self._queue.num_eligible(keys) < len(keys):  # a long wait is no error
+                if self._queue.num_eligible(keys) < len(keys):  # a long wait is not an error
                     self._on_wait(self._wait_notice(keys, step))
                     continue
                 oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy

@@ -195,7 +195,7 @@ def resolved(**changes):
         ({"objective__router_balance_coef": 0.1}, "the model has no experts to balance"),
         ({"objective__kl_coef": -1.0}, "^objective.kl_coef = -1.0 must be at least 0"),
         ({"optimizer__schedule": "cosin"}, "optimizer.schedule = 'cosin' is unknown"),
-        ({"tokenizer_date": "2026-02-30"}, "'2026-02-30' is no day; write it as YYYY-MM-DD"),
+        ({"tokenizer_date": "2026-02-30"}, "'2026-02-30' is not a date; write it as YYYY-MM-DD"),
         ({"model__vocab_size": 64}, "model.vocab_size = 64 is smaller than the tokenizer's 265 entries"),
     ],
 )

@@ -69,7 +69,9 @@ def test_scalerl():
 
 def test_an_unknown_recipe_is_refused():
     assert set(recipes.RECIPES) == {"intellect2", "intellect3", "prime2026", "scalerl"}
-    with pytest.raises(ValueError, match="no recipe 'intellect4'.*intellect2, intellect3, prime2026, scalerl"):
+    with pytest.raises(
+        ValueError, match="recipe 'intellect4' does not exist.*intellect2, intellect3, prime2026, scalerl"
+    ):
         recipes.get_config("intellect4")
 
 
