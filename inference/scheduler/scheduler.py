@@ -11,9 +11,8 @@ Each turn of the thread:
    listeners, futures;
 6. appends the call's tokens to their sequences and frees the slots of finished ones.
 
-Requests start in order of arrival, but none gets more than half of the slots while others wait. If the engine cannot finish
-a request (NaN, out of memory), the request fails, or all in the same call, and the thread continues. A bug ends the thread
-with an error after every future is set: none is left hanging.
+If the engine cannot finish a request (NaN, out of memory), it fails alone or with all in the same call, and the thread
+continues. A bug ends the thread with an error after every future is set: none is left hanging.
 
 JetStream's Driver is not used: it takes no sampling parameters, returns no log-probabilities, cannot change weights or abort,
 prefills one prompt at a time, and kills the process on any error.
@@ -337,12 +336,12 @@ class Scheduler:
     def _fail(self, group: sequence_lib.SequenceGroup, reason: str) -> None:
         """Ends one request with a Fault; `_drop_done` frees its slots."""
         self.stats["faults"] += 1
-        group.fail(Fault(reason))
+        sequence_lib.fail(group.future, Fault(reason))
 
     def _fail_all(self, error: Exception) -> None:
         finished = [sequence.group for _, sequence in self._output.finished] if self._output else []
         for group in (*self._slots.groups, *self._waiting, *finished):
-            group.fail(error)
+            sequence_lib.fail(group.future, error)
         self._slots.clear()
         self._waiting.clear()
         self._output = None

@@ -49,10 +49,6 @@ class SequenceGroup:
         self.num_running += 1
         return sequence
 
-    def fail(self, error: Exception) -> None:
-        """Ends the request with an error. Does nothing if it has ended or was cancelled."""
-        fail(self.future, error)
-
 
 @dataclasses.dataclass(eq=False)
 class Sequence:

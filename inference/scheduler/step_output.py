@@ -54,7 +54,7 @@ class StepOutput:
         """
         tokens, logprobs, counts = values
         is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
-        raw, top_ids, top_logps, experts = self._optional_columns()
+        result = self._result
         for slot, sequence in self.running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
@@ -70,12 +70,13 @@ class StepOutput:
             self.num_tokens += num_new
             if before == 0:
                 self.started.append(sequence)
+            # Columns that no request wants are not fetched; np.asarray copies an array from the device once.
             if request.raw_logprobs:
-                completion.raw_logprobs += raw[slot, :num_new].tolist()
+                completion.raw_logprobs += np.asarray(result.raw_logps)[slot, :num_new].tolist()
             if request.top_logprobs:
-                sequence.append_top(top_ids[slot, :num_new], top_logps[slot, :num_new])
+                sequence.append_top(*(np.asarray(x)[slot, :num_new] for x in (result.top_ids, result.top_logps)))
             if request.routed_experts:
-                sequence.experts.append(experts[slot, :num_new])
+                sequence.experts.append(np.asarray(result.experts)[slot, :num_new])
             if completion.finish_reason:
                 self.finished.append((slot, sequence))
             if is_end_unseen:
@@ -102,20 +103,6 @@ class StepOutput:
                     sequence.group.future.cancel()
         for _, sequence in self.finished:
             sequence.finish()
-
-    def _optional_columns(self) -> tuple[np.ndarray, ...]:
-        """Untempered log-probabilities, likeliest ids and theirs, and experts: fetched only if a request asks for them."""
-        requests, result = [sequence.group.request for _, sequence in self.running], self._result
-        columns = {
-            "raw_logprobs": [result.raw_logps],
-            "top_logprobs": [result.top_ids, result.top_logps],
-            "routed_experts": [result.experts],
-        }
-        return tuple(
-            np.asarray(column) if any(getattr(request, name) for request in requests) else np.zeros(0)
-            for name, parts in columns.items()
-            for column in parts
-        )
 
     def _add_windows(self, slot: int, sequence: sequence_lib.Sequence, before: int, is_end_unseen: bool) -> None:
         """Adds the window that a sequence completed after its `before` tokens, and the partly filled one at its end."""
