@@ -175,7 +175,7 @@ class Engine(engine_api.Engine):
             return cpu_sub_batches.at(compiled_steps.deactivate, state, slots)
 
     def with_limit(self, state: State, limit: int) -> State:
-        """Sets the most steps that the next call runs."""
+        """Returns the state with the most steps that the next decode call runs."""
         limit_array = np.int32(limit)
         if self.mesh.size > 1:  # laid out as programs return it: another layout would be compiled again
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
@@ -201,14 +201,14 @@ class Engine(engine_api.Engine):
         return next(size for size in self.config.buckets if size >= length)
 
     def read(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Fetches (tokens [B, K], logprobs float32 [B, K], number of valid tokens [B]); blocks until the call ends."""
+        """Fetches (tokens [B, K], logprobs [B, K], number of valid tokens [B]) of a decode call; blocks until it has ended."""
         data = np.asarray(result.data)
         K = self.config.steps_per_call
         logprobs = np.ascontiguousarray(data[:, 2 * K + 1 :]).view(np.float32)
         return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
 
     def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
-        """Fetches `proof_indices` and `proof_bits`."""
+        """Fetches the proof values (indices, bits), [2, B, k] each, of a decode call."""
         return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
@@ -219,7 +219,7 @@ class Engine(engine_api.Engine):
     # JetStream's contract.
 
     def load_params(self, *args, **kwargs) -> transformer.Params | None:
-        """The weights given to the constructor."""
+        """The weights given to the constructor, or None."""
         return self._initial_params
 
     def init_decode_state(self, *args, **kwargs) -> State:

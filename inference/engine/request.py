@@ -46,14 +46,16 @@ class GenerateRequest:
             ("logit_bias token", [token for token, _ in self.logit_bias]),
         ):
             if bad := [token for token in ids if not 0 <= token < vocab]:
-                raise ValueError(f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries")
+                raise ValueError(
+                    f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries; use ids of the model's tokenizer"
+                )
         for name, values, most in (
             ("stop token ids", self.stop_ids, MAX_STOPS),
             ("stop strings", self.stop_texts, MAX_STOPS),
             ("logit_bias entries", self.logit_bias, MAX_BIAS),
         ):
             if len(values) > most:
-                raise ValueError(f"{len(values)} {name} given; at most {most} are allowed")
+                raise ValueError(f"{len(values)} {name} given; at most {most} are allowed, so leave some out")
         if not all(self.stop_texts):
             raise ValueError("a stop string is empty; leave it out")
         if bad := [value for _, value in self.logit_bias if not -100 <= value <= 100]:

@@ -151,7 +151,7 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
     inner = [array.keys, array.items] if pa.types.is_map(array.type) else []
     inner = [array.values] if pa.types.is_list(array.type) else inner
     if array.null_count or any(values.null_count for values in inner):
-        raise ValueError(f"rollout file: column {name} must not contain nulls")
+        raise ValueError(f"rollout file: column {name} must not contain nulls; fill them in")
     # Sizes are checked before Python objects are made: these take up to a hundred times the bytes in the table.
     texts = array.keys if pa.types.is_map(array.type) else array
     limits = {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
@@ -180,7 +180,7 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
     get = {name: column[row] for name, column in columns.items()}
     parts = dict(get["reward_parts"])
     if len(parts) != len(get["reward_parts"]):
-        raise ValueError(f"rollout file, row {row}: reward_parts: names must differ")
+        raise ValueError(f"rollout file, row {row}: reward_parts: names must differ; merge or rename them")
     rollout = rollout_lib.Rollout(
         tokens=np.concatenate([get["input_tokens"], get["output_tokens"]]),
         sampled_mask=get["sampled_mask"],

@@ -63,7 +63,10 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
     """Yields the decoded bytes that each page of a column chunk declares: its data, 4 of levels per value, and 4096."""
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
-        raise ValueError("rollout file: only plain encoding under zstd, snappy or nothing is read, in one file")
+        raise ValueError(
+            "rollout file: a column has a dictionary, an unknown codec, or data in another file; only plain encoding is read, "
+            "with zstd, snappy or no compression"
+        )
     at, end = _counted(meta, 9), _counted(meta, 9) + _counted(meta, 7)
     yield 4 * _counted(meta, 5)
     while at < end:
@@ -71,7 +74,9 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
         where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
         body = header[where]
         if _counted(body, encoding) not in ENCODINGS:
-            raise ValueError(f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read")
+            raise ValueError(
+                f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read, so write that"
+            )
         yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
 

@@ -110,7 +110,7 @@ class Scheduler:
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
         with self._lock:
             if self._is_closing:
-                raise Closed("the server is shutting down")
+                raise Closed("the server is shutting down; send the request to another server")
             if self._num_pending >= self._max_queue:
                 raise Overloaded(
                     f"{self._num_pending} requests are pending, the most this server takes; try again later"
@@ -176,11 +176,11 @@ class Scheduler:
         return self._slots.usage()
 
     def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
-        """Queues an action for the scheduler's thread; the returned future gives the version after it."""
+        """Queues an action for the scheduler's thread; returns a future of the policy version after it."""
         done: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
             if self._is_closing:
-                raise Closed("the server is shutting down")
+                raise Closed("the server is shutting down; send the request to another server")
             self._inbox.put((action, done))
         return done
 
@@ -199,12 +199,12 @@ class Scheduler:
         finally:  # an error in the engine fails every request, so that no caller waits for ever; then the thread ends
             with self._lock:
                 self._is_closing = True
-            self._fail_all(Closed("the server stopped before the request was finished"))
+            self._fail_all(Closed("the server stopped before the request was finished; send it to another server"))
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if message is not _STOP and message is not _WAKE:
                     future = message.future if isinstance(message, sequence_lib.SequenceGroup) else message[1]
-                    sequence_lib.fail(future, Closed("the server is shutting down"))
+                    sequence_lib.fail(future, Closed("the server is shutting down; send the request to another server"))
 
     def _turn(self) -> bool:
         """Runs one turn; returns False once the scheduler is to stop."""
@@ -334,7 +334,7 @@ class Scheduler:
             self._output = None
 
     def _fail(self, group: sequence_lib.SequenceGroup, reason: str) -> None:
-        """Ends one request with a Fault; `_drop_done` frees its slots."""
+        """Ends a request with a Fault. The next turn frees its slots."""
         self.stats["faults"] += 1
         sequence_lib.fail(group.future, Fault(reason))
 
