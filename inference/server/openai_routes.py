@@ -12,6 +12,7 @@ Left out, and rejected: penalties, JSON and grammar modes, forced tool choice, e
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import time
 import uuid
@@ -25,8 +26,11 @@ from inference.server import generate_routes, inference_server, schemas, web
 from models.text import parsers
 from models.text import tokenizer as tokenizer_lib
 
+InferenceServer = inference_server.InferenceServer
+GenerateRequest, Completion = scheduler_lib.GenerateRequest, scheduler_lib.Completion
 
-def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
+
+def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> None:
     """Adds the routes to an app."""
 
     @app.post("/v1/chat/completions")
@@ -78,7 +82,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
 
 
 async def _complete_chat(
-    server: inference_server.InferenceServer, http_request: fastapi.Request, body: schemas.Chat, tokens: list[int]
+    server: InferenceServer, http_request: fastapi.Request, body: schemas.Chat, tokens: list[int]
 ) -> responses.Response:
     if isinstance(body.tool_choice, dict) or body.tool_choice not in (None, "auto", "none"):
         raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
@@ -95,7 +99,7 @@ async def _complete_chat(
 
 
 async def _complete_text(
-    server: inference_server.InferenceServer, http_request: fastapi.Request, body: schemas.Completions
+    server: InferenceServer, http_request: fastapi.Request, body: schemas.Completions
 ) -> responses.Response:
     if body.echo:
         raise ValueError("echo = true is not supported; prepend the prompt yourself, or request prompt_logprobs")
@@ -114,8 +118,8 @@ async def _complete_text(
 
 
 def _request(
-    server: inference_server.InferenceServer, body: schemas.Chat | schemas.Completions, tokens, top_logprobs: int
-) -> scheduler_lib.GenerateRequest:
+    server: InferenceServer, body: schemas.Chat | schemas.Completions, tokens, top_logprobs: int
+) -> GenerateRequest:
     """Builds the engine's request. Routed experts are included by default only in unstreamed replies with token IDs."""
     if body.return_routed_experts and body.stream:
         raise ValueError("return_routed_experts = true is not supported in a stream; send stream = false")
@@ -124,7 +128,7 @@ def _request(
     return server.request(body, tokens, top_logprobs=top_logprobs)
 
 
-def _render(server: inference_server.InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
+def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
     """Returns the prompt of a conversation. Raises ValueError if the chat template rejects it."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -168,9 +172,7 @@ def _template_call(call: dict) -> dict:
     return call | {"function": function | {"arguments": loaded if isinstance(loaded, dict) else arguments or {}}}
 
 
-def _prompt_ids(
-    server: inference_server.InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str
-) -> list[int]:
+def _prompt_ids(server: InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
     if body.add_special_tokens is False:
         return server.tokenizer.encode(text)
     return server.tokenizer.prompt_ids(text)
@@ -179,31 +181,46 @@ def _prompt_ids(
 # ---- replies ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """New tokens of one sample, from one engine call. `finish_reason` is "" until the last piece."""
+class _Format:
+    """Formats the completions of one request, whole or piece by piece. A piece is a Completion with only its new tokens."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    finish_reason: str
+    is_chat: bool
 
-
-class _ChatFormat:
-    """Formats the completions of one chat request, whole or piece by piece."""
-
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body: schemas.Chat, request: scheduler_lib.GenerateRequest):
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body, request: GenerateRequest):
         self._tokenizer, self._body, self._stops = tokenizer, body, request.stop_texts
         self._in_reasoning = tokenizer.opens_reasoning(request.tokens)
-        self._streams = [tokenizer.text_stream(structured=True) for _ in range(request.num_samples)]
+        self._streams = [tokenizer.text_stream(structured=self.is_chat) for _ in range(request.num_samples)]
         self._texts = [""] * request.num_samples
         self._sent = [parsers.Parsed(None, "", ())] * request.num_samples
 
-    def choice(self, completion: scheduler_lib.Completion) -> dict:
-        """Returns the fields of a whole choice."""
-        parsed = self._parse(self._tokenizer.structured_text(completion.tokens), final=True)
+    def _grow(self, index: int, piece: Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
+        """Adds a piece to sample `index`. Returns its text before and after, parsed."""
+        final = bool(piece.finish_reason)
+        self._texts[index] += self._streams[index].push(piece.tokens, final=final)
+        before, self._sent[index] = self._sent[index], self._parse(self._texts[index], final)
+        return before, self._sent[index]
+
+    def _parse(self, text: str, final: bool) -> parsers.Parsed:
+        return parsers.Parsed(None, _cut_at_stop(text, self._stops, final), ())
+
+    def _end(self, piece: Completion, parsed: parsers.Parsed) -> dict:
+        reason = "tool_calls" if parsed.calls and piece.finish_reason == "stop" else piece.finish_reason
+        has_logprobs = self._body.logprobs is not None and self._body.logprobs is not False
+        return {"finish_reason": reason or None, "logprobs": self._logprobs(piece) if has_logprobs else None}
+
+    def _logprobs(self, piece: Completion) -> dict:
+        raise NotImplementedError
+
+    def _spell(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+class _ChatFormat(_Format):
+    is_chat, prefix, kind, chunk_kind = True, "chatcmpl", "chat.completion", "chat.completion.chunk"
+    opening = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
+
+    def choice(self, completion: Completion) -> dict:
+        parsed = self._parse(self._tokenizer.structured_text(completion.tokens), True)
         message: dict = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -211,26 +228,18 @@ class _ChatFormat:
             message["tool_calls"] = [_call(call) for call in parsed.calls]
         return {"message": message} | self._end(completion, parsed)
 
-    def opening(self) -> dict:
-        """Returns the fields of a sample's first chunk, which has no tokens."""
-        return {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
-
-    def delta(self, index: int, piece: _Piece) -> dict:
-        """Returns the fields of the chunk that `piece` adds to sample `index`."""
-        final = bool(piece.finish_reason)
-        self._texts[index] += self._streams[index].push(piece.tokens, final=final)
-        parsed, sent = self._parse(self._texts[index], final=final), self._sent[index]
-        self._sent[index] = parsed
+    def delta(self, index: int, piece: Completion) -> dict:
+        before, parsed = self._grow(index, piece)
         delta: dict = {}
-        if reasoning := (parsed.reasoning or "")[len(sent.reasoning or "") :]:
+        if reasoning := (parsed.reasoning or "")[len(before.reasoning or "") :]:
             delta["reasoning_content"] = reasoning
-        if content := parsed.content[len(sent.content) :]:
+        if content := parsed.content[len(before.content) :]:
             delta["content"] = content
-        if calls := parsed.calls[len(sent.calls) :]:
-            delta["tool_calls"] = [{"index": at} | _call(call) for at, call in enumerate(calls, len(sent.calls))]
+        if calls := parsed.calls[len(before.calls) :]:
+            delta["tool_calls"] = [{"index": at} | _call(call) for at, call in enumerate(calls, len(before.calls))]
         return {"delta": delta} | self._end(piece, parsed)
 
-    def _parse(self, text: str, *, final: bool) -> parsers.Parsed:
+    def _parse(self, text: str, final: bool) -> parsers.Parsed:
         return parsers.parse(
             _cut_at_stop(text, self._stops, final),
             self._tokenizer.call_format,
@@ -240,77 +249,46 @@ class _ChatFormat:
             final=final,
         )
 
-    def _end(self, piece: _Piece | scheduler_lib.Completion, parsed: parsers.Parsed) -> dict:
-        reason = "tool_calls" if parsed.calls and piece.finish_reason == "stop" else piece.finish_reason
-        return {"finish_reason": reason or None, "logprobs": self._logprobs(piece) if self._body.logprobs else None}
-
-    def _logprobs(self, piece: _Piece | scheduler_lib.Completion) -> dict:
-        def entry(token, logprob):
+    def _logprobs(self, piece: Completion) -> dict:
+        def entry(token: int, logprob: float) -> dict:
             spelled = self._tokenizer.token_bytes(token)
-            return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
+            return {"token": self._spell(token), "logprob": logprob, "bytes": list(spelled)}
 
+        tops = piece.top or [[]] * len(piece.tokens)
         content = [
             entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
-            for token, logprob, top in zip(piece.tokens, piece.logprobs, _top(piece), strict=True)
+            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
         ]
         return {"content": content}
 
 
-class _TextFormat:
-    """Formats the completions of one plain-text request, whole or piece by piece."""
+class _TextFormat(_Format):
+    is_chat, prefix, kind, chunk_kind = False, "cmpl", "text_completion", "text_completion"
+    opening = None
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    def choice(self, completion: Completion) -> dict:
+        parsed = self._parse(self._tokenizer.decode(completion.tokens), True)
+        return {"text": parsed.content} | self._end(completion, parsed)
 
-    def __init__(
-        self, tokenizer: tokenizer_lib.Tokenizer, body: schemas.Completions, request: scheduler_lib.GenerateRequest
-    ):
-        self._tokenizer, self._body, self._stops = tokenizer, body, request.stop_texts
-        self._streams = [tokenizer.text_stream() for _ in range(request.num_samples)]
-        self._texts, self._num_sent = [""] * request.num_samples, [0] * request.num_samples
+    def delta(self, index: int, piece: Completion) -> dict:
+        before, parsed = self._grow(index, piece)
+        return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
 
-    def choice(self, completion: scheduler_lib.Completion) -> dict:
-        """Returns the fields of a whole choice."""
-        text = _cut_at_stop(self._tokenizer.decode(completion.tokens), self._stops, True)
-        return {"text": text} | self._end(completion)
-
-    def opening(self) -> None:
-        """Returns None: a sample's first chunk has its first tokens."""
-
-    def delta(self, index: int, piece: _Piece) -> dict:
-        """Returns the fields of the chunk that `piece` adds to sample `index`."""
-        final = bool(piece.finish_reason)
-        self._texts[index] += self._streams[index].push(piece.tokens, final=final)
-        text = _cut_at_stop(self._texts[index], self._stops, final)
-        start, self._num_sent[index] = self._num_sent[index], len(text)
-        return {"text": text[start:]} | self._end(piece)
-
-    def _end(self, piece: _Piece | scheduler_lib.Completion) -> dict:
-        wants_logprobs = self._body.logprobs is not None
-        return {
-            "finish_reason": piece.finish_reason or None,
-            "logprobs": self._logprobs(piece) if wants_logprobs else None,
-        }
-
-    def _logprobs(self, piece: _Piece | scheduler_lib.Completion) -> dict:
-        def spell(token):
-            return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
-
-        tokens, offsets = [spell(token) for token in piece.tokens], [0]
-        for text in tokens:
-            offsets.append(offsets[-1] + len(text))
+    def _logprobs(self, piece: Completion) -> dict:
+        tokens = [self._spell(token) for token in piece.tokens]
         return {
             "tokens": tokens,
             "token_logprobs": piece.logprobs,
-            "top_logprobs": [{spell(token): x for token, x in top} for top in piece.top] or None,
-            "text_offset": offsets[:-1],
+            "top_logprobs": [{self._spell(token): x for token, x in top} for top in piece.top] or None,
+            "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
         }
 
 
 async def _reply(
-    server: inference_server.InferenceServer,
+    server: InferenceServer,
     http_request: fastapi.Request,
     body: schemas.Chat | schemas.Completions,
-    requests: Sequence[scheduler_lib.GenerateRequest],
+    requests: Sequence[GenerateRequest],
     formats: Sequence[_ChatFormat] | Sequence[_TextFormat],
 ) -> responses.Response:
     """Runs the requests and returns a JSON reply, or a stream of events for the only one."""
@@ -333,17 +311,13 @@ async def _reply(
             if body.return_token_ids:
                 prompt_fields["prompt_token_ids"] = list(request.tokens)
                 choice["token_ids"] = completion.tokens
-            choices.append(choice | prompt_fields if isinstance(formatter, _TextFormat) else choice)
-    reply = head | {
-        "choices": choices,
-        "usage": generate_routes.usage(list(zip(requests, answered, strict=True))),
-    }
-    return responses.JSONResponse(reply if isinstance(formats[0], _TextFormat) else reply | prompt_fields)
+            choices.append(choice if formatter.is_chat else choice | prompt_fields)
+    usage = generate_routes.usage(list(zip(requests, answered, strict=True)))
+    top_level = prompt_fields if formats[0].is_chat else {}
+    return responses.JSONResponse(head | {"choices": choices, "usage": usage} | top_level)
 
 
-async def _complete(
-    scheduler: scheduler_lib.Scheduler, requests: Sequence[scheduler_lib.GenerateRequest]
-) -> list[list[scheduler_lib.Completion]]:
+async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
     """Returns the completions of every request. All are cancelled when one fails or the caller is cancelled."""
     futures = []
     try:
@@ -359,14 +333,14 @@ async def _chunks(
     growing: "_Growing",
     head: dict,
     body: schemas.Chat | schemas.Completions,
-    request: scheduler_lib.GenerateRequest,
+    request: GenerateRequest,
     formatter: _ChatFormat | _TextFormat,
 ) -> AsyncIterator[dict]:
     head = head | {"object": formatter.chunk_kind}
-    if opening := formatter.opening():
+    if formatter.opening:
         for index in range(request.num_samples):
             prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
-            yield head | prompt | {"choices": [{"index": index} | opening]}
+            yield head | prompt | {"choices": [{"index": index} | formatter.opening]}
     async for index, piece in growing:
         choice = {"index": index} | formatter.delta(index, piece)
         if body.return_token_ids:
@@ -381,10 +355,6 @@ def _call(call: parsers.ToolCall) -> dict:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _top(piece: _Piece | scheduler_lib.Completion) -> list[list[tuple[int, float]]]:
-    return piece.top or [[]] * len(piece.tokens)
-
-
 def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
     """Returns the text before the first stop string, without a tail that may become one unless `final`."""
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
@@ -396,7 +366,7 @@ def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
 class _Growing:
     """The completions of one request as they grow: an async iterator of (sample index, piece). Submits when created."""
 
-    def __init__(self, scheduler: scheduler_lib.Scheduler, request: scheduler_lib.GenerateRequest):
+    def __init__(self, scheduler: scheduler_lib.Scheduler, request: GenerateRequest):
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue = asyncio.Queue()
         self._num_sent = [0] * request.num_samples
@@ -406,7 +376,7 @@ class _Growing:
     def __aiter__(self) -> "_Growing":
         return self
 
-    async def __anext__(self) -> tuple[int, _Piece]:
+    async def __anext__(self) -> tuple[int, Completion]:
         item = await self._queue.get()
         if item is None:
             self._future.result()  # raises the error that ended it early
@@ -414,7 +384,7 @@ class _Growing:
         return item
 
     @property
-    def completions(self) -> list[scheduler_lib.Completion]:
+    def completions(self) -> list[Completion]:
         """The finished completions, after the last piece."""
         return self._future.result()
 
@@ -422,13 +392,12 @@ class _Growing:
         """Frees the request's slots if it is still running."""
         self._future.cancel()
 
-    def _listen(self, index: int, completion: scheduler_lib.Completion) -> None:
+    def _listen(self, index: int, completion: Completion) -> None:
         """Called in the scheduler's thread."""
         start = self._num_sent[index]
         self._num_sent[index] = len(completion.tokens)
-        piece = _Piece(
-            completion.tokens[start:], completion.logprobs[start:], completion.top[start:], completion.finish_reason
-        )
+        lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
+        piece = dataclasses.replace(completion, **lists)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
 
     def _end(self, future) -> None:

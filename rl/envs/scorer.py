@@ -67,13 +67,6 @@ class Scored:
     in_time: bool = True
 
 
-@dataclasses.dataclass
-class _Slot:
-    """The place of one child process, which is started on first use."""
-
-    child: "_Child | None" = None
-
-
 class Scorer:
     """Scores completions of one environment in child processes. Thread-safe.
 
@@ -95,83 +88,82 @@ class Scorer:
         on_error: Callable[[str], None] = print_error,
     ):
         self.limit_s, self._on_error = limit_s, on_error
-        self._config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}
-        self._slots = [_Slot() for _ in range(max_children)]
-        self._free, self._changed = list(self._slots), threading.Condition()
+        config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}
+        self._children = [_Child(config) for _ in range(max_children)]
+        self._free, self._changed = list(self._children), threading.Condition()
         self._reported: set[str] = set()
 
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
         """Returns one result per completion. Blocks. Raises ValueError if the environment itself is broken."""
-        with self._slot() as slot:
-            found, _ = self._exchange(slot, task, completions)
-            return found or [self._score_alone(slot, task, completion) for completion in completions]
+        with self._child() as child:
+            found, _ = self._exchange(child, task, completions)
+            return found or [self._score_alone(child, task, completion) for completion in completions]
 
     def close(self) -> None:
         """Waits for running calls of `score`, then ends all children."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) == len(self._slots))
-            for slot in self._slots:
-                if slot.child is not None:
-                    slot.child.end()
-                slot.child = None
+            self._changed.wait_for(lambda: len(self._free) == len(self._children))
+            for child in self._children:
+                child.end()
 
     @contextlib.contextmanager
-    def _slot(self) -> Iterator[_Slot]:
+    def _child(self) -> Iterator["_Child"]:
         def started():
-            return next((slot for slot in self._free if slot.child is not None), None)
+            return next((child for child in self._free if child.process is not None), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: started() or len(self._free) == len(self._slots), PATIENCE_S)
+            self._changed.wait_for(lambda: started() or len(self._free) == len(self._children), PATIENCE_S)
             self._changed.wait_for(lambda: self._free)
-            slot = started() or self._free[0]
-            self._free.remove(slot)
+            child = started() or self._free[0]
+            self._free.remove(child)
         try:
-            yield slot
+            yield child
         finally:
             with self._changed:
-                self._free.append(slot)
+                self._free.append(child)
                 self._changed.notify_all()
 
-    def _score_alone(self, slot: _Slot, task: environment.Task, completion: str) -> Scored:
-        found, is_certain = self._exchange(slot, task, [completion])
+    def _score_alone(self, child: "_Child", task: environment.Task, completion: str) -> Scored:
+        found, is_certain = self._exchange(child, task, [completion])
         if not found and not is_certain:  # something else may have ended the child
-            found, _ = self._exchange(slot, task, [completion])
-        return found[0] if found else Scored(self._zeros(slot, task), float(self.limit_s), in_time=False)
+            found, _ = self._exchange(child, task, [completion])
+        return found[0] if found else Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
 
-    def _zeros(self, slot: _Slot, task: environment.Task, reason: str = "it takes too long or too much memory") -> dict:
-        """Returns 0 for each number that a score of this task has. Raises ValueError, with `reason`, if that is unknown."""
-        reply = self._send(slot, task, [""])[0]
-        if reply is None:  # something else may have ended the child
-            reply = self._send(slot, task, [""])[0]
+    def _zeros(
+        self, child: "_Child", task: environment.Task, error: str = "it takes too long or too much memory"
+    ) -> dict:
+        """Returns 0 for each number that a score of this task has. Raises ValueError, with `error`, if that is unknown."""
+        reply = (
+            self._send(child, task, [""])[0] or self._send(child, task, [""])[0]
+        )  # the first may end for another reason
         if reply and reply[0][0] is not None:
             return dict.fromkeys(reply[0][0], 0.0)
         raise ValueError(
             f"environment {task.env} cannot score {task.split} task {task.index}, not even an empty completion: "
-            f"{reply[0][2] if reply else reason}; fix its score, which must return numbers by name, 'reward' among them, "
+            f"{reply[0][2] if reply else error}; fix its score, which must return numbers by name, 'reward' among them, "
             "for any text"
         )
 
-    def _exchange(self, slot: _Slot, task: environment.Task, completions: Sequence[str]) -> tuple[list[Scored], bool]:
+    def _exchange(
+        self, child: "_Child", task: environment.Task, completions: Sequence[str]
+    ) -> tuple[list[Scored], bool]:
         """Returns (all results, or none if the child ended; True if it ended because of its limits)."""
-        reply, is_certain = self._send(slot, task, completions)
+        reply, is_certain = self._send(child, task, completions)
         failed = {}
         if errors := [error for scores, _, error in reply or () if scores is None]:
-            failed = self._zeros(slot, task, errors[0]) | {"error": 1.0}
+            failed = self._zeros(child, task, errors[0]) | {"error": 1.0}
             self._report(task, errors)
         return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply or ()], is_certain
 
-    def _send(self, slot: _Slot, task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
+    def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
         """Returns ([(scores or None, CPU seconds, error)], or None if the child ended; True if because of its limits)."""
-        child = slot.child = slot.child or _Child(self._config)
-        child.write(json.dumps({"index": task.index, "split": task.split, "completions": list(completions)}))
-        line = child.line(CLOCK_FACTOR * self.limit_s)
+        request = {"index": task.index, "split": task.split, "completions": list(completions)}
+        line = child.ask(json.dumps(request), CLOCK_FACTOR * self.limit_s)
         if line is None:
-            slot.child = None
             # The memory limit is not certain: earlier completions may have left little.
             return None, child.end() in (None, -signal.SIGXCPU)
         reply = json.loads(line)
         if reply["grown"]:
-            slot.child = None
             child.end()
         if "error" in reply:
             raise ValueError(reply["error"])
@@ -189,47 +181,57 @@ class Scorer:
 
 
 class _Child:
-    """A scoring process, with lines of text to and from it."""
+    """A scoring process, started by the first request and again by the first one after `end`."""
 
     def __init__(self, config: dict):
-        command = [sys.executable, *COMMAND, json.dumps(config)]
+        self._config = config
+        self.process: subprocess.Popen | None = None
+
+    def ask(self, request: str, timeout_s: float) -> bytes | None:
+        """Sends a line and returns the reply's, or None if the process has ended or takes longer than `timeout_s`."""
+        if self.process is None:
+            self._start()
+        data = memoryview(request.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the reply is None then
+            while data:
+                data = data[self._requests.write(data) :]
+        return self._line(timeout_s)
+
+    def end(self) -> int | None:
+        """Ends the process. Returns its exit status, or None if it was still running."""
+        if self.process is None:
+            return None
+        self.process = None
+        return self._finalizer()
+
+    def _start(self) -> None:
+        command = [sys.executable, *COMMAND, json.dumps(self._config)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=ROOT)
         assert process.stdin is not None and process.stdout is not None
-        self._process, self._requests, self._replies = process, process.stdin, process.stdout
+        self.process, self._requests, self._replies = process, process.stdin, process.stdout
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._replies, selectors.EVENT_READ)
         files = (self._selector, self._replies, self._requests)
         self._finalizer = weakref.finalize(self, _end, process, files)  # runs at exit, too
         self._buffer = b""
-        reply = json.loads(self.line(START_S) or "{}")
+        reply = json.loads(self._line(START_S) or "{}")
         if "ready" not in reply:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
-            raise ValueError(f"the scorer of environment {config['name']} did not start: {reason}")
+            raise ValueError(f"the scorer of environment {self._config['name']} did not start: {reason}")
 
-    def write(self, line: str) -> None:
-        """Sends a line."""
-        data = memoryview(line.encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # `line` returns None then
-            while data:
-                data = data[self._requests.write(data) :]
-
-    def line(self, timeout_s: float) -> bytes | None:
-        """Returns the next line, or None if the process has ended or takes longer than `timeout_s`."""
+    def _line(self, timeout_s: float) -> bytes | None:
         while b"\n" not in self._buffer:
             if not self._selector.select(timeout_s):
                 return None
             data = self._replies.read(2**16)
             if not data:
-                self._process.wait()
+                if self.process is not None:
+                    self.process.wait()
                 return None
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
-
-    def end(self) -> int | None:
-        """Ends the process. Returns its exit status, or None if it was still running."""
-        return self._finalizer()
 
 
 def _end(process: subprocess.Popen, files: Sequence) -> int | None:

@@ -113,7 +113,7 @@ def test_scores_are_those_of_the_environment():
             assert [one.scores for one in found] == [env.score(task, completion) for completion in completions]
             assert all(one.in_time and 0 <= one.cpu_s < 1 for one in found)
     assert away.score(task, []) == []
-    pid = away._slots[0].child._process.pid
+    pid = away._children[0].process.pid
     away.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -138,8 +138,8 @@ def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
-    waiting.write(json.dumps({"index": 0, "split": "train", "completions": ["wait"]}))
-    assert waiting.line(30) is None and waiting.end() == -signal.SIGALRM
+    request = json.dumps({"index": 0, "split": "train", "completions": ["wait"]})
+    assert waiting.ask(request, 30) is None and waiting.end() == -signal.SIGALRM
 
 
 def test_memory_has_a_limit(orders):
@@ -272,7 +272,7 @@ def test_a_busy_child_gets_help(monkeypatch, tmp_path):
 def test_the_child_ends_with_its_parent():
     code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
     code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
-    code += "import os; print(s._slots[0].child._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    code += "import os; print(s._children[0].process.pid, flush=True); os.kill(os.getpid(), 9)"
     out = subprocess.run([sys.executable, "-c", code], cwd=scorer.ROOT, capture_output=True, text=True).stdout
     deadline = time.monotonic() + 30
     while pathlib.Path(f"/proc/{int(out)}/status").exists():
