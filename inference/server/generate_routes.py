@@ -26,7 +26,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/inference/v1/generate")
     async def generate(http_request: fastapi.Request):
         body = await web.read_schema(http_request, schemas.Generate, max_body_bytes)
-        request = server.request(body.sampling_params, body.token_ids, proofs=bool(body.proofs))
+        request = server.request(body.sampling_params, body.token_ids, proofs=body.proofs)
         future = asyncio.wrap_future(server.scheduler.submit(request))
         completions = await web.run_until_disconnect(http_request, future)  # a disconnect frees the slots
         start = body.sampling_params.routed_experts_prompt_start
@@ -59,12 +59,9 @@ def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: schedule
 
 
 def extra_fields(
-    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int | None
+    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int
 ) -> dict:
-    """Returns the fields of a choice that OpenAI's API does not have: versions, and those that were requested.
-
-    `experts_start` is the first token whose routed experts are returned; None is 0.
-    """
+    """Returns the fields of a choice that OpenAI's API does not have. Routed experts start at token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
         "policy_versions": [[version, len(list(run))] for version, run in runs],
@@ -74,13 +71,11 @@ def extra_fields(
         fields["untempered_logprobs"] = completion.raw_logprobs
     if completion.experts is not None:
         model = server.engine.model
-        fields["routed_experts"] = routed_experts.reply_field(completion.experts, model, experts_start or 0)
+        fields["routed_experts"] = routed_experts.reply_field(completion.experts, model, experts_start)
     return fields
 
 
-def _choice(
-    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int | None
-) -> dict:
+def _choice(server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int) -> dict:
     content = [
         {"token": f"token_id:{token}", "logprob": logprob}
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)

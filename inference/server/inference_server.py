@@ -93,32 +93,35 @@ class InferenceServer:
 
         `extra` are fields of `GenerateRequest` that the route sets.
         """
-        for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
-            if getattr(sampling, name) not in (None, neutral):
-                raise ValueError(f"{name} = {getattr(sampling, name)} is not supported; leave it out or send {neutral}")
-        if (sampling.routed_experts_prompt_start or 0) >= max(len(tokens), 1):
+        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+            neutral = schemas.Sampling.model_fields[name].default
+            if (value := getattr(sampling, name)) != neutral:
+                raise ValueError(f"{name} = {value} is not supported; leave it out or send {neutral}")
+        if sampling.routed_experts_prompt_start >= max(len(tokens), 1):
             raise ValueError(
                 f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start} is past the prompt's "
                 f"{len(tokens)} tokens; send a smaller one"
             )
-        stop_ids = dict.fromkeys(sampling.stop_token_ids or ())
-        if not sampling.ignore_eos:
-            stop_ids |= dict.fromkeys(self.tokenizer.stop_ids)
-        stop = sampling.stop
+        if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
+            raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
+        own_stops = () if sampling.ignore_eos else self.tokenizer.stop_ids
+        left, records_experts = max(self.max_model_len - len(tokens), 1), self.engine.config.routed_experts
         fields = {
-            "num_samples": _given(sampling.n, 1),
-            "max_tokens": _given(sampling.max_tokens, max(self.max_model_len - len(tokens), 1)),
-            "temperature": _given(sampling.temperature, 1.0),
-            "top_k": 0 if sampling.top_k in (None, -1) else sampling.top_k,
-            "top_p": _given(sampling.top_p, 1.0),
-            "min_p": _given(sampling.min_p, 0.0),
+            "num_samples": sampling.n,
+            "max_tokens": left if sampling.max_tokens is None else sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": 0 if sampling.top_k == -1 else sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
             "seed": int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed % 2**32,
-            "stop_ids": tuple(stop_ids),
-            "stop_texts": (stop,) if isinstance(stop, str) else tuple(stop or ()),
-            "logit_bias": _bias(sampling.logit_bias or {}),
-            "raw_logprobs": bool(sampling.untempered_logprobs),
+            "stop_ids": tuple(dict.fromkeys([*sampling.stop_token_ids, *own_stops])),
+            "stop_texts": (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
+            "logit_bias": tuple((int(token), float(value)) for token, value in sampling.logit_bias.items()),
+            "raw_logprobs": sampling.untempered_logprobs,
             "prompt_logprobs": sampling.prompt_logprobs is not None,
-            "routed_experts": _given(sampling.return_routed_experts, self.engine.config.routed_experts),
+            "routed_experts": records_experts
+            if sampling.return_routed_experts is None
+            else sampling.return_routed_experts,
         }
         return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
 
@@ -270,13 +273,3 @@ def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transf
 
 def _by_path(tree) -> dict[str, jax.ShapeDtypeStruct]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _given(value, default):
-    return default if value is None else value
-
-
-def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    if bad := [token for token in bias if not re.fullmatch(r"\d{1,9}", token)]:
-        raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
-    return tuple((int(token), float(value)) for token, value in bias.items())

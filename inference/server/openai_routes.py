@@ -84,17 +84,15 @@ def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> N
 async def _complete_chat(
     server: InferenceServer, http_request: fastapi.Request, body: schemas.Chat, tokens: list[int]
 ) -> responses.Response:
-    if isinstance(body.tool_choice, dict) or body.tool_choice not in (None, "auto", "none"):
+    if body.tool_choice not in ("auto", "none"):
         raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
-    if body.response_format and body.response_format.get("type") != "text":
-        raise ValueError(
-            f"response_format {body.response_format.get('type')!r} is not supported; use {{'type': 'text'}}"
-        )
+    if body.response_format and (kind := body.response_format.get("type")) != "text":
+        raise ValueError(f"response_format {kind!r} is not supported; use {{'type': 'text'}}")
     if body.top_logprobs and not body.logprobs:
         raise ValueError(f"top_logprobs = {body.top_logprobs} needs logprobs; send logprobs = true, too")
     if body.max_completion_tokens is not None:
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    request = _request(server, body, tokens, (body.top_logprobs or 0) if body.logprobs else 0)
+    request = _request(server, body, tokens, body.top_logprobs if body.logprobs else 0)
     return await _reply(server, http_request, body, [request], [_ChatFormat(server.tokenizer, body, request)])
 
 
@@ -130,12 +128,12 @@ def _request(
 
 def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
     """Returns the prompt of a conversation. Raises ValueError if the chat template rejects it."""
-    variables = dict(body.chat_template_kwargs or {})
+    variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     rendered = server.tokenizer.render(
         [_template_message(message) for message in body.messages or ()],
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt,
         tools=body.tools,
         variables=variables,
     )
@@ -173,9 +171,7 @@ def _template_call(call: dict) -> dict:
 
 
 def _prompt_ids(server: InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
-    if body.add_special_tokens is False:
-        return server.tokenizer.encode(text)
-    return server.tokenizer.prompt_ids(text)
+    return server.tokenizer.prompt_ids(text) if body.add_special_tokens else server.tokenizer.encode(text)
 
 
 # ---- replies ---------------------------------------------------------------------------------------------------------
@@ -346,7 +342,7 @@ async def _chunks(
         if body.return_token_ids:
             choice["token_ids"] = piece.tokens
         yield head | {"choices": [choice]}
-    if body.stream_options and body.stream_options.include_usage:
+    if body.stream_options.include_usage:
         yield head | {"choices": [], "usage": generate_routes.usage([(request, growing.completions)])}
 
 

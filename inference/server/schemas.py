@@ -1,6 +1,6 @@
 """The request bodies of all routes, as pydantic models: wrong types are rejected by name, unknown keys are ignored.
 
-`null` means "not given" everywhere, as in OpenAI's clients. Numbers must be finite and of their own type: a string is not a
+`null` means "not given" everywhere, as in OpenAI's clients: the field gets its default. Numbers must be finite and of their own type: a string is not a
 number, and true is not an integer. inference/server/inference_server.py turns the fields into engine requests.
 """
 
@@ -23,28 +23,34 @@ class Body(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, values: Any) -> Any:
+        """Removes fields that are null, so that they get their defaults."""
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
 
 class Sampling(Body):
     """Sampling fields, which all generating routes share."""
 
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    n: int = 1
+    max_tokens: int | None = None  # None: the rest of the context
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: random
+    stop: str | list[str] = []
+    stop_token_ids: Ids = []  # in addition to the tokenizer's
+    ignore_eos: bool = False  # True: without the tokenizer's
+    logit_bias: dict[str, float] = {}
     prompt_logprobs: int | None = None
-    untempered_logprobs: bool | None = None  # log-probabilities at temperature 1, without filters
-    return_routed_experts: bool | None = None  # null: true if the server records them
-    routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] | None = None  # tokens before it are left out
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    untempered_logprobs: bool = False  # also log-probabilities at temperature 1, without filters
+    return_routed_experts: bool | None = None  # None: if the server records them
+    routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] = 0  # tokens before it are left out
+    frequency_penalty: float = 0
+    presence_penalty: float = 0
+    repetition_penalty: float = 1
 
 
 class SamplingParams(Sampling):
@@ -59,7 +65,7 @@ class Generate(Body):
     token_ids: Ids
     sampling_params: SamplingParams = SamplingParams()
     request_id: str | None = None
-    proofs: bool | None = None  # true adds TOPLOC proofs to the reply
+    proofs: bool = False  # true adds TOPLOC proofs to the reply
 
 
 class Part(Body):
@@ -84,15 +90,15 @@ class Message(Body):
 class StreamOptions(Body):
     """Options of a streamed reply."""
 
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class Template(Body):
     """Inputs of the chat template, in addition to the messages."""
 
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
 
 
@@ -100,9 +106,9 @@ class OpenAI(Sampling):
     """Fields that OpenAI's routes for completions share."""
 
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
 
 
 class Chat(OpenAI, Template):
@@ -110,10 +116,10 @@ class Chat(OpenAI, Template):
 
     messages: list[Message]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    tool_choice: str | dict[str, Any] = "auto"
+    response_format: dict[str, Any] = {"type": "text"}
 
 
 class ChatTokens(Chat):
@@ -127,16 +133,16 @@ class Completions(OpenAI):
     """The body of POST /v1/completions."""
 
     prompt: str | Ids | list[str] | list[Ids]
-    add_special_tokens: bool | None = None  # to a text prompt, such as Llama's first token; null: true
+    add_special_tokens: bool = True  # to a text prompt, such as Llama's first token
     logprobs: int | None = None
-    echo: bool | None = None
+    echo: bool = False
 
 
 class Tokenize(Template):
     """The body of POST /tokenize: messages or a prompt."""
 
     prompt: str | None = None
-    add_special_tokens: bool | None = None  # as in Completions
+    add_special_tokens: bool = True  # as in Completions
     messages: list[Message] | None = None
 
 

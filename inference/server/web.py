@@ -1,4 +1,4 @@
-"""The HTTP server of every process here: uvicorn with limits on what a client may cost, and errors in OpenAI's format.
+"""The HTTP server of every process here: uvicorn with limits per client, and errors in OpenAI's format.
 
 1. A connection is closed if it sends no complete request head within 30 s, or reads nothing of a reply for 60 s. A network
    may have as many connections as it leaves free of those that the process can open; further ones are closed immediately.

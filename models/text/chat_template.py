@@ -17,7 +17,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 # Qwen's format with two differences. The reasoning of earlier turns stays, so a conversation only grows at its end and a
-# later turn can reuse the sampled ids. There is no empty <think> block, because each byte is a token here.
+# later turn can reuse the sampled ids. It renders no empty <think> block, because each byte is a token here.
 CHATML = r"""
 {%- if tools or messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' }}

@@ -1,18 +1,15 @@
 """Converts text and chat messages to token IDs and back, with `tokenizers` and `jinja2` alone.
 
-1. `byte_chatml()` builds the embedded tokenizer in memory: IDs 0..255 are bytes, then come ChatML's special tokens, then
-   markers for reasoning and tools. `load` returns it, or the tokenizer of a Hugging Face folder; `save` writes a folder.
-2. `Tokenizer.render` runs the chat template over messages whose text cannot open or close a turn: special tokens spelled
-   in a caller's strings are escaped first (models/text/special_tokens.py). The rendered text is then split at its special
-   tokens, and the text between them is encoded as plain text.
+1. `byte_chatml()` builds the embedded tokenizer: IDs 0..255 are bytes, then come ChatML's special tokens, then markers for
+   reasoning and tools. `load` returns it, or the tokenizer of a Hugging Face folder; `save` writes a folder.
+2. `Tokenizer.render` runs the chat template. Special tokens in a caller's strings are escaped (special_tokens.py), so the
+   text of a message cannot open or close a turn.
 3. `{% generation %}` blocks give the assistant mask. In a template without them (Qwen3's own), a completion begins where the
-   template has opened the assistant's turn, and ends with the next stop token. The text is split at both, as in sampling.
-4. `Tokenizer.parse` parses sampled IDs into an assistant message: reasoning, content, tool calls (parsers.py).
-5. `Tokenizer.bridge` appends new messages to the IDs of a turn as they were sampled. Nothing is rendered again, so a
-   conversation trains on exactly the IDs that it consisted of.
+   template has opened the assistant's turn, and ends with the next stop token.
+4. `Tokenizer.parse` turns sampled IDs into an assistant message. `Tokenizer.bridge` appends messages to sampled IDs without
+   rendering the turn again, so a conversation trains on exactly the IDs that it consisted of.
 
-Left out: transformers (126 MB instead of 300 lines); SentencePiece-style tokenizers, whose IDs depend on where a text is
-split (rejected by `load`).
+Left out: transformers (126 MB); SentencePiece tokenizers, whose IDs depend on where a text is split (rejected by `load`).
 """
 
 import codecs
@@ -121,7 +118,7 @@ class Tokenizer:
           tools: functions that the model may call, in the form of OpenAI's API.
           variables: further variables for the template, such as `enable_thinking`.
 
-        Raises ValueError if the template rejects the messages, or there is no template for them.
+        Raises ValueError if the template rejects the messages, or the tokenizer has none.
         """
         if not messages:
             raise ValueError("messages is empty; pass at least one {'role': ..., 'content': ...}")

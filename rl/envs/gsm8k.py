@@ -43,7 +43,7 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
 
 
 def final_number(text: str) -> decimal.Decimal | None:
-    """Returns the number after the last mark, or None if there is no mark or no number after it."""
+    """Returns the number after the last mark, or None if the text has none."""
     if len(text) > MAX_CHARS:
         return None
     marks = _MARK.findall(text)

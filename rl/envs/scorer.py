@@ -2,15 +2,13 @@
 
 1. `Scorer` starts `python -m rl.envs.scorer` on first use and keeps it. One exchange scores all completions of one task (a
    group). If the child does not survive that, each completion gets an exchange of its own.
-2. The child makes the task again from its index. For each completion it sets the CPU time at which the system ends the
-   process: RLIMIT_CPU also ends a regular expression or a product of huge numbers, where no Python signal handler runs. CPU
-   time does not blame a completion for a busy machine. Memory is limited, too. The parent ends a child that waits instead of
-   computing. The child's standard streams are not the pipes to the parent, so text that a checker prints is never a score.
-3. A completion that ended its child gets 0 in every number; the next one gets a new child. A child whose memory has grown by
-   half of the limit is replaced before the next task, so that one completion does not affect the score of another.
-4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error". One
-   hostile text cannot end a run. The first error of each kind is reported. An environment that cannot score the empty
-   completion is broken; that raises ValueError.
+2. The child makes the task again from its index. Before each completion it limits its CPU time: RLIMIT_CPU also ends a
+   regular expression or a product of huge numbers, and does not blame a completion for a busy machine. Memory is limited,
+   too. The parent ends a child that waits. Text that a checker prints does not reach the pipes to the parent.
+3. A completion that ended its child gets 0 in every number. A child whose memory grew by half of the limit is replaced, so
+   that one completion does not affect the score of another.
+4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error". The
+   first error of each kind is reported. If the empty completion cannot be scored, ValueError is raised.
 5. Calls from several threads use several children; a second child starts only when the first is busy for long.
 
 Workers and validators have different machines: workers stop after LIMIT_S, validators after CHECK_LIMIT_S
@@ -158,7 +156,7 @@ class Scorer:
     def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
         """Returns ([(scores or None, CPU seconds, error)], or None if the child ended; True if because of its limits)."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
-        line = child.ask(json.dumps(request), CLOCK_FACTOR * self.limit_s)
+        line = child.exchange(json.dumps(request), CLOCK_FACTOR * self.limit_s)
         if line is None:
             # The memory limit is not certain: earlier completions may have left little.
             return None, child.end() in (None, -signal.SIGXCPU)
@@ -187,7 +185,7 @@ class _Child:
         self._config = config
         self.process: subprocess.Popen | None = None
 
-    def ask(self, request: str, timeout_s: float) -> bytes | None:
+    def exchange(self, request: str, timeout_s: float) -> bytes | None:
         """Sends a line and returns the reply's, or None if the process has ended or takes longer than `timeout_s`."""
         if self.process is None:
             self._start()

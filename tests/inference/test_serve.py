@@ -152,7 +152,7 @@ def test_defaults(generate, server):
 @pytest.mark.parametrize(
     ("body", "sampling", "message"),
     [
-        ({"token_ids": None}, {}, "token_ids: Input should be a valid array; got None"),
+        ({"token_ids": None}, {}, "token_ids is missing; add it"),
         ({"token_ids": "hello"}, {}, "token_ids: Input should be a valid array"),
         ({"token_ids": [1, 2.0]}, {}, "token_ids.1: Input should be a valid integer; got 2.0"),
         ({"token_ids": [True]}, {}, "token_ids.0: Input should be a valid integer; got True"),

@@ -121,7 +121,7 @@ def raw(host, port):
 
 
 def hang_up(sock, rng):
-    """In order, or by reset."""
+    """Closes a socket, in order or by reset."""
     if rng.random() < 0.5:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()

@@ -1,7 +1,7 @@
-"""Clients that know nothing of us, as their packages have them, each release in a virtual environment of its own.
+"""Unmodified clients against a server, each release in a virtual environment of its own.
 
 Slow: the environments are installed from the package index (minutes). INTELLAX_CLIENT_VENVS names a folder to keep them in.
-The server is tests/support/scripted_server.py: the product, but that its model says what the clients need to hear.
+The server is tests/support/scripted_server.py: the product with a scripted model.
 """
 
 import base64
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 VENVS = {
     "new": ("verifiers==0.3.0", "prime-sandboxes==0.2.36", "renderers==0.1.10", "openai"),
     "old": ("verifiers==0.1.12",),
-    # Of JetStream itself the one installed here is used: what its benchmark imports and its metadata does not name.
+    # JetStream itself is the one installed here; these are imports of its benchmark that its metadata lacks.
     "jetstream": ("pandas", "tqdm", "nltk", "evaluate"),
 }
 INSTALL_S, START_S, CLIENT_S = 1200, 240, 240
@@ -78,7 +78,7 @@ def server(tmp_path_factory):
 
 
 def child(command, limit_s, **how):
-    """Runs a program to its end; what it said is in the failure, also when it ran out of time."""
+    """Runs a program to its end. A failure shows its output, also after a timeout."""
     command = [str(part) for part in command]
     try:
         done = subprocess.run(
@@ -86,14 +86,14 @@ def child(command, limit_s, **how):
         )
     except subprocess.TimeoutExpired as error:
         said = (error.stdout or b"").decode(errors="replace")[-6000:]
-        pytest.fail(f"{command[0]} took over {limit_s} s; it said:\n{said}")
+        pytest.fail(f"{command[0]} took over {limit_s} s; its output:\n{said}")
     if done.returncode:
-        pytest.fail(f"{command[0]} ended with {done.returncode}; it said:\n{done.stdout[-8000:]}")
+        pytest.fail(f"{command[0]} ended with {done.returncode}; its output:\n{done.stdout[-8000:]}")
     return done.stdout
 
 
 def run(python, server, script):
-    """Runs a client's script; what it asserts is what is tested."""
+    """Runs a client's script, whose assertions are the test."""
     environment = os.environ | {"KEY": "none", "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     return child([python, "-c", script, *server], CLIENT_S, env=environment, cwd="/")
 

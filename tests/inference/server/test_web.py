@@ -60,7 +60,7 @@ def client(url, address):
 
 
 async def body(size, until):
-    """In parts; the last one is sent when `until` is set."""
+    """Yields a body in parts; the last one when `until` is set."""
     for part in range(PARTS):
         if part == PARTS - 1:
             await until.wait()

@@ -361,7 +361,7 @@ for folder, messages in json.loads(sys.argv[1]):
 
 @pytest.mark.slow
 def test_rendering_is_that_of_transformers(tmp_path):
-    """In another interpreter (INTELLAX_TORCH_PYTHON, or this one), of folders that we saved."""
+    """Compares with transformers in another interpreter (INTELLAX_TORCH_PYTHON, or this one), on saved folders."""
     chats = [CHAT[1:2], [CHAT[1], {"role": "assistant", "content": "<think>a</think>\nyes"}, CHAT[3]]]
     asked, ours = [], []
     for name, template in TEMPLATES.items():

@@ -200,7 +200,7 @@ def test_every_dataset_is_the_same_in_another_process():
 
 
 def test_options_of_another_environment_are_refused():
-    """As when a command line changes the environment and its config file's options stay."""
+    """Happens if a command line changes the environment, but not its options in the config file."""
     with pytest.raises(
         ValueError, match="gsm8k has no option 'alphabet' .env.options.; choose from path, system_prompt"
     ):

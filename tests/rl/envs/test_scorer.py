@@ -139,7 +139,7 @@ def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
     request = json.dumps({"index": 0, "split": "train", "completions": ["wait"]})
-    assert waiting.ask(request, 30) is None and waiting.end() == -signal.SIGALRM
+    assert waiting.exchange(request, 30) is None and waiting.end() == -signal.SIGALRM
 
 
 def test_memory_has_a_limit(orders):
@@ -190,7 +190,7 @@ def test_printed_text_is_never_a_score(orders):
     ],
 )
 def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, said):
-    """Its neighbours keep their scores; metrics count the number "error"."""
+    """Its neighbors keep their scores; metrics count the number "error"."""
     found = orders("a", order, "bc", order)
     assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
     assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
