@@ -1,4 +1,4 @@
-"""Checks a ledger file and prints what it holds: `python -m rl.ledger verify DB` and `python -m rl.ledger show DB`."""
+"""Checks a ledger file and prints its content: `python -m rl.ledger verify DB` and `python -m rl.ledger show DB`."""
 
 import sys
 
@@ -7,14 +7,15 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m rl.ledger", description=__doc__.splitlines()[0])
+    """Runs the command; returns its exit code."""
+    parser = cli.Parser(prog="python -m rl.ledger", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("verify", "check every entry"), ("show", "print nodes, balances and the last entries")):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("path", metavar="DB")
-        command.add_argument("--keeper", help="public key (hex) that must have kept it")
-        command.add_argument("--head", help="SEQ:HASH noted earlier, which it must contain")
-        command.add_argument("--last", type=int, default=10, help="entries that show prints")
+    for name, text in (("verify", "check every entry"), ("show", "print workers, balances, and the last entries")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("path", metavar="DB", help="the ledger file")
+        command.add_argument("--keeper", help="public key (hex) of the keeper; default: the one in the first entry")
+        command.add_argument("--head", help="SEQ:HASH that an earlier verify printed; the ledger must contain it")
+        command.add_argument("--last", type=int, default=10, help="number of entries that show prints")
     args = parser.parse_args(argv)
     try:
         report = ledger_lib.verify(args.path, keeper=args.keeper, head=args.head)
@@ -22,10 +23,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if report.error:
-        print(f"error: entry {report.bad_seq} is bad: {report.error}", file=sys.stderr)
+        print(f"error: entry {report.bad_seq} of {args.path} is bad: {report.error}", file=sys.stderr)
         return 1
     if args.command == "show":
-        _show(ledger_lib.Ledger(args.path), args.last)
+        with ledger_lib.Ledger(args.path) as ledger:
+            _show(ledger, args.last)
     print(f"{report.num_entries} entries are good; head {report.head}")
     return 0
 
@@ -33,12 +35,12 @@ def main(argv: list[str] | None = None) -> int:
 def _show(ledger: ledger_lib.Ledger, last: int) -> None:
     now_ms, state = ledger_lib.now_ms(), ledger.state
     print(f"{'node':<18}{'stake':>10}{'pending':>12}{'locked':>12}{'final':>12}{'taken back':>12}{'reputation':>12}")
-    for name, node in state.nodes.items():
+    for name, worker in state.workers.items():
         balance = state.balance(name, now_ms)
         lost = balance.invalidated + balance.forfeited
         print(
-            f"{name[:16]:<18}{node.stake:>10}{balance.pending:>12}{balance.locked:>12}{balance.final:>12}{lost:>12}"
-            f"{'ejected' if node.ejected else f'{state.reputation(name):.3f}':>12}"
+            f"{name[:16]:<18}{worker.stake:>10}{balance.pending:>12}{balance.locked:>12}{balance.final:>12}{lost:>12}"
+            f"{'ejected' if worker.ejected else f'{state.reputation(name):.3f}':>12}"
         )
     for entry in ledger.entries()[-last:] if last > 0 else []:
         fields = " ".join(f"{name}={value}" for name, value in entry.event.fields.items() if name != "validators")

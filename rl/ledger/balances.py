@@ -1,6 +1,6 @@
-"""What a ledger's events amount to: the rules that each must keep, balances, windows and reputation.
+"""The state of a ledger, derived from its events: rules for the next event, balances, windows, reputation, finished tasks.
 
-`State` is a fold over the events and is stored nowhere. Times are milliseconds since 1970.
+Times are milliseconds since 1970.
 """
 
 import dataclasses
@@ -10,23 +10,25 @@ from rl.ledger import events, task_ranges
 
 @dataclasses.dataclass
 class Work:
-    """One submission. submitted units = `units` (still good) + `invalidated` + `forfeited`."""
+    """One submission of the worker `node`. Submitted units = `units` (still good) + `invalidated` + `forfeited`."""
 
     node: str
     time_ms: int
     units: int
-    status: str = "pending"  # "accepted", "invalidated" (nothing good is left)
+    status: str = "pending"  # "accepted", "invalidated" (no good units left)
     invalidated: int = 0
     forfeited: int = 0
     tasks: tuple[str, str] | None = None  # run and tasks that were accepted with it
 
 
 @dataclasses.dataclass
-class Node:
+class Worker:
+    """Stake and record of one worker."""
+
     stake: int = 0
     slashed: int = 0
     ejected: bool = False
-    num_checked: int = 0  # submissions that were verified and accepted
+    num_checked: int = 0  # submissions that were replayed and accepted
     num_accepted: int = 0
     num_invalidated: int = 0  # submissions with units taken back
     num_slashes: int = 0
@@ -34,7 +36,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """Units of one node: what it submitted is the sum of the five."""
+    """Units of one worker. The five sum to all that it submitted."""
 
     pending: int
     locked: int  # accepted, and may still be invalidated
@@ -44,22 +46,23 @@ class Balance:
 
 
 class State:
-    """What the events so far amount to. `apply` only what `refusal` lets pass."""
+    """The state after a sequence of events."""
 
     def __init__(self):
         self.keeper = ""
         self.validators: frozenset[str] = frozenset()
         self.window_ms = 0
         self.time_ms = 0
-        self.nodes: dict[str, Node] = {}
+        self.workers: dict[str, Worker] = {}
         self.works: dict[str, Work] = {}
         self._works_of: dict[str, list[Work]] = {}
-        self.done = task_ranges.Done()  # tasks that no verdict must accept again
+        self.done = task_ranges.Done()  # tasks that must not be accepted again
         self._nonces: set[str] = set()
 
-    def balance(self, node: str, now_ms: int) -> Balance:
+    def balance(self, worker: str, now_ms: int) -> Balance:
+        """Returns the units of a worker at a time."""
         totals = dict.fromkeys(("pending", "locked", "final", "invalidated", "forfeited"), 0)
-        for work in self._works_of.get(node, ()):
+        for work in self._works_of.get(worker, ()):
             locked = work.time_ms + self.window_ms > now_ms
             totals["pending" if work.status == "pending" else "locked" if locked else "final"] += work.units
             totals["invalidated"] += work.invalidated
@@ -67,38 +70,38 @@ class State:
         return Balance(**totals)
 
     def has(self, event: events.Event) -> bool:
-        """Whether an event of this nonce was appended."""
+        """Returns True if an event with this nonce was appended."""
         return event.nonce in self._nonces
 
-    def reputation(self, node: str) -> float:
-        """In [0, 1): 0 for a stranger, 1/2 after 32 verified submissions; one taken back costs as much as 64 win."""
-        record = self.nodes.get(node)
+    def reputation(self, worker: str) -> float:
+        """Returns a number in [0, 1): 0 for an unknown worker, 1/2 after 32 replayed submissions; one taken back outweighs 64."""
+        record = self.workers.get(worker)
         if record is None or record.ejected:
             return 0.0
         bad = record.num_invalidated + record.num_slashes
         return record.num_checked / (record.num_checked + 32 + 64 * bad)
 
     def refusal(self, event: events.Event, time_ms: int) -> str | None:
-        """The rule that the event breaks, or None. Total."""
+        """Returns the rule that the event breaks if it is appended now, or None. Never raises."""
         if reason := events.form_error(event):
             return reason
         if event.nonce in self._nonces:
             return "nonce: this event is in the ledger already"
         if (event.kind == "open") != (not self.keeper):
-            return "open: the first entry opens the ledger, and no other"
+            return "open: must be the first entry, and only that"
         if event.kind == "open":
             return None if event.node == event.author else "open: must be about its author, the keeper"
         if event.kind in events.NODE_KINDS and event.author != event.node:
-            return f"author: {event.kind} must be signed by the node itself"
+            return f"author: {event.kind} must be signed by the worker itself"
         if event.kind in events.VALIDATOR_KINDS and event.author not in self.validators:
             return f"author: {event.kind} must be signed by a validator of this ledger"
-        node = self.nodes.get(event.node)
+        worker = self.workers.get(event.node)
         if event.kind == "join":
-            return "join: it has joined already" if node else None
-        if node is None:
-            return "node: it has not joined"
-        if event.kind in (*events.NODE_KINDS, "eject") and node.ejected:
-            return "node: it was ejected"
+            return "join: the worker has joined already" if worker else None
+        if worker is None:
+            return "node: the worker has not joined"
+        if event.kind in (*events.NODE_KINDS, "eject") and worker.ejected:
+            return "node: the worker was ejected"
         if event.kind == "submit" and event.fields["work"] in self.works:
             return "work: it was submitted already"
         return self._verdict_error(event, time_ms) if event.kind in ("accept", "invalidate") else None
@@ -106,16 +109,17 @@ class State:
     def _verdict_error(self, event: events.Event, time_ms: int) -> str | None:
         work = self.works.get(event.fields["work"])
         if work is None or work.node != event.node:
-            return "work: this node did not submit it"
+            return "work: this worker did not submit it"
         if event.kind == "accept":
             return None if work.status == "pending" else f"work: it is {work.status} already"
         if event.fields["units"] > work.units:
-            return f"units: {event.fields['units']} are to be taken back, {work.units} are left"
+            return f"units: {event.fields['units']} cannot be taken back, {work.units} are left"
         if work.status == "accepted" and time_ms >= work.time_ms + self.window_ms:
             return f"work: its window of {self.window_ms} ms is over"
         return None
 
     def apply(self, event: events.Event, time_ms: int) -> None:
+        """Adds an event for which `refusal` returned None."""
         self._nonces.add(event.nonce)
         self.time_ms = time_ms
         fields = event.fields
@@ -123,14 +127,14 @@ class State:
             self.keeper, self.window_ms = event.author, fields["window_ms"]
             self.validators = frozenset(fields["validators"])
         elif event.kind == "join":
-            self.nodes[event.node] = Node()
+            self.workers[event.node] = Worker()
         else:
-            self._apply_to(self.nodes[event.node], event, time_ms)
+            self._apply_to(self.workers[event.node], event, time_ms)
 
-    def _apply_to(self, node: Node, event: events.Event, time_ms: int) -> None:
+    def _apply_to(self, worker: Worker, event: events.Event, time_ms: int) -> None:
         fields = event.fields
         if event.kind == "stake":
-            node.stake += fields["amount"]
+            worker.stake += fields["amount"]
         elif event.kind == "submit":
             work = self.works[fields["work"]] = Work(event.node, time_ms, fields["units"])
             self._works_of.setdefault(event.node, []).append(work)
@@ -140,25 +144,25 @@ class State:
             if "tasks" in fields:
                 work.tasks = fields["run"], fields["tasks"]
                 self.done.add(*work.tasks)
-            node.num_accepted += 1
-            node.num_checked += fields["checked"]
+            worker.num_accepted += 1
+            worker.num_checked += fields["checked"]
         elif event.kind == "invalidate":
             work = self.works[fields["work"]]
             work.units -= fields["units"]
             work.invalidated += fields["units"]
             if not work.units:
                 work.status = "invalidated"
-                if work.tasks:  # somebody else may do them
+                if work.tasks:  # another worker may do them
                     self.done.remove(*work.tasks)
-            if "tasks" in fields:  # its sound part
+            if "tasks" in fields:  # its sound groups
                 self.done.add(fields["run"], fields["tasks"])
-            node.num_invalidated += 1
+            worker.num_invalidated += 1
         elif event.kind == "slash":
-            taken = min(fields["amount"], node.stake)
-            node.stake, node.slashed = node.stake - taken, node.slashed + taken
-            node.num_slashes += 1
+            taken = min(fields["amount"], worker.stake)
+            worker.stake, worker.slashed = worker.stake - taken, worker.slashed + taken
+            worker.num_slashes += 1
             for work in self._works_of.get(event.node, ()):
                 if work.status == "pending" or time_ms < work.time_ms + self.window_ms:
                     work.forfeited, work.units = work.forfeited + work.units, 0
         else:
-            node.ejected = True
+            worker.ejected = True

@@ -1,20 +1,22 @@
 """A ledger's file: entries chained by hash and sealed by the keeper, rows of one SQLite table, and a signed head.
 
-1. `insert` chains an event: SHA-256 over number, time, the hash before it, event and signature; the keeper signs the hash.
-2. `write_head` signs how many entries there must be, so that a tail which was cut off shows.
-3. `checked` reads entries back and says what is wrong with the first bad one. Total for any bytes in the file; only
-   sqlite3.Error leaves.
+1. `insert` chains an event: SHA-256 over number, time, previous hash, event, and signature; the keeper signs the hash.
+2. `write_head` signs the number of entries, so that a removed tail is found.
+3. `checked` reads entries and reports the first bad one. For any bytes in the file, it raises only sqlite3.Error and UnicodeDecodeError.
 
 SQLite's rollback journal: a copy of the file is a copy of the ledger.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
 import sqlite3
 import struct
 from collections.abc import Iterator
+from typing import Any
 
+from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, events
 
 SCHEMA = (
@@ -26,6 +28,8 @@ SCHEMA = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
+    """One event at its place in the chain."""
+
     seq: int
     time_ms: int
     event: events.Event
@@ -35,7 +39,7 @@ class Entry:
 def checked(
     connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes
 ) -> Iterator[tuple[Entry, str | None]]:
-    """Entries from `start` with what is wrong with the first bad one; good ones are applied to `state`."""
+    """Yields (entry, None) from `start`, and applies it to `state`; ends with (entry, error) at the first bad one."""
     expected = start
     for entry, row in read(connection, start):
         error = row if isinstance(row, str) else _entry_error(entry, row, state, expected, previous)
@@ -46,7 +50,7 @@ def checked(
         yield entry, None
         expected, previous = expected + 1, entry.hash
     if expected == 0:
-        yield Entry(0, 0, events.NOBODY, b""), "missing: a ledger has at least the entry that opens it"
+        yield Entry(0, 0, events.NOBODY, b""), "missing: a ledger has at least the opening entry"
 
 
 def _entry_error(entry: Entry, row: dict, state: balances.State, expected: int, previous: bytes) -> str | None:
@@ -66,12 +70,12 @@ def _entry_error(entry: Entry, row: dict, state: balances.State, expected: int, 
 
 
 def read(connection: sqlite3.Connection, start: int) -> Iterator[tuple[Entry, "dict | str"]]:
-    """Entries from `start` with their columns, or with why they cannot be decoded; nothing is verified."""
+    """Yields entries from `start` with their columns, or with the reason why they cannot be decoded. Verifies nothing."""
     names = ("seq", "time_ms", "event", "signature", "previous", "hash", "seal")
     query = f"SELECT {', '.join(names)} FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
     # One query a row: a cursor reads one row ahead, and would raise for a damaged entry at the good one before it.
     while values := connection.execute(query, (start,)).fetchone():
-        row = dict(zip(names, values, strict=True))
+        row: dict[str, Any] = dict(zip(names, values, strict=True))
         sizes = {"signature": 64, "previous": 32, "hash": 32, "seal": 64}
         whole = type(row["seq"]) is int and type(row["time_ms"]) is int and 0 <= row["time_ms"] < 2**63
         whole &= isinstance(row["event"], bytes) and len(row["event"]) <= events.MAX_EVENT_BYTES
@@ -85,25 +89,38 @@ def read(connection: sqlite3.Connection, start: int) -> Iterator[tuple[Entry, "d
         else:
             yield Entry(seq, row["time_ms"], event, row["hash"]), row
         if seq < start:
-            return  # the index of a damaged file lies; what was yielded says so
+            return  # the index of a damaged file is wrong, which the yielded entry shows
         start = seq + 1
 
 
-def insert(connection, keeper, seq, time_ms, event, previous, *, seal_head=True) -> bytes:
-    """Appends an event behind the entry of hash `previous`; its own hash."""
+def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, event: events.Event) -> None:
+    """Writes the tables and entry 0 into an empty file."""
+    with contextlib.closing(connect(path, check_schema=False)) as connection, transaction(connection):
+        for statement in SCHEMA:
+            connection.execute(statement)
+        write_head(connection, keeper, 0, insert(connection, keeper, 0, time_ms, event, bytes(32)))
+
+
+def insert(
+    connection: sqlite3.Connection,
+    keeper: rollout_lib.WorkerKey,
+    seq: int,
+    time_ms: int,
+    event: events.Event,
+    previous: bytes,
+) -> bytes:
+    """Appends an event after the entry with hash `previous`. Returns the new entry's hash."""
     body = events.encode(event)
     hash_ = hash_of(seq, time_ms, previous, body, event.signature)
     seal = keeper.private.sign(b"intellax/seal/1" + hash_)
     connection.execute(
         "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (seq, time_ms, body, event.signature, previous, hash_, seal)
     )
-    if seal_head:
-        write_head(connection, keeper, seq, hash_)
     return hash_
 
 
-def write_head(connection, keeper, seq: int, hash_: bytes) -> None:
-    """Signs that entry `seq` of this hash is the last."""
+def write_head(connection: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
+    """Signs that entry `seq` with this hash is the last."""
     signature = keeper.private.sign(_head_message(seq, hash_))
     connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?)", (seq, hash_, signature))
 
@@ -112,30 +129,30 @@ def _head_message(seq: int, hash_: bytes) -> bytes:
     return b"intellax/head/1" + struct.pack("<Q", seq) + hash_
 
 
-def head_error(connection, seq: int, hash_: bytes, keeper: str) -> str | None:
-    """What is wrong with the signed head where the last entry is `seq` of this hash, or None."""
+def head_error(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> str | None:
+    """Returns why the signed head does not fit a last entry `seq` with this hash, or None."""
     rows = connection.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
-        return "the head is missing or there are several"
+        return "there must be exactly one head"
     _, head_seq, head_hash, signature = rows[0]
     message = _head_message(head_seq, head_hash) if isinstance(head_hash, bytes) else b""
     if not message or not events.signed(keeper, signature, message):
         return "the keeper did not sign the head"
     if (head_seq, head_hash) != (seq, hash_):
-        return f"missing: the head says that the last entry is {head_seq}"
+        return f"missing: by the head, the last entry is {head_seq}"
     return None
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:
-    """Every part behind its length or of fixed size, so that no two entries have one preimage."""
+    """Returns the SHA-256 of an entry. Its parts have a fixed size or follow their length, so no two entries share a preimage."""
     head = b"intellax/entry/1" + struct.pack("<QQ32sQ", seq, time_ms, previous, len(body))
     return hashlib.sha256(head + body + signature).digest()
 
 
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
-    """ValueError where the tables are not ours. Nothing that a file defines (views, triggers) is ever run."""
+    """Opens the file; views and triggers in it are never run. Raises ValueError if its tables are not those of a ledger."""
     if check_schema and not path.is_file():
-        raise FileNotFoundError(f"no ledger at {path}; make one with rl.ledger.Ledger.create")
+        raise FileNotFoundError(f"there is no ledger at {path}; create one with rl.ledger.ledger.Ledger.create")
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     connection.text_factory = bytes  # text of a damaged file need not be UTF-8
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)
@@ -143,28 +160,21 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA synchronous = FULL")
         found = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
-    except sqlite3.Error as error:
+        if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
+            raise ValueError("its tables differ")
+    except (sqlite3.Error, ValueError) as error:  # UnicodeDecodeError: SQLite's message quotes bytes of a damaged file
         connection.close()
-        raise ValueError(f"{path} is not a ledger: {error}") from error
-    if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
-        connection.close()
-        raise ValueError(f"{path} is not a ledger: its tables are not those of one")
+        raise ValueError(f"{path} is not a ledger: {error}; give the path of a ledger file") from error
     return connection
 
 
-class transaction:
-    """BEGIN .. COMMIT, rolled back when the block or the COMMIT raises. "BEGIN" alone is enough for reading."""
-
-    def __init__(self, connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE"):
-        self._connection, self._begin = connection, begin
-
-    def __enter__(self):
-        self._connection.execute(self._begin)
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None:
-                self._connection.execute("COMMIT")
-        finally:  # a COMMIT that fails (a reader outlasts the timeout) leaves the transaction open
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+    """Runs the block in a transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices for reading."""
+    connection.execute(begin)
+    try:
+        yield
+        connection.execute("COMMIT")
+    finally:  # a COMMIT that fails (a reader outlasts the timeout) leaves the transaction open
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")

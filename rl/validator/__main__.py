@@ -1,4 +1,4 @@
-"""Runs the validator: `python -m rl.validator serve` judges rollout files over HTTP, `calibrate` measures its tolerance bands."""
+"""Runs the validator: `python -m rl.validator serve` checks rollout files over HTTP, `calibrate` measures its tolerance bands."""
 
 import sys
 
@@ -7,9 +7,10 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m rl.validator", description=__doc__.splitlines()[0])
+    """Runs the command; returns its exit code."""
+    parser = cli.Parser(prog="python -m rl.validator", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    routes.add_arguments(commands.add_parser("serve", help="judge rollout files over HTTP"))
+    routes.add_arguments(commands.add_parser("serve", help="check rollout files over HTTP"))
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
     args = parser.parse_args(argv)
     try:

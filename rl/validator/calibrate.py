@@ -1,16 +1,16 @@
-"""How far apart honest backends are: measured here, and written down as limits and bands for a validator.
+"""Calibration: measures how much honest backends differ, and writes limits and bands for a validator.
 
     python -m rl.validator calibrate --workdir=runs/quickstart --out=bands.json --rollouts=512
 
-1. The newest checkpoint's published weights (or --version) generate the run's own prescribed groups, once per variant:
-   other batch sizes, prefill batches and decode chunkings, bfloat16 against float32, and weights spread over devices.
-2. The validator's backend replays them. Honest differences are read off: margins, log-probabilities, proofs, tilts.
-3. Limits on one rollout are SAFETY times the worst that was seen; bands on the mean are BAND_SAFETY times an upper
-   confidence bound of it (mean + 4 standard errors): a mean is known far better than an extreme. A variant that is not used in the run need not widen them: --variants.
-4. Everything measured goes into the file beside the limits, so that a reader can judge them.
+1. The newest published weights (or --version) generate the run's own groups, once per variant: other batch sizes, prefill
+   batches, decode chunks, bfloat16 against float32, and weights sharded over devices.
+2. The validator's backend replays them and measures the honest differences: margins, log-probabilities, proofs, tilts.
+3. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
+   (mean + 4 standard errors), since a mean is known far better than an extreme. --variants can leave out those that the run does not use.
+4. All measurements go into the file, next to the limits, so that a reader can judge them.
 
-An honest maximum over n rollouts says that a fresh rollout exceeds it with probability about 1 / n; with SAFETY = 2 far
-more seldom. The number of rollouts and the bound that no false rejection in n implies (3 / n at 95 %) are printed.
+The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. The
+command prints the number of rollouts and the bound on the rate of false rejections, if none was found: 3 / n at 95 %.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from sharding import mesh as mesh_lib
 
 SAFETY = 2.0
 BAND_SAFETY = 1.25
-# Below these a band is rounding of the measurement itself, and a bet on it would be one on a single flipped tie.
+# Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
 MIN_TOLERANCE = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3, routing=1e-3)
 MIN_PROOFS = toploc.Thresholds(exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
@@ -52,7 +52,7 @@ WAIT_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to generate that must not matter: changes to the engine's sizes and the model's dtype, and a mesh."""
+    """A way to generate rollouts that a validator must accept: changes to engine and model config, and a mesh."""
 
     engine: dict
     model: dict
@@ -72,7 +72,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What honest rollouts of one variant showed: the worst of any, and per rollout what a record is fed with."""
+    """Replay differences of honest rollouts of one variant: the largest per check, and means for the sequential tests."""
 
     margin: float
     logprob: float
@@ -85,7 +85,7 @@ class Measured:
     bound: dict[str, float]  # mean + 4 standard errors
     num_rollouts: int
     num_tokens: int
-    num_refused: int  # by the limits in force
+    num_refused: int  # rejected with the validator's tolerance
 
 
 def roll_out(
@@ -99,9 +99,17 @@ def roll_out(
     engine: engine_lib.EngineConfig | None = None,
     change: Callable = lambda request: request,
 ) -> list[list[rollout_lib.Rollout]]:
-    """The prescribed groups, generated in this process by the real scheduler, scored and signed as a worker does.
+    """Generates groups in this process with the real scheduler; scores and signs them as a worker does.
 
-    `change` may alter the request behind the record's back: that is how a test plays a cheat.
+    Args:
+      exp: the run.
+      params: the weights to generate with.
+      version: the policy version that the rollouts claim.
+      groups: the tasks.
+      key: signs the rollouts.
+      model: replaces the config of the policy.
+      engine: replaces the config of the engine.
+      change: alters each request, but not the claims about it; tests cheat with it.
     """
     config = exp.config
     options = config.env.options.to_dict()
@@ -148,7 +156,7 @@ def roll_out(
 
 
 def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
-    """Replays honest rollouts and reads off how far they are from themselves."""
+    """Replays honest rollouts and measures the differences."""
     evidence, margins, errors, gaps, proofs, mismatches, refused = [], [], [], [0.0], [], [], 0
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
         batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
@@ -182,7 +190,7 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 
 
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Limits and bands that hold for all that was measured."""
+    """Returns limits and bands that fit all measurements."""
     worst = {name: SAFETY * max(getattr(m, name) for m in measured) for name in ("margin", "logprob", "routing")}
     proofs = {
         name: min(
@@ -202,25 +210,26 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
         for name in ("margin", "logprob", "proof")
     }
     # Honest tilts scatter far more than rounding biases them, so their mean cannot be measured. Rounding that moves log p
-    # by r at random biases the mean of (q/p), q ~ p^b, by about (b r)^2 / 2 a token; r is what log-probabilities show.
+    # by r at random biases the mean of (q/p), q ~ p^b, by about (b r)^2 / 2 per token; log-probabilities show r.
     noise = max(m.bound["logprob"] for m in measured)
     shape = max(FLOORS.shape, SAFETY * (max(sequential_test.TILTS) * noise) ** 2)
     return tolerance, sequential_test.Bands(**bands, shape=shape)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measures all variants and writes the bands file; returns the exit code."""
     if args.rollouts < 1:
         raise ValueError(f"--rollouts = {args.rollouts} must be at least 1")
     if not pathlib.Path(args.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out} lies in no directory; make it first")
+        raise ValueError(f"--out {args.out} is in a directory that does not exist; create it first")
     exp = load_experiment(args.workdir)
     weights = pathlib.Path(args.workdir) / "weights"
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
-        raise ValueError(f"{weights} holds no weights; run rl.train first or give --version of a published one")
+        raise ValueError(f"{weights} contains no weights; run rl.train first")
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
-        raise ValueError(f"variant {unknown[0]!r} is unknown; choose among {', '.join(VARIANTS)}")
+        raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")
     get = verifier.published(weights)
     config = exp.config
     validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(config))
@@ -228,20 +237,19 @@ def run(args: argparse.Namespace) -> int:
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
         if rollouts is None:
-            print(
-                f"{name}: needs {np.prod(list(VARIANTS[name].mesh.values()))} devices, has {jax.device_count()}; left out"
-            )
+            num_devices = math.prod(VARIANTS[name].mesh.values())
+            print(f"{name}: left out, it needs {num_devices} devices and {jax.device_count()} are available")
             continue
         m = measured[name] = measure(validator, rollouts)
         print(
             f"{name}: {m.num_rollouts} rollouts, {m.num_tokens} tokens; worst margin {m.margin:.3g}, logprob "
             f"{m.logprob:.3g}, exponents {m.exp_mismatches}, mantissa {m.mantissa_mean:.3g}; "
-            f"{m.num_refused} refused at the limits of the config (0 of {m.num_rollouts} would bound the rate by "
+            f"{m.num_refused} rejected with the limits of the config (0 of {m.num_rollouts} would bound the rate by "
             f"{3 / m.num_rollouts:.2g})",
             flush=True,
         )
     if not measured:
-        raise ValueError("none of --variants could be measured here; name one that needs fewer devices")
+        raise ValueError("--variants need more devices than this machine has; name one that needs fewer")
     tolerance, bands = limits(list(measured.values()))
     verifier.save_bands(
         args.out,
@@ -257,12 +265,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def variant_rollouts(exp, params, version, variant: Variant, count: int, key) -> list[rollout_lib.Rollout] | None:
-    """At least `count` honest rollouts of whole groups; None where the machine lacks the devices."""
+def variant_rollouts(
+    exp: experiment_lib.Experiment,
+    params: transformer.Params,
+    version: int,
+    variant: Variant,
+    count: int,
+    key: rollout_lib.WorkerKey,
+) -> list[rollout_lib.Rollout] | None:
+    """Returns `count` honest rollouts, or None if the machine has too few devices."""
     if variant.mesh:
-        if jax.device_count() < np.prod(list(variant.mesh.values())):
+        num_devices = math.prod(variant.mesh.values())
+        if jax.device_count() < num_devices:
             return None
-        mesh = mesh_lib.create(variant.mesh, devices=jax.devices()[: int(np.prod(list(variant.mesh.values())))])
+        mesh = mesh_lib.create(variant.mesh, devices=jax.devices()[:num_devices])
         params = jax.device_put(params, rules.shardings(transformer.specs(exp.model), mesh))
     groups: list[task_schedule.Group] = []
     step = 1
@@ -282,16 +298,22 @@ def variant_rollouts(exp, params, version, variant: Variant, count: int, key) ->
 
 
 def load_experiment(workdir: str) -> experiment_lib.Experiment:
-    """The resolved experiment of a run, from the config it saved."""
+    """Returns the experiment of a run, from the config in its working directory."""
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{file} is not there; give the --workdir of a run (rl.train writes its config there)")
+        raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
     return experiment_lib.resolve(config_dict.ConfigDict(json.loads(file.read_text())["config"]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, help="of the run whose policy and tasks are used")
+    """Adds the options of `calibrate`."""
+    parser.add_argument("--workdir", required=True, help="working directory of the run whose policy and tasks are used")
     parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument("--version", type=int, help="of the published weights (default: the newest)")
-    parser.add_argument("--rollouts", type=int, default=512, help="per variant")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--version", type=int, help="version of the published weights (default: the newest)")
+    parser.add_argument("--rollouts", type=int, default=512, help="number of rollouts per variant")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=list(VARIANTS),
+        help=f"ways to generate (default: all of {', '.join(VARIANTS)})",
+    )

@@ -1,32 +1,32 @@
-"""The validator as a service: rollout files in, verdicts out, over the routes that INTELLECT-2's validators ask.
+"""The validation service: rollout files in, verdicts out, over the routes of INTELLECT-2's validators.
 
     python -m rl.validator serve --workdir=runs/quickstart --rollouts=DIR [--bands=bands.json] [--ledger=DB --key=FILE]
 
-1. `POST /validate/<file>` {file_sha, address} names a Parquet file under --rollouts; `POST /validategroup/<file>`
-   {file_shas, group_id, file_number, group_size} names the first of several that belong together (<name>-0.parquet,
-   <name>-1.parquet, ...). The answer is the status as it stands; asking again changes nothing.
-2. A few threads, in which nodes take turns (inference/server/fair_pool.py), read files and look over every rollout by all that needs no weights:
-   a slow scorer delays the node that it is slow for. One thread judges them then. A file's groups must be whole; every
-   rollout gets the replay unless its node earned a pass: a node of reputation r (rl/ledger/ledger.py) is replayed with
-   probability max(MIN_RATE, 1 - r), decided by a secret it cannot foresee.
+1. `POST /validate/<file>` {file_sha, address} names a Parquet file under --rollouts; `POST /validategroup/<file>` {file_shas, group_id,
+   file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
+   reply is the current status; repeating the request changes nothing.
+2. A few threads, which workers share fairly (inference/server/fair_pool.py), read files and run all checks that need no weights: a
+   slow scorer delays only the worker that it is slow for. One thread decides. It replays every rollout whose group is complete,
+   unless its worker earned trust: a worker of reputation r (rl/ledger/ledger.py) is replayed with probability
+   max(MIN_RATE, 1 - r), drawn with a secret.
 3. `GET /status/<file>` and `/statusgroup/<file>`: {status, input_flops, output_flops, failing_indices, reason, reasons}.
-   status is pending, accept, reject, incomplete_group (a file of the group is not there yet, or was not named), crashed
-   (the validator's own fault, weights that it cannot have among them, with a line in its log; hand it in again), or
-   unknown. Indices are of rollouts, or of files where a group was asked.
-4. With a ledger, only work that was submitted there is judged (else 400). Each file is settled for itself: accepted, or
-   taken back (and its node slashed by --slash, and ejected where --eject). Its signer must be the node that submitted
-   the work, its units the output FLOPs, within 1. Work that repeats other work is not paid, and no offence.
-5. What was decided is in the state file (rl/validator/state.py) before anybody is told, and is there after a restart:
-   verdicts, what was accepted, the evidence against each node, and what the ledger has still to be told. The ledger's
-   events name the tasks that are done, so that nobody is paid twice where the state file is lost.
+   The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
+   validator's own fault, missing weights included, with a line in its log; submit the file again), or unknown. Indices are of
+   rollouts, or of files for a group.
+4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back (and
+   its worker slashed by --slash, and ejected with --eject). The worker that submitted the work must have signed the rollouts,
+   and its units must be the output FLOPs, within 1. Work that repeats other work is not paid and not penalized.
+5. Decisions are in the state file (rl/validator/state.py) before they are reported, and survive a restart: verdicts, accepted
+   rollouts, the evidence against each worker, and events that the ledger still lacks. The ledger's events name the finished
+   tasks, so that no task is paid twice if the state file is lost.
 
-What an asker says costs nobody anything: a wrong hash is answered with 400, a wrong address with a refusal of that
-answer alone, and a file that is named without the rest of its group, or beside a bad one, is judged as if it had not
-been; where part of a group or weights are missing, nothing of the request is accepted, and it may be asked again. Only bytes whose hash a node signed for in the ledger can cost that node something. A file is judged for good
-once; the same bytes under another name or in another group have the status that they had.
+A client cannot harm a worker. A wrong hash gets 400, a wrong address a rejection of that reply only. A file that is named without the rest
+of its group, or together with a bad one, keeps its own verdict; if part of a group or weights are missing, the request accepts
+nothing and can be repeated. Only bytes whose hash a worker signed in the ledger can cost that worker anything. A file has one
+final verdict, under every name and in every group.
 
-Group-aware: advantages compare the members of a group, so a group falls with its worst member and `failing_indices`
-names all of it; `reasons` tells the culprits from the others. `GET /health` counts verdicts by reason.
+A group is rejected with its worst member, since advantages compare the members: `failing_indices` has all of them, `reasons` only those at
+fault. `GET /health` counts verdicts by reason.
 """
 
 import collections
@@ -38,44 +38,53 @@ import pathlib
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from models import config as config_lib
+from rl.ledger import balances, task_ranges
 from rl.ledger import events as ledger_events
-from rl.ledger import ledger, task_ranges
+from rl.ledger import ledger as ledger_lib
 from rl.validator import rollout_files
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import checks, verifier
 
 Status = validator_status.Status
-MIN_RATE = 0.05  # of replay, for a node of the best reputation
-MAX_STATUSES = 2**16  # of files, requests and names that are remembered
+Request = tuple[str, ...]  # the hashes of its files
+Name = tuple[str, bool]  # a file's name, and whether it named a group
+MIN_RATE = 0.05  # of replay, for a worker of the best reputation
+MAX_STATUSES = 2**16  # requests and names that are remembered
 MAX_GROUP_FILES = 256
-NUM_LOOKS = 4  # requests that are looked over at a time, of at most rollout_file.MAX_DECODED_BYTES each
-REJECT = len(validator_status.RANKS) - 1
+NUM_READERS = 4  # requests read and checked at the same time, of at most parquet_footer.MAX_DECODED_BYTES each
 
 
 @dataclasses.dataclass(frozen=True)
-class _Look:
-    """What is known of a request's files before they are judged together."""
+class _Files:
+    """The files of a request, after the checks that need no weights."""
 
-    files: list[Status | None]  # that need no more judging
-    parts: dict[int, list[rollout_lib.Rollout]]  # of the others, by number
-    found: dict[int, list[checks.Verdict]]  # one per rollout of a part
-    newest: int  # version, when they were looked at
+    statuses: list[Status | None]  # None for those still to be decided, which have:
+    rollouts: dict[int, list[rollout_lib.Rollout]]  # by number of the file
+    verdicts: dict[int, list[checks.Verdict]]  # one per rollout
+    newest: int  # published version at that time
 
 
 class Service:
-    """Judges files under `root`; `submit` and `status` from any thread.
+    """Checks files under `root`. `submit` and `status` may be called from any thread.
 
     Args:
-      validator: its weights are those of the broadcast whose newest version `newest` tells.
-      state: what earlier services on this file decided; closed with the service.
-      book: a ledger kept by `key`, or None.
+      validator: with the weights of a broadcast.
+      model: config of the policy, which counts work units.
+      root: directory of the rollout files.
+      newest: returns the newest version of that broadcast, or -1.
+      secret: decides which requests are replayed.
+      state: the decisions of earlier services; closed with this one.
+      ledger: kept by `key` and closed with this service, or None.
+      key: signs verdicts.
+      slash: stake to take for an offense.
+      eject: whether to eject a worker for an offense.
     """
 
     def __init__(
@@ -83,305 +92,328 @@ class Service:
         validator: verifier.Validator,
         model: config_lib.ModelConfig,
         root: pathlib.Path,
-        newest,
+        newest: Callable[[], int],
         *,
         secret: bytes,
         state: validator_state.State,
-        book: ledger.Ledger | None = None,
+        ledger: ledger_lib.Ledger | None = None,
         key: rollout_lib.WorkerKey | None = None,
         slash: int = 0,
         eject: bool = False,
     ):
         self._validator, self._model, self._root, self._newest = validator, model, root, newest
-        self._secret, self._book, self._key, self._slash, self._eject = secret, book, key, slash, eject
+        self._secret, self._ledger, self._key, self._slash, self._eject = secret, ledger, key, slash, eject
         self._state, self._run = state, validator_state.run_of(secret)
         self._lock = threading.Lock()  # of the next two, and the counts
-        self._jobs: collections.OrderedDict[tuple[str, ...], concurrent.futures.Future] = collections.OrderedDict()
-        self._latest: collections.OrderedDict[tuple[str, bool], tuple[str, ...] | Status] = collections.OrderedDict()
+        self._futures: collections.OrderedDict[Request, concurrent.futures.Future] = collections.OrderedDict()
+        self._latest: collections.OrderedDict[Name, Request | Status] = collections.OrderedDict()
         self._decoding = threading.Lock()
-        self._turns = fair_pool.FairPool(NUM_LOOKS, "look-over")
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "validator")
+        self._readers = fair_pool.FairPool(NUM_READERS, "read-rollouts")
+        self._decider = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._is_closed = False
         self.counts: collections.Counter = collections.Counter()
-        validator.evidence.restore_states(state.records())
-        left = [sha for sha in state.files if sha in state.unsettled]
-        self._settle(left, [state.files[sha] for sha in left])
+        validator.evidence.restore_states(state.tests())
+        unsettled = [sha for sha in state.files if sha in state.unsettled]
+        self._settle(unsettled, [state.files[sha] for sha in unsettled])
 
     def submit(self, name: str, shas: Sequence[str], address: str | None = None, *, group: bool = False) -> Status:
-        """Queues the files once, whatever they are called, and gives their status; what crashed is queued again.
+        """Queues a request once and returns its status; a request that crashed is queued again. Does not wait.
 
-        ValueError where it names no possible file, another's hash, or with a ledger work that nobody submitted there.
+        Raises ValueError for an impossible name, a hash of another file, or work that is not in the ledger.
         """
         if not 0 < len(shas) <= MAX_GROUP_FILES or not all(re.fullmatch("[0-9a-f]{64}", sha or "") for sha in shas):
             raise ValueError(f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files")
         if len(set(shas)) < len(shas):
             raise ValueError("file_shas names one file twice; name each file once")
-        paths = [
-            rollout_files.locate(self._root, part)
-            for part in (rollout_files.members(name, len(shas)) if group else [name])
-        ]
-        job, party = tuple(shas), shas[0]
-        if self._book is not None:
-            works = self._book.refresh().works
+        names = rollout_files.group_names(name, len(shas)) if group else [name]
+        paths = [rollout_files.locate(self._root, each) for each in names]
+        request, worker, works = tuple(shas), shas[0], self._works()
+        if works is not None:
             if unknown := [sha for sha in shas if sha not in works]:
-                raise ValueError(f"file_sha {unknown[0]} is no work of this ledger; append its submit event first")
-            party = " ".join(sorted({works[sha].node for sha in shas}))  # nobody's turn is used up in other company
+                raise ValueError(f"file_sha {unknown[0]} is not work of this ledger; append its submit event first")
+            worker = " ".join(sorted({works[sha].node for sha in shas}))  # several share a turn of their own
         missing = [path.name for path in paths if not path.is_file()]
         if missing and group:
-            return self._point(name, group, Status("incomplete_group", f"file: {missing[0]} is not there yet"))
-        if self._latest.get((name, group)) != job or self._is_open(job):
+            status = Status("incomplete_group", f"file: {missing[0]} does not exist yet")
+            self._remember((name, group), status)
+            return status
+        if self._latest.get((name, group)) != request or self._must_queue(request):
             rollout_files.check(paths, shas)
             with self._lock:
-                if self._is_open(job):
-                    self._jobs[job] = self._turns.submit(party, self._judge_in_turn, paths, job, (name, group))
-                    while len(self._jobs) > MAX_STATUSES:
-                        self._jobs.popitem(last=False)
-            self._point(name, group, job)
-        status = self._status(job, group)
+                if self._must_queue(request):
+                    future = self._readers.submit(worker, self._process, paths, request, (name, group))
+                    _put(self._futures, request, future)
+            self._remember((name, group), request)
+        status = self._status(request, group)
         if address is not None and status.signers and status.signers != (address,):
-            return Status("reject", "signature: it is signed by another node than the one that hands it in")
+            return Status("reject", "signature: another worker signed the file than the one that submits it")
         return status
 
     def status(self, name: str, *, group: bool = False) -> Status:
-        """Of what was last asked under this name."""
+        """Returns the status of the request that last used this name on this route."""
         latest = self._latest.get((name, group)) or self._state.names.get((name, group), validator_status.UNKNOWN)
         return latest if isinstance(latest, Status) else self._status(latest, group)
 
     def close(self) -> None:
+        """Drops queued requests, waits for the one being decided, and closes state and ledger."""
         self._is_closed = True
-        self._turns.close()
-        self._thread.shutdown(cancel_futures=True)
+        self._readers.close()
+        self._decider.shutdown(cancel_futures=True)
         self._state.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
-    def _point(self, name: str, group: bool, latest: tuple[str, ...] | Status):
+    def _works(self) -> dict[str, balances.Work] | None:
+        return None if self._ledger is None else self._ledger.refresh().works
+
+    def _remember(self, name: Name, latest: Request | Status) -> None:
         with self._lock:
-            self._latest[name, group] = latest
-            while len(self._latest) > MAX_STATUSES:
-                self._latest.popitem(last=False)
-        return latest
+            _put(self._latest, name, latest)
 
-    def _is_open(self, job: tuple[str, ...]) -> bool:
-        """Whether it must be queued: it never was, or a fault of ours kept it from a verdict."""
-        future = self._jobs.get(job)
-        return future is None or (
-            future.done() and (future.exception() is not None or any(f.status == "crashed" for f in future.result()))
-        )
+    def _must_queue(self, request: Request) -> bool:
+        """Returns True if the request was never queued, or a fault of ours kept it from a verdict."""
+        future = self._futures.get(request)
+        if future is None or not future.done():
+            return future is None
+        return future.exception() is not None or any(file.status == "crashed" for file in future.result())
 
-    def _status(self, job: tuple[str, ...], group: bool) -> Status:
-        future = self._jobs.get(job)
+    def _status(self, request: Request, group: bool) -> Status:
+        future = self._futures.get(request)
         if future is not None and not future.done():
             return Status("pending")
         if future is not None and (error := future.exception()):
             return Status("crashed", f"the validator failed: {type(error).__name__}")
-        files = [self._state.files.get(sha) for sha in job]
-        if None in files and future is None:
+        decided = [] if future is None else future.result()
+        files = [self._state.files.get(sha) or (decided[i] if decided else None) for i, sha in enumerate(request)]
+        if None in files:
             return validator_status.UNKNOWN
-        if None in files:  # it depends on the company
-            files = [known or file for known, file in zip(files, future.result(), strict=True)]
-        return validator_status.combined(files) if group else files[0]
+        known = [file for file in files if file is not None]
+        return validator_status.combined(known) if group else known[0]
 
-    def _judge_in_turn(self, paths: list[pathlib.Path], shas: tuple[str, ...], asked: tuple[str, bool]) -> list[Status]:
+    # ---- reader threads
+
+    def _process(self, paths: list[pathlib.Path], request: Request, name: Name) -> list[Status]:
+        """Runs one request; returns a status per file."""
         try:
-            look = self._look_over(paths, shas)
-            return self._thread.submit(self._answer, look, shas, asked).result()
-        except BaseException as error:  # status() says "crashed"; the log says why
+            files = self._check_files(paths, request)
+            return self._decider.submit(self._decide, files, request, name).result()
+        except BaseException as error:  # the status is "crashed"; the cause is for the log
             if not self._is_closed:
                 print(f"validator: {paths[0].name}: {error!r}", file=sys.stderr, flush=True)
                 with self._lock:
                     self.counts["crashed"] += 1
             raise
 
-    def _look_over(self, paths: list[pathlib.Path], shas: Sequence[str]) -> _Look:
-        """All that needs neither weights nor what other requests came to."""
-        works = None if self._book is None else self._book.refresh().works
-        look = _Look([self._state.files.get(sha) for sha in shas], {}, {}, self._newest())
+    def _check_files(self, paths: list[pathlib.Path], request: Request) -> _Files:
+        works = self._works()
+        files = _Files([self._state.files.get(sha) for sha in request], {}, {}, self._newest())
         num_bytes = 0
-        for number, (path, sha) in enumerate(zip(paths, shas, strict=True)):
-            if look.files[number] is not None:
+        for number, (path, sha) in enumerate(zip(paths, request, strict=True)):
+            if files.statuses[number] is not None:
                 continue
-            if works is not None and (look_up := validator_status.of_work(works[sha])):
-                look.files[number] = look_up
+            work = None if works is None else works[sha]
+            if work is not None and (settled := validator_status.of_work(work)):
+                files.statuses[number] = settled
                 continue
-            part = self._decoded(path, sha)
-            if works is not None and not isinstance(part, str) and len(_tasks(part)) > task_ranges.MAX_CHARS:
-                part = f"{validator_status.TOO_MANY} for an event of the ledger; hand in fewer steps per file"
-            if isinstance(part, str):
-                look.files[number] = Status("reject", part, (0,), {0: part})
+            rollouts = self._read(path, sha)
+            if work is not None and not isinstance(rollouts, str) and len(_tasks(rollouts)) > task_ranges.MAX_CHARS:
+                rollouts = f"{validator_status.TOO_MANY} for an event of the ledger; submit fewer steps per file"
+            if isinstance(rollouts, str):
+                files.statuses[number] = validator_status.rejected(rollouts)
                 continue
-            num_bytes += sum(map(rollout_lib.num_bytes, part))
+            num_bytes += sum(map(rollout_lib.num_bytes, rollouts))
             if num_bytes > parquet_footer.MAX_DECODED_BYTES:
-                raise ValueError(f"more than {parquet_footer.MAX_DECODED_BYTES} bytes of rollouts in one request")
-            signers = tuple(sorted({rollout.worker for rollout in part}))
-            if works is not None and signers != (works[sha].node,):
-                reason = "signature: it is signed by another node than the one that submitted the work"
-                look.files[number] = Status("reject", reason, tuple(range(len(part))), {0: reason}, signers=signers)
+                raise ValueError(f"more than {parquet_footer.MAX_DECODED_BYTES} bytes of rollouts; name fewer files")
+            signers = tuple(sorted({rollout.worker for rollout in rollouts}))
+            if work is not None and signers != (work.node,):
+                reason = "signature: another worker signed the rollouts than the one that submitted the work"
+                files.statuses[number] = validator_status.rejected(reason, len(rollouts), signers)
             else:
-                look.parts[number] = part
-        rollouts = [rollout for part in look.parts.values() for rollout in part]
-        found = iter(self._validator.check_without_weights(rollouts, newest=look.newest))
-        look.found.update((number, [next(found) for _ in part]) for number, part in look.parts.items())
-        return look
+                files.rollouts[number] = rollouts
+        rollouts = [rollout for part in files.rollouts.values() for rollout in part]
+        verdicts = iter(self._validator.check_without_weights(rollouts, newest=files.newest))
+        files.verdicts.update((number, [next(verdicts) for _ in part]) for number, part in files.rollouts.items())
+        return files
 
-    def _decoded(self, path: pathlib.Path, sha: str) -> list[rollout_lib.Rollout] | str:
-        """What a file holds, or what is wrong with it. ValueError where it is another by now."""
-        with self._decoding:  # 0.8 GiB at worst
+    def _read(self, path: pathlib.Path, sha: str) -> list[rollout_lib.Rollout] | str:
+        """Returns the rollouts, or why the file has none. Raises ValueError if the file has changed."""
+        with self._decoding:  # takes 0.8 GiB at worst
             data = rollout_files.read(path, sha)
             try:
-                return parquet.from_bytes(data) or f"file: {path.name} holds no rollout"
+                return parquet.from_bytes(data) or f"file: {path.name} contains no rollout"
             except ValueError as error:
                 return str(error)
 
-    # The judging thread only.
+    # ---- the deciding thread
 
-    def _answer(self, look: _Look, shas: tuple[str, ...], asked: tuple[str, bool]) -> list[Status]:
+    def _decide(self, files: _Files, request: Request, name: Name) -> list[Status]:
+        evidence = self._validator.evidence
         try:
-            files, accepted, nodes = self._judge_files(look, shas)
-            if any(file.status == "crashed" for file in files):  # it comes again, and would count twice
-                self._validator.evidence.restore_states(self._state.records())
-                nodes = set()
-            final = {sha: file for sha, file in zip(shas, files, strict=True) if file.final}
-            least = self._state.commit(shas, asked, final, accepted, self._validator.evidence.states(nodes))
-            self._validator.evidence.forget(least)
-            self._settle(shas, files)
+            statuses, accepted, workers = self._judge_files(files, request)
+            if any(status.status == "crashed" for status in statuses):  # it will be repeated, and would count twice
+                evidence.restore_states(self._state.tests())
+                workers = set()
+            final = {sha: status for sha, status in zip(request, statuses, strict=True) if status.final}
+            evidence.forget(self._state.commit(request, name, final, accepted, evidence.states(workers)))
+            self._settle(request, statuses)
         except BaseException:
-            self._validator.evidence.restore_states(self._state.records())
+            evidence.restore_states(self._state.tests())
             raise
-        status = validator_status.combined(files)
+        status = validator_status.combined(statuses)
         with self._lock:
             self.counts[status.status if status.status != "reject" else f"reject {status.reason.split(':')[0]}"] += 1
-        return files
+        return statuses
 
-    def _judge_files(
-        self, look: _Look, shas: Sequence[str]
-    ) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
-        """One status each, with indices of its rollouts; which rollouts are done with; which nodes were judged.
-
-        A file whose status is final keeps it in any company.
-        """
-        works = None if self._book is None else self._book.refresh().works
+    def _judge_files(self, files: _Files, request: Request) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
+        """Returns (status per file, rollouts that must not be repeated, workers whose rollouts were checked)."""
+        works = self._works()
         if works is not None:
-            self._state.unsettled.update(sha for sha in shas if sha not in self._state.files)
-        # It may have become final while it was looked over.
-        files = [self._state.files.get(sha, file) for sha, file in zip(shas, look.files, strict=True)]
-        parts = {number: part for number, part in look.parts.items() if files[number] is None}
+            self._state.unsettled.update(sha for sha in request if sha not in self._state.files)
+        # Another request may have decided a file since it was read.
+        statuses = [self._state.files.get(sha, status) for sha, status in zip(request, files.statuses, strict=True)]
+        parts = {number: part for number, part in files.rollouts.items() if statuses[number] is None}
+        file_of = [number for number, part in parts.items() for _ in part]
         rollouts = [rollout for part in parts.values() for rollout in part]
-        found = [verdict for number in parts for verdict in look.found[number]]
-        checked = self._judge_rollouts(rollouts, found, look.newest, hashlib.sha256("".join(shas).encode()).digest())
-        groups = _groups(rollouts)
-        # A group falls with its worst member. While one is incomplete, or weights are missing, nothing else is accepted.
-        falls = {i: max(validator_status.rank(found[j]) for j in members) for members in groups for i in members}
-        least = max((rank for verdict in found if (rank := validator_status.rank(verdict)) < REJECT), default=0)
-        start = 0
+        verdicts = [verdict for number in parts for verdict in files.verdicts[number]]
+        checked = self._judge_rollouts(rollouts, verdicts, files.newest, request)
+        # A group is rejected with its worst member. While a group is incomplete or weights are missing, nothing is accepted.
+        groups, group_ranks = _groups(rollouts), [0] * len(rollouts)
+        for members in groups:
+            worst = max(validator_status.rank(verdicts[i]) for i in members)
+            for i in members:
+                group_ranks[i] = worst
+        ranks = map(validator_status.rank, verdicts)
+        least = max((rank for rank in ranks if rank < validator_status.REJECT), default=0)
         for number, part in parts.items():
-            span = range(start, start + len(part))
-            files[number] = validator_status.of_file(
-                self._model, part, [found[i] for i in span], [falls[i] for i in span], least, checked
-            )
-            if works is not None and files[number].status == "accept":
-                files[number] = validator_status.with_units(files[number], works[shas[number]].units)
-            start += len(part)
-        owner = [number for number, part in parts.items() for _ in part]
+            start = file_of.index(number)
+            span = slice(start, start + len(part))
+            status = validator_status.of_file(self._model, part, verdicts[span], group_ranks[span], least, checked)
+            if works is not None and status.status == "accept":
+                status = validator_status.with_units(status, works[request[number]].units)
+            statuses[number] = status
         accepted, done = [], collections.defaultdict(list)
-        for members in groups:  # what is sound of files that are done; the rest may come again
-            if not least and all(falls[i] == 0 and files[owner[i]].final for i in members):
-                accepted += [rollouts[i] for i in members]
-                done[owner[members[0]]] += [rollouts[i] for i in members]  # a group in two files is told once
-        for number, part in done.items():
-            files[number] = dataclasses.replace(files[number], tasks=_tasks(part))
-        return files, accepted, {rollout.worker for rollout in rollouts}
+        decided = [status for status in statuses if status is not None]
+        assert len(decided) == len(statuses)
+        for members in groups:  # the good groups of final files; other groups may be submitted again
+            if not least and all(group_ranks[i] == 0 and decided[file_of[i]].final for i in members):
+                group = [rollouts[i] for i in members]
+                accepted += group
+                done[file_of[members[0]]] += group  # a group in two files is listed once
+        for number, group in done.items():
+            decided[number] = dataclasses.replace(decided[number], tasks=_tasks(group))
+        return decided, accepted, {rollout.worker for rollout in rollouts}
 
     def _judge_rollouts(
-        self, rollouts: list[rollout_lib.Rollout], found: list[checks.Verdict], newest: int, lot: bytes
+        self, rollouts: list[rollout_lib.Rollout], verdicts: list[checks.Verdict], newest: int, request: Request
     ) -> bool:
-        """Judges on what was `found` so far, in place; whether they were replayed."""
-        done = () if self._book is None else self._book.refresh().done
-        for i, rollout in enumerate(rollouts):
-            if found[i].accepted:
-                found[i] = checks.duplicate(rollout, self._state.seen)
-                if found[i].accepted and (self._run, rollout.step, rollout.task.group) in done:
-                    found[i] = checks.Verdict("duplicate", "its task was accepted before, as the ledger has it")
-            elif found[i].reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
-                found[i] = checks.Verdict("weights", f"version {version} has not come here yet, the newest is {newest}")
+        """Completes the verdicts, in place. Returns True if the rollouts were replayed."""
+        self._check_repeats(rollouts, verdicts, newest)
         groups = _groups(rollouts)
         for members in groups:
             whole = checks.first_failure(checks.WHOLE_GROUP, [rollouts[i] for i in members], self._validator.rules)
-            if not whole.accepted and all(found[i].accepted for i in members):
-                whole = checks.Verdict(validator_status.PARTIAL, str(whole)) if whole.reason == "samples" else whole
+            if not whole.accepted and all(verdicts[i].accepted for i in members):
+                is_partial = whole.reason == "samples"
                 for i in members:
-                    found[i] = whole
-        if any(0 < validator_status.rank(verdict) < REJECT for verdict in found):
+                    verdicts[i] = checks.Verdict(validator_status.PARTIAL, str(whole)) if is_partial else whole
+        if any(0 < validator_status.rank(verdict) < validator_status.REJECT for verdict in verdicts):
             return False
-        # Whole groups only: the others are lost already. Each by the repute of its own signer: a stranger's rollouts
-        # must not pass behind one that borrows a good name and fails by its signature.
-        passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
-        for i, verdict in zip(passed, self._validator.evidence.add_claims([rollouts[i] for i in passed]), strict=True):
-            found[i] = verdict
-        passed = [i for members in groups if all(found[i].accepted for i in members) for i in members]
-        checked = any(self._is_drawn(node, lot) for node in {rollouts[i].worker for i in passed})
+
+        def passed() -> list[int]:  # only groups without a rejected member
+            return [i for members in groups if all(verdicts[i].accepted for i in members) for i in members]
+
+        selected = passed()
+        claims = self._validator.evidence.add_claims([rollouts[i] for i in selected])
+        for i, verdict in zip(selected, claims, strict=True):
+            verdicts[i] = verdict
+        selected = passed()
+        # By the reputation of those that signed: a forged rollout in a good worker's name must not spare the others the replay.
+        checked = any(self._is_drawn(worker, request) for worker in {rollouts[i].worker for i in selected})
         if checked:
-            judged = self._validator.check_with_weights([rollouts[i] for i in passed])
-            for i, verdict in zip(passed, judged, strict=True):
-                found[i] = verdict
-        places = set()
+            replayed = self._validator.check_with_weights([rollouts[i] for i in selected])
+            for i, verdict in zip(selected, replayed, strict=True):
+                verdicts[i] = verdict
+        accepted = set()
         for members in groups:
-            if all(found[i].accepted for i in members):
-                place = rollouts[members[0]].step, rollouts[members[0]].task.group
-                if place in places:
+            if all(verdicts[i].accepted for i in members):
+                task = rollouts[members[0]].step, rollouts[members[0]].task.group
+                if task in accepted:
                     for i in members:
-                        found[i] = checks.Verdict("duplicate", "another node's group of this task came with it")
-                places.add(place)
+                        verdicts[i] = checks.Verdict(
+                            "duplicate", "the request contains another worker's group of this task"
+                        )
+                accepted.add(task)
         return checked
 
-    def _is_drawn(self, node: str, lot: bytes) -> bool:
-        if self._book is None:
+    def _check_repeats(self, rollouts: list[rollout_lib.Rollout], verdicts: list[checks.Verdict], newest: int) -> None:
+        """Rejects repeated work, and excuses versions that this validator does not have yet."""
+        done = () if self._ledger is None else self._ledger.refresh().done
+        for i, rollout in enumerate(rollouts):
+            if verdicts[i].accepted:
+                verdicts[i] = checks.duplicate(rollout, self._state.seen)
+                if verdicts[i].accepted and (self._run, rollout.step, rollout.task.group) in done:
+                    verdicts[i] = checks.Verdict("duplicate", "by the ledger, its task was accepted before")
+            elif verdicts[i].reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
+                verdicts[i] = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
+
+    def _is_drawn(self, worker: str, request: Request) -> bool:
+        """Decides whether to replay a request, with a secret that workers do not have."""
+        if self._ledger is None:
             return True
-        rate = max(MIN_RATE, 1 - self._book.refresh().reputation(node))
-        number = int.from_bytes(hmac.new(self._secret, lot, hashlib.sha256).digest()[:8], "big")
+        rate = max(MIN_RATE, 1 - self._ledger.refresh().reputation(worker))
+        digest = hashlib.sha256("".join(request).encode()).digest()
+        number = int.from_bytes(hmac.new(self._secret, digest, hashlib.sha256).digest()[:8], "big")
         return number < rate * 2**64
 
     def _settle(self, shas: Sequence[str], files: list[Status]) -> None:
-        """Writes what was decided on work that is pending: each file for itself, and a penalty once per node.
+        """Writes decisions on pending work to the ledger: each file separately, and one penalty per worker.
 
-        Nonces follow from the work: after a kill between the ledger and our own note it is not written twice.
+        Nonces follow from the work, so that a kill between the ledger and the state file repeats no event.
         """
-        if self._book is None:
+        if self._ledger is None or self._key is None:
             return
-        book = self._book.refresh()
+        ledger, key = self._ledger.refresh(), self._key
         events, guilty = [], {}
 
-        def sign(kind: str, node: str, sha: str, **fields):
-            nonce = hashlib.sha256(f"{kind}/{node}/{sha}".encode()).hexdigest()[:32]
-            events.append(ledger_events.sign(kind, node, self._key, nonce=nonce, **fields))
+        def sign(kind: str, worker: str, sha: str, **fields) -> None:
+            nonce = hashlib.sha256(f"{kind}/{worker}/{sha}".encode()).hexdigest()[:32]
+            events.append(ledger_events.sign(kind, worker, key, nonce=nonce, **fields))
 
         for sha, file in zip(shas, files, strict=True):
-            work = book.works.get(sha)
+            work = ledger.works.get(sha)
             if work is None or work.status != "pending" or sha not in self._state.unsettled:
                 continue
             tasks = {"run": self._run, "tasks": file.tasks} if file.tasks else {}
             if file.status == "accept":
                 sign("accept", work.node, sha, work=sha, checked=file.checked, **tasks)
             elif file.status == "reject":
-                line = validator_status.line(file)
+                reason = validator_status.ledger_reason(file)
                 if work.units:
-                    sign("invalidate", work.node, sha, work=sha, units=work.units, reason=line, **tasks)
-                if any(map(validator_status.is_offence, file.reasons.values())):
-                    guilty.setdefault(work.node, (sha, line))
-        for node, (sha, line) in guilty.items():
+                    sign("invalidate", work.node, sha, work=sha, units=work.units, reason=reason, **tasks)
+                if any(map(validator_status.is_offense, file.reasons.values())):
+                    guilty.setdefault(work.node, (sha, reason))
+        for worker, (sha, reason) in guilty.items():
             if self._slash:
-                sign("slash", node, sha, amount=self._slash, reason=line)
-            if self._eject and not book.nodes[node].ejected:
-                sign("eject", node, sha, reason=line)
-        if events := [event for event in events if not book.has(event)]:
-            self._book.append(*events)
+                sign("slash", worker, sha, amount=self._slash, reason=reason)
+            if self._eject and not ledger.workers[worker].ejected:
+                sign("eject", worker, sha, reason=reason)
+        if events := [event for event in events if not ledger.has(event)]:
+            self._ledger.append(*events)
         self._state.settle(shas)
 
 
+def _put(mapping: collections.OrderedDict, key, value) -> None:
+    """Adds an entry to a mapping of bounded size."""
+    mapping[key] = value
+    while len(mapping) > MAX_STATUSES:
+        mapping.popitem(last=False)
+
+
 def _tasks(rollouts: Sequence[rollout_lib.Rollout]) -> str:
-    return task_ranges.spell((rollout.step, rollout.task.group) for rollout in rollouts)
+    return task_ranges.format_tasks((rollout.step, rollout.task.group) for rollout in rollouts)
 
 
 def _groups(rollouts: Sequence[rollout_lib.Rollout]) -> list[list[int]]:
-    """Indices of each group's members: one worker's, so that nobody spoils or completes the group of another."""
+    """Returns the indices of each group's members, by worker: a worker cannot spoil or complete another's group."""
     groups = collections.defaultdict(list)
     for i, rollout in enumerate(rollouts):
         groups[rollout.step, rollout.task.group, rollout.worker].append(i)

@@ -1,9 +1,9 @@
-"""What a validation service says of a file or of a request: its status, with the reasons and who is at fault.
+"""The status that a validation service reports for a file or a request of several files.
 
-1. Each rollout has a verdict; its rank is an index into RANKS. A group falls with its worst member.
-2. `of_file` sums one file up: its status is the worst of its rollouts'. `combined` does the same for the files of a
+1. Each rollout has a verdict; its rank is an index into RANKS. A group is rejected with its worst member.
+2. `of_file` combines the rollouts of a file: its status is the worst of theirs. `combined` does the same for the files of a
    request, whose indices are then of files.
-3. A status that no other company could change is `final`.
+3. A status is `final` if no other file could change it.
 """
 
 import dataclasses
@@ -15,65 +15,70 @@ from rl.ledger import balances
 from rl.validator import work_units
 from rl.verification import checks
 
-PARTIAL = "incomplete_group"  # of a rollout whose group is not all there: nobody's fault, and no verdict
+PARTIAL = "incomplete_group"  # reason of a rollout whose group is incomplete, which is not the worker's fault
 TOO_MANY = "file: too many groups"
-MAX_REASONS = 256  # culprits of a file that are named, offences first; `failing_indices` has all
-RANKS = ("accept", "incomplete_group", "crashed", "reject")  # a file's status is the worst of its rollouts'
+MAX_REASONS = 256  # rollouts of a file whose reasons are listed, offenses first; `failing_indices` lists all
+RANKS = ("accept", "incomplete_group", "crashed", "reject")
+REJECT = RANKS.index("reject")
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What is known of one request, or of one file of it."""
+    """The status of a file, or of a request; field names are those of the HTTP reply."""
 
     status: str
     reason: str = ""
     failing_indices: tuple[int, ...] = ()
-    reasons: dict[int, str] = dataclasses.field(default_factory=dict)  # by index, of the culprits
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)  # by index, of the rollouts or files at fault
     input_flops: int = 0
     output_flops: int = 0
-    checked: bool = False  # replayed, not only looked over
+    checked: bool = False  # replayed
     signers: tuple[str, ...] = ()
-    tasks: str = ""  # of a final one: groups in it that are not to be done again (rl/ledger/task_ranges.py)
+    tasks: str = ""  # of a final file: tasks that must not be repeated (rl/ledger/task_ranges.py)
 
     @property
     def final(self) -> bool:
-        """Whether other company would change nothing: it was accepted, or is at fault itself."""
+        """True if other files of a request could not change it: it was accepted, or has a fault of its own."""
         return self.status == "accept" or (self.status == "reject" and bool(self.reasons))
 
 
-UNKNOWN = Status("unknown", "it was never handed in, or long ago")
+UNKNOWN = Status("unknown", "it was never submitted, or too long ago")
+
+
+def rejected(reason: str, num_rollouts: int = 1, signers: tuple[str, ...] = ()) -> Status:
+    """Returns the final status of a file that is rejected as a whole."""
+    return Status("reject", reason, tuple(range(num_rollouts)), {0: reason}, signers=signers)
 
 
 def of_work(work: balances.Work) -> Status | None:
-    """What a ledger says of a file that was settled there, where nothing else is known of it any more."""
+    """Returns the status of work that the ledger has settled; None for pending work."""
     if work.status == "accepted":
         units = work.units + work.invalidated + work.forfeited
         return Status("accept", output_flops=units, signers=(work.node,))
     if work.status == "invalidated":
-        reason = "ledger: it was taken back, and the ledger says why"
-        return Status("reject", reason, (0,), {0: reason}, signers=(work.node,))
+        return rejected("ledger: it was taken back, for the reason in the ledger", signers=(work.node,))
     return None
 
 
 def of_file(
     model: config_lib.ModelConfig,
     rollouts: Sequence[rollout_lib.Rollout],
-    found: Sequence[checks.Verdict],
-    falls: Sequence[int],
+    verdicts: Sequence[checks.Verdict],
+    group_ranks: Sequence[int],
     least: int,
     checked: bool,
 ) -> Status:
-    """Of one file. `falls`: the rank of each rollout's group; `least`: a rank that the request does not go below."""
-    worst = max(least, *falls)
-    own = [str(verdict).removeprefix(f"{PARTIAL}: ") for verdict in found if worst and rank(verdict) == worst]
+    """Combines the verdicts of a file. `group_ranks` are those of each rollout's group, `least` a lower bound for the request."""
+    worst = max(least, *group_ranks)
+    own = [str(verdict).removeprefix(f"{PARTIAL}: ") for verdict in verdicts if worst and rank(verdict) == worst]
     flops = [work_units.flops_of(model, rollout) for rollout in rollouts]
-    culprits = {i: str(verdict) for i, verdict in enumerate(found) if rank(verdict) == len(RANKS) - 1}
-    named = sorted(culprits, key=lambda i: (not is_offence(culprits[i]), i))[:MAX_REASONS]
+    faults = {i: str(verdict) for i, verdict in enumerate(verdicts) if rank(verdict) == REJECT}
+    listed = sorted(faults, key=lambda i: (not is_offense(faults[i]), i))[:MAX_REASONS]
     return Status(
         RANKS[worst],
         (own[0] if own else "group: it depends on another file of the request") if worst else "",
-        tuple(i for i, fall in enumerate(falls) if fall),
-        {i: culprits[i] for i in sorted(named)},
+        tuple(i for i, group_rank in enumerate(group_ranks) if group_rank),
+        {i: faults[i] for i in sorted(listed)},
         sum(prompt for prompt, _ in flops),
         sum(output for _, output in flops),
         checked,
@@ -82,18 +87,21 @@ def of_file(
 
 
 def rank(verdict: checks.Verdict) -> int:
-    """Into RANKS. "weights" is our own fault: they could not be had here."""
-    return {"ok": 0, PARTIAL: 1, "weights": 2}.get(verdict.reason, 3)
+    """Returns the verdict's index in RANKS. Missing weights are our own fault, so they count as a crash."""
+    return {"ok": 0, PARTIAL: 1, "weights": 2}.get(verdict.reason, REJECT)
 
 
-def is_offence(reason: str) -> bool:
-    """Honest nodes are told to do one task twice, too (a lease ran out, a batch was stale), may have a machine on which a slow
-    scorer is fast, and may write large files: not paid, no more."""
+def is_offense(reason: str) -> bool:
+    """Returns True if an honest worker cannot cause this rejection.
+
+    Honest workers repeat a task (a lease expired, a batch was stale), may score quickly on a fast machine, and may write large
+    files: they are not paid for it, and not penalized.
+    """
     return not reason.startswith(("duplicate", "unscored", TOO_MANY))
 
 
 def with_units(file: Status, units: int) -> Status:
-    """Rejects a file whose units are not its output FLOPs."""
+    """Rejects an accepted file if its claimed units are not its output FLOPs, within 1."""
     if abs(units - file.output_flops) <= 1:
         return file
     reason = f"units: {units} were claimed, {file.output_flops} measured"
@@ -101,7 +109,7 @@ def with_units(file: Status, units: int) -> Status:
 
 
 def combined(files: Sequence[Status]) -> Status:
-    """Of a request: indices are of files."""
+    """Returns the status of a request; its indices are of files."""
     worst = max(files, key=lambda file: (RANKS.index(file.status), bool(file.reasons)))
     return Status(
         worst.status,
@@ -115,6 +123,6 @@ def combined(files: Sequence[Status]) -> Status:
     )
 
 
-def line(status: Status) -> str:
-    """The reason as the ledger takes it."""
+def ledger_reason(status: Status) -> str:
+    """Returns the reason as the ledger accepts it: 1 to 1024 printable characters."""
     return "".join(c if c.isprintable() else "?" for c in status.reason)[:1024] or "rejected"

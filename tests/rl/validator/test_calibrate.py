@@ -62,4 +62,4 @@ def test_the_calibrate_command(tmp_path, capsys):
     assert (
         commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path / "absent")) == 1
     )
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err

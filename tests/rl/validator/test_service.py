@@ -96,11 +96,11 @@ def group(number=0, key=KEY, *, length=8, step=1, version=0):
 
 
 def make_ledger(folder):
-    book = ledger_lib.Ledger.create(folder / "ledger.db", KEEPER)
-    for key in (KEY, OTHER):
-        book.append(
-            ledger_events.sign("join", key.worker, key), ledger_events.sign("stake", key.worker, key, amount=STAKE)
-        )
+    with ledger_lib.Ledger.create(folder / "ledger.db", KEEPER) as ledger:
+        for key in (KEY, OTHER):
+            ledger.append(
+                ledger_events.sign("join", key.worker, key), ledger_events.sign("stake", key.worker, key, amount=STAKE)
+            )
     (folder / "files").mkdir()
 
 
@@ -113,7 +113,7 @@ def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
         lambda: 8,
         secret=b"s",
         state=state.State(folder / "state.db", "a run", keep_steps=8),
-        book=ledger_lib.Ledger(folder / "ledger.db", keeper),
+        ledger=ledger_lib.Ledger(folder / "ledger.db", keeper),
         key=keeper,
         slash=SLASH,
         eject=eject,
@@ -141,25 +141,25 @@ def put(service, name, rollouts, node=KEY, units=None):
     (service._root / name).write_bytes(contents)
     if node is not None:
         units = units or (9 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._book.append(ledger_events.sign("submit", node.worker, node, work=sha, units=units))
+        service._ledger.append(ledger_events.sign("submit", node.worker, node, work=sha, units=units))
     return sha
 
 
 def ask(service, name, *shas, group=None):
     group = len(shas) > 1 if group is None else group
     service.submit(name, shas, group=group)
-    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
     return service.status(name, group=group)
 
 
 def paid(service, sha):
-    work = service._book.state.works[sha]
+    work = service._ledger.state.works[sha]
     return work.units if work.status == "accepted" else 0
 
 
 def unharmed(service, key):
     """No event of the ledger took anything from the node, or from its name."""
-    node = service._book.state.nodes[key.worker]
+    node = service._ledger.state.workers[key.worker]
     return (node.stake, node.num_slashes, node.num_invalidated, node.ejected) == (STAKE, 0, 0, False)
 
 
@@ -169,13 +169,13 @@ def unharmed(service, key):
 def test_claimed_units_are_held_against_each_file_in_any_company(service):
     greedy = put(service, "a-0.parquet", group(0), units=2**53)
     stray = put(service, "a-1.parquet", group(1, OTHER), None)
-    with pytest.raises(ValueError, match=f"{stray} is no work of this ledger"):
+    with pytest.raises(ValueError, match=f"{stray} is not work of this ledger"):
         service.submit("a-0.parquet", [greedy, stray], group=True)
     honest = put(service, "b-1.parquet", group(1, OTHER, length=9), OTHER)
     (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
     status = ask(service, "b-0.parquet", greedy, honest)
     assert status.status == "reject" and status.failing_indices == (0,) and status.reasons[0].startswith("units: ")
-    assert paid(service, greedy) == 0 and service._book.state.nodes[KEY.worker].stake == STAKE - SLASH
+    assert paid(service, greedy) == 0 and service._ledger.state.workers[KEY.worker].stake == STAKE - SLASH
     assert paid(service, honest) == flops(group(1, OTHER, length=9)) and unharmed(service, OTHER)
 
 
@@ -191,8 +191,8 @@ def test_nobody_is_paid_for_a_file_that_another_signed(service):
     stolen = put(service, "a-0.parquet", group(0), OTHER)
     own = put(service, "a-1.parquet", group(1, OTHER), OTHER)
     status = ask(service, "a-0.parquet", stolen, own)
-    assert status.reasons == {0: "signature: it is signed by another node than the one that submitted the work"}
-    assert paid(service, stolen) == 0 and service._book.state.nodes[OTHER.worker].ejected and unharmed(service, KEY)
+    assert status.reasons == {0: "signature: another worker signed the rollouts than the one that submitted the work"}
+    assert paid(service, stolen) == 0 and service._ledger.state.workers[OTHER.worker].ejected and unharmed(service, KEY)
 
 
 def test_a_neighbours_garbage_is_the_neighbours(service):
@@ -201,7 +201,7 @@ def test_a_neighbours_garbage_is_the_neighbours(service):
     status = ask(service, "a-0.parquet", garbage, honest)
     assert (status.status, status.failing_indices) == ("reject", (0,))
     assert paid(service, honest) == flops(group(0)) and unharmed(service, KEY)
-    assert service._book.state.nodes[OTHER.worker].ejected
+    assert service._ledger.state.workers[OTHER.worker].ejected
 
 
 def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
@@ -222,7 +222,7 @@ def test_a_cheat_in_one_half_costs_its_node_both(service):
     shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
     status = ask(service, "a-0.parquet", *shas)
     assert (status.status, status.failing_indices, status.reasons) == ("reject", (0, 1), {1: "sampling: no"})
-    node = service._book.state.nodes[KEY.worker]
+    node = service._ledger.state.workers[KEY.worker]
     assert (node.num_invalidated, node.num_slashes, node.ejected) == (2, 1, True)
 
 
@@ -236,7 +236,7 @@ def test_a_part_of_a_group_asked_alone_costs_nothing(service):
     for is_group in (False, True):
         status = ask(service, "a-0.parquet", shas[0], group=is_group)
         assert status.status == "incomplete_group" and status.reason.startswith("samples: expected 0..3 once each")
-    assert unharmed(service, KEY) and service._book.state.works[shas[0]].status == "pending"
+    assert unharmed(service, KEY) and service._ledger.state.works[shas[0]].status == "pending"
     assert ask(service, "a-0.parquet", *shas).status == "accept"
     assert [paid(service, sha) > 0 for sha in shas] == [True, True]
     assert ask(service, "a-0.parquet", shas[0], group=False).status == "accept"  # the same bytes, the same status
@@ -287,7 +287,7 @@ def test_the_same_task_twice_is_not_paid_twice_and_no_offence(service):
     first, second = put(service, "a.parquet", group(0)), put(service, "b.parquet", group(0, OTHER), OTHER)
     assert ask(service, "a.parquet", first).status == "accept"
     assert ask(service, "b.parquet", second).reason.startswith("duplicate: sample 0 of group 0 was accepted before")
-    node = service._book.state.nodes[OTHER.worker]
+    node = service._ledger.state.workers[OTHER.worker]
     assert paid(service, second) == 0 and (node.stake, node.num_slashes, node.ejected) == (STAKE, 0, False)
     both = [put(service, f"c-{i}.parquet", group(1, key), key) for i, key in enumerate((KEY, OTHER))]
     assert ask(service, "c-0.parquet", *both).failing_indices == (1,)
@@ -300,8 +300,8 @@ def test_simultaneous_askers_get_one_verdict(service):
         for i, sha in enumerate(shas):
             said = list(askers.map(lambda _, i=i, sha=sha: service.submit(f"{i}.parquet", [sha]).status, range(32)))
             assert set(said) <= {"pending", "accept"}
-    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
-    assert service.counts == {"accept": 2} and len(service._jobs) == 2 and unharmed(service, KEY)
+    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
+    assert service.counts == {"accept": 2} and len(service._futures) == 2 and unharmed(service, KEY)
 
 
 # ---- our own faults --------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
         time.sleep(0.01)
     assert all(service.status(f"slow{n}.parquet").status == "pending" for n in range(3))
     go_on.set()
-    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
     assert [service.status(f"slow{n}.parquet").status for n in range(3)] == ["incomplete_group"] * 3
 
 
@@ -346,9 +346,9 @@ def test_what_became_final_while_it_was_looked_over_stays_so(service):
     shas = [put(service, f"a-{n}.parquet", group(n)) for n in range(2)]
     service.submit("a-0.parquet", shas[:1])
     service.submit("a-0.parquet", shas, group=True)
-    concurrent.futures.wait(list(service._jobs.values()), WAIT_S)
+    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
     assert service.status("a-0.parquet").status == service.status("a-0.parquet", group=True).status == "accept"
-    assert service._book.state.nodes[KEY.worker].num_accepted == 2 and service.counts == {"accept": 2}
+    assert service._ledger.state.workers[KEY.worker].num_accepted == 2 and service.counts == {"accept": 2}
 
 
 def test_weights_that_cannot_be_had_cost_nobody_anything(service):
@@ -359,7 +359,7 @@ def test_weights_that_cannot_be_had_cost_nobody_anything(service):
     ):
         service._validator.verdict = fault
         assert ask(service, "a.parquet", sha).status == "crashed"
-        assert unharmed(service, KEY) and service._book.state.works[sha].status == "pending"
+        assert unharmed(service, KEY) and service._ledger.state.works[sha].status == "pending"
     service._validator.verdict = lambda rollout: checks.OK
     assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha)  # handed in again
 
@@ -368,19 +368,19 @@ def test_a_version_that_has_not_come_here_yet_is_no_offence(service):
     service._newest = lambda: 1
     sha = put(service, "a.parquet", group(4, step=3, version=2))
     status = ask(service, "a.parquet", sha)
-    assert status.status == "crashed" and "version 2 has not come here yet" in status.reason and unharmed(service, KEY)
+    assert status.status == "crashed" and "version 2 is not here yet" in status.reason and unharmed(service, KEY)
     service._newest = lambda: 2
     assert ask(service, "a.parquet", sha).status == "accept"
     early = put(service, "b.parquet", group(4, OTHER, step=3, version=3), OTHER)  # batch 3 is made with version 2
     assert ask(service, "b.parquet", early).reason.startswith("versions: 3 is newer than 2")
-    assert service._book.state.nodes[OTHER.worker].ejected
+    assert service._ledger.state.workers[OTHER.worker].ejected
 
 
 def test_a_ledger_that_could_not_be_written_is_written_when_asked_again(service, monkeypatch):
     sha = put(service, "a.parquet", group(0))
     with monkeypatch.context() as patch:
         patch.setattr(
-            service._book, "append", lambda *events: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
+            service._ledger, "append", lambda *events: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
         )
         assert ask(service, "a.parquet", sha).status == "crashed"
     assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))

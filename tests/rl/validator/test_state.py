@@ -67,8 +67,8 @@ def test_verdicts_are_kept_and_nothing_is_judged_again(restart):
     assert service.status("b-0.parquet").status == "unknown"
     assert stand.ask(service, "b-0.parquet", bad[0], group=False).reasons == {3: "sampling: no"}
     assert stand.ask(service, "a.parquet", good) == before[0] and not asked
-    assert service._book.state.nodes[stand.OTHER.worker].num_slashes == 1
-    assert ledger_lib.verify(service._book._path).error is None
+    assert service._ledger.state.workers[stand.OTHER.worker].num_slashes == 1
+    assert ledger_lib.verify(service._ledger._path).error is None
 
 
 def test_work_is_not_paid_twice_across_a_restart(restart):
@@ -103,20 +103,23 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     ]:
         sha = stand.put(service, f"{name}.parquet", rollouts, key)
         status = stand.ask(service, f"{name}.parquet", sha)
-        assert status.reason == "duplicate: its task was accepted before, as the ledger has it"
+        assert status.reason == "duplicate: by the ledger, its task was accepted before"
         assert not stand.paid(service, sha)
-    assert [service._book.state.nodes[key.worker].num_slashes for key in (stand.KEY, stand.OTHER)] == [1, 0]
+    assert [service._ledger.state.workers[key.worker].num_slashes for key in (stand.KEY, stand.OTHER)] == [1, 0]
     again = stand.put(service, "f.parquet", stand.group(2, stand.OTHER, step=2), stand.OTHER)  # was never done
     service._validator.verdict = lambda rollout: checks.OK
     assert stand.ask(service, "f.parquet", again).status == "accept" and stand.paid(service, again)
     # The old files again: what the ledger says of them, and nothing happens.
-    num_entries, before = len(service._book.entries()), dataclasses.replace(service._book.state.nodes[stand.KEY.worker])
+    num_entries, before = (
+        len(service._ledger.entries()),
+        dataclasses.replace(service._ledger.state.workers[stand.KEY.worker]),
+    )
     status = stand.ask(service, "a.parquet", one)
     assert (status.status, status.output_flops) == ("accept", stand.flops(stand.group(0)))
     status = stand.ask(service, "b.parquet", half)
     assert status.status == "reject" and status.reason.startswith("ledger: it was taken back")
-    assert len(service._book.entries()) == num_entries and service._book.state.nodes[stand.KEY.worker] == before
-    assert ledger_lib.verify(service._book._path).error is None
+    assert len(service._ledger.entries()) == num_entries and service._ledger.state.workers[stand.KEY.worker] == before
+    assert ledger_lib.verify(service._ledger._path).error is None
     service.close()
 
 
@@ -126,7 +129,7 @@ def test_a_file_of_more_groups_than_an_event_names_is_refused_and_no_offence(res
     rollouts = stand.group(0) + stand.group(2, step=2) + stand.group(4, step=3)
     sha = stand.put(service, "a.parquet", rollouts)
     assert stand.ask(service, "a.parquet", sha).reason.startswith("file: too many groups for an event")
-    node = service._book.state.nodes[stand.KEY.worker]
+    node = service._ledger.state.workers[stand.KEY.worker]
     assert not stand.paid(service, sha) and node.num_slashes == 0 and not node.ejected
 
 
@@ -195,25 +198,25 @@ def test_what_the_ledger_missed_is_written_at_the_next_start_and_once(restart, i
         stand.put(service, f"{i}.parquet", stand.group(i, key), key) for i, key in enumerate((stand.KEY, stand.OTHER))
     ]
     service._validator.verdict = lambda r: checks.OK if r.worker == stand.KEY.worker else checks.Verdict("sampling")
-    service._book.append(
+    service._ledger.append(
         events.sign("slash", stand.OTHER.worker, stand.KEEPER, amount=1, reason="its pending work is worth nothing")
     )
-    owner, name = (service._state, "settle") if is_told else (service._book, "append")
+    owner, name = (service._state, "settle") if is_told else (service._ledger, "append")
     setattr(owner, name, lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk full")))
     assert [stand.ask(service, f"{i}.parquet", sha).status for i, sha in enumerate(shas)] == ["crashed"] * 2
     assert stand.paid(restart(eject=False), shas[0]) == stand.flops(stand.group(0))
     service = restart(eject=False)
-    assert service._book.state.nodes[stand.OTHER.worker].num_slashes == 2
+    assert service._ledger.state.workers[stand.OTHER.worker].num_slashes == 2
     assert not service._state.unsettled
 
 
 def test_the_file_is_bounded(restart, monkeypatch):
-    for name, value in (("MAX_FILES", 5), ("MAX_NODES", 4)):
+    for name, value in (("MAX_FILES", 5), ("MAX_TESTS", 4)):
         monkeypatch.setattr(validator_state, name, value)
     service = restart(rules=MANY, eject=False)
     keys = [rollout_lib.WorkerKey.generate() for _ in range(7)]
     for number, key in enumerate(keys):
-        service._book.append(events.sign("join", key.worker, key))
+        service._ledger.append(events.sign("join", key.worker, key))
         service._validator.margin = 0.2 if number in (1, 2) else 0.05
         sha = stand.put(service, f"{number}.parquet", stand.group(number, key), key)
         assert stand.ask(service, f"{number}.parquet", sha).status == "accept"
@@ -230,7 +233,7 @@ def test_the_file_is_bounded(restart, monkeypatch):
     sha = stand.put(again, "7.parquet", stand.group(7))
     assert stand.ask(again, "7.parquet", sha).status == "accept"
     assert len(again._state.files) <= 5 and again._state._num_bytes <= validator_state.MAX_BYTES
-    assert again._state._num_bytes == sum(len(validator_state._spelled(s)) for s in again._state.files.values())
+    assert again._state._num_bytes == sum(len(validator_state._to_json(s)) for s in again._state.files.values())
 
 
 def test_old_steps_are_forgotten_on_disk_too(restart):
@@ -254,7 +257,7 @@ def test_another_file_than_ours(tmp_path):
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 7")
     connection.close()
-    with pytest.raises(ValueError, match="is no validator state of format 1"):
+    with pytest.raises(ValueError, match="is not a validator state of format 1"):
         validator_state.State(path, "a run", keep_steps=4)
     path.write_bytes(b"SQLite, but for the rest of it" * 100)
     with pytest.raises(ValueError, match="not a database"):
@@ -267,7 +270,8 @@ def test_another_file_than_ours(tmp_path):
 
 def test_without_a_ledger_nothing_waits_for_it(restart):
     service = restart()
-    service._book = None
+    service._ledger.close()
+    service._ledger = None
     part = stand.put(service, "a.parquet", stand.group(0)[:1], node=None)
     assert stand.ask(service, "a.parquet", part).status == "incomplete_group"
     assert not service._state.unsettled
@@ -283,9 +287,9 @@ def judge_until_killed(folder):
     service._validator.verdict = lambda r: checks.OK if r.task.group % 3 else checks.Verdict("sampling", "no")
     for path in sorted((folder / "files").iterdir()):
         sha = stand.hashlib.sha256(path.read_bytes()).hexdigest()
-        if sha not in service._book.state.works:
+        if sha not in service._ledger.state.works:
             units = stand.flops(parquet.from_bytes(path.read_bytes()))
-            service._book.append(events.sign("submit", keys[1].worker, keys[1], work=sha, units=units))
+            service._ledger.append(events.sign("submit", keys[1].worker, keys[1], work=sha, units=units))
         while (status := service.submit(path.name, [sha])).status == "pending":
             time.sleep(0.0005)
         print(json.dumps([path.name, sha, status.status]), flush=True)
@@ -319,15 +323,15 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     assert {status for _, status in told.values()} == {"accept", "reject"}
     service = stand.start(tmp_path, rules=MANY, eject=False)
     service._validator.check_with_weights = None  # nothing is judged again
-    state, node = service._state, service._book.state.nodes[stand.KEY.worker]
+    state, node = service._state, service._ledger.state.workers[stand.KEY.worker]
     for sha, (name, status) in told.items():
         assert state.files[sha].status == service.status(name).status == status
-        assert service._book.state.works[sha].status == {"accept": "accepted", "reject": "invalidated"}[status]
+        assert service._ledger.state.works[sha].status == {"accept": "accepted", "reject": "invalidated"}[status]
         assert (not checks.duplicate(stand.group(int(name[:3]))[0], state.seen).accepted) == (status == "accept")
     accepted = sum(file.status == "accept" for file in state.files.values())
     assert node.num_slashes == len(state.files) - accepted and node.num_accepted == accepted
     replayed = sum(file.status == "accept" and file.checked for file in state.files.values())  # repute spares some
-    assert state.records()[stand.KEY.worker]["num_rollouts"] == stand.G * replayed
+    assert state.tests()[stand.KEY.worker]["num_rollouts"] == stand.G * replayed
     assert not state.unsettled and ledger_lib.verify(tmp_path / "ledger.db").error is None
     service.close()
 

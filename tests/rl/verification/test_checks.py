@@ -190,7 +190,7 @@ def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
     rollout = make(reward=float(claimed[0]), rewards={"reward": float(claimed[0]), "odd": claimed[1]})
     (verdict,) = checks.rewards([rollout], rules)
     assert str(verdict).startswith(said)
-    assert status.is_offence(str(verdict)) == ("recomputed" in str(verdict) or verdict.accepted)
+    assert status.is_offense(str(verdict)) == ("recomputed" in str(verdict) or verdict.accepted)
 
 
 def test_a_version_must_be_out():
