@@ -50,7 +50,7 @@ TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # of SHARDCAST's
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.broadcast", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.broadcast", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--size_mb", type=int, default=512, help="MiB of random weights for fanout")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 3], help="relays between origin and clients")

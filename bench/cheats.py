@@ -41,7 +41,7 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.cheats", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.cheats", description=__doc__)
     parser.add_argument("--rollouts", type=int, default=512, help="per cheat")
     parser.add_argument("--honest", type=int, default=2048, help="honest rollouts per regime, and for calibration")
     parser.add_argument("--cheats", nargs="+", default=list(doubles.CHEATS), help=", ".join(doubles.CHEATS))

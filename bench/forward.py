@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 
 def main() -> int:
-    parser = cli.Parser(prog="python -m bench.forward", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.forward", description=__doc__)
     parser.add_argument("--models", nargs="*", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--peer-python", help="interpreter with torch and transformers; only ours is timed without")

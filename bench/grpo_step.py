@@ -35,7 +35,7 @@ TARGETS = {"equal": 0.5, "skewed": 0.35, "first_step_s": 1.0, "peak_rss_MiB": 0.
 
 
 def main() -> int:
-    parser = cli.Parser(prog="python -m bench.grpo_step", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.grpo_step", description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")

@@ -63,7 +63,7 @@ class Work:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.inference", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference", description=__doc__)
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
     parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")

@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.inference_flips", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference_flips", description=__doc__)
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))

@@ -32,7 +32,7 @@ NODE = rollout_lib.WorkerKey.generate()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.inference_verify", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.inference_verify", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=shapes.SHAPES, default=["tiny", "4m"])
     parser.add_argument("--groups", type=int, default=16, help="of 8 samples")
     parser.add_argument("--rounds", type=int, default=3)

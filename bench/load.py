@@ -61,7 +61,7 @@ print(json.dumps({"seconds": seconds, "bytes": max(peak[0], resident()) - before
 
 
 def main() -> int:
-    parser = cli.Parser(prog="python -m bench.load", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--peer-python", help="interpreter with torch and safetensors; only ours is timed without")

@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    parser = cli.Parser(prog="python -m bench.logprobs", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.logprobs", description=__doc__)
     parser.add_argument("--tokens", default="8x4096", help="B x T of the memory comparison")
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--model", type=int, default=1024, help="D of the memory comparison")

@@ -46,7 +46,7 @@ def line(name: str, times: list[float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m bench.toploc", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m bench.toploc", description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dims", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--repeat", type=int, default=9)

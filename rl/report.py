@@ -334,7 +334,7 @@ def _finite(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m rl.report", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m rl.report", description=__doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="the --workdir of a run")
     workdir = parser.parse_args(argv).workdir
     try:

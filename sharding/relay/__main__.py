@@ -1,8 +1,7 @@
-"""Runs one relay: `python -m sharding.relay --upstream URL_OR_DIR... --dir D --port P`.
+"""Runs one relay, a verifying mirror of published weights: `python -m sharding.relay --upstream URL_OR_DIR... --dir D --port P`."""
 
-A verifying mirror of published weights; sharding/relay/server.py has what it serves and why.
-"""
-
+import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -14,54 +13,49 @@ from sharding.system import cli, sockets
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m sharding.relay", description=__doc__.splitlines()[0])
+    """Runs the command; blocks until a signal. Returns the exit code."""
+    parser = cli.Parser(prog="python -m sharding.relay", description=__doc__)
     parser.add_argument(
-        "--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="relays, or one directory or bucket"
+        "--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="URLs of relays, or one directory or bucket"
     )
-    parser.add_argument("--dir", help="where the mirror is kept; without it a directory is served in place")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8200, help="0 takes a free port")
-    parser.add_argument("--address_file", help="written with the URL once the relay answers")
-    parser.add_argument("--keep", type=int, default=5, help="newest versions held, besides the bases they need")
-    parser.add_argument("--max_bytes", type=float, help="most that the mirror may occupy")
-    parser.add_argument("--trusted_key", help="hex of the ed25519 key that must have signed every manifest")
-    parser.add_argument("--client_bytes_per_s", type=float)
-    parser.add_argument("--total_bytes_per_s", type=float)
-    parser.add_argument("--client_requests_per_s", type=float)
-    parser.add_argument("--max_connections", type=int, default=1024)
-    parser.add_argument("--max_connections_per_client", type=int, default=256)
+    parser.add_argument("--dir", help="directory of the mirror; without it a directory upstream is served in place")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8200, help="port to listen on; 0 takes a free one (default: 8200)")
+    parser.add_argument("--address_file", help="file that gets the relay's URL once it answers")
     parser.add_argument(
-        "--allow", nargs="*", default=[], metavar="NETWORK", help="such as 10.0.0.0/8; default: everyone"
+        "--keep", type=int, default=5, help="newest versions to keep, in addition to the bases they need (default: 5)"
+    )
+    parser.add_argument("--max_bytes", type=float, help="most bytes that the mirror may occupy on disk")
+    parser.add_argument("--trusted_key", help="hex of the ed25519 key that must have signed every manifest")
+    parser.add_argument("--client_bytes_per_s", type=float, help="most bytes per second to one client")
+    parser.add_argument("--total_bytes_per_s", type=float, help="most bytes per second to all clients together")
+    parser.add_argument("--client_requests_per_s", type=float, help="most requests per second of one client")
+    parser.add_argument("--max_connections", type=int, default=1024, help="most connections (default: 1024)")
+    parser.add_argument(
+        "--max_connections_per_client", type=int, default=256, help="most connections of one client (default: 256)"
+    )
+    parser.add_argument(
+        "--allow", nargs="*", default=(), metavar="NETWORK", help="networks of clients, as in 10.0.0.0/8 (default: all)"
     )
     parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     try:
         if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
             raise ValueError(f"--max_bytes = {args.max_bytes} must be at least 1; leave it out for no limit")
-        limits = throttle.Limits(
-            args.client_bytes_per_s,
-            args.total_bytes_per_s,
-            args.client_requests_per_s,
-            args.max_connections,
-            args.max_connections_per_client,
-            tuple(args.allow),
-        )
-        sock = sockets.listen(args.host, args.port)
+        limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(sockets.listen(args.host, args.port))
+            relay = server_lib.Relay(
+                args.upstream,
+                args.dir,
+                sock,
+                keep=args.keep,
+                max_bytes=None if args.max_bytes is None else int(args.max_bytes),
+                trusted_key=args.trusted_key,
+                limits=limits,
+            )
+            stack.pop_all()  # the relay closes the socket
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    try:
-        relay = server_lib.Relay(
-            args.upstream,
-            args.dir,
-            sock,
-            keep=args.keep,
-            max_bytes=None if args.max_bytes is None else int(args.max_bytes),
-            trusted_key=args.trusted_key,
-            limits=limits,
-        )
-    except (ValueError, OSError) as error:
-        sock.close()
         print(f"error: {error}", file=sys.stderr)
         return 1
     for number in (signal.SIGINT, signal.SIGTERM):

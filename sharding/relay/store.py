@@ -1,9 +1,9 @@
-"""What a relay holds on disk and exposes: verified objects of complete and of growing versions.
+"""Keeps the verified objects of complete and of growing versions on disk, and serves them to the relay's other threads.
 
-An object is written under a temporary name, renamed, appended to the version's journal, and only then exposed; a manifest
-is written after everything that it lists. So a directory with a manifest is whole whenever the process is killed, and
-every reader of a publisher's directory can read a relay's. No file is synced: after a loss of power `recover` finds what
-is damaged, since it hashes everything before exposing it.
+An object is written under a temporary name, renamed, appended to the version's journal, and only then exposed. A manifest is
+written after all objects that it lists. So a directory with a manifest is complete even if the process was killed, and all
+readers of a publisher's directory can read a relay's. Files are not synced: after a power loss `recover` finds damaged
+ones, since it hashes everything before exposing it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sharding.system import atomic_file
 
 @dataclasses.dataclass
 class Version:
-    """What is exposed of one version. `log` has every object in the order in which it was finished."""
+    """The exposed objects of one version. `log` has them in the order in which they were finished."""
 
     number: int
     directory: pathlib.Path
@@ -39,15 +39,24 @@ class Version:
 
 
 class Store:
-    """The directory of a relay and what of it is exposed; whatever is here was verified. Thread-safe."""
+    """The directory of a relay and its exposed versions, all of them verified. Thread-safe.
+
+    Args:
+      root: the directory; created if it does not exist.
+      in_place: `root` is a publisher's directory, in which nothing is written.
+      max_bytes: the most that the objects may occupy.
+
+    Raises:
+      ValueError: another relay writes to `root`.
+    """
 
     def __init__(self, root: str | os.PathLike, *, in_place: bool = False, max_bytes: int | None = None):
         self.root = pathlib.Path(root)
         self.in_place = in_place
-        self.is_recovering = True  # until it is known what is here; in place, until the first look at the directory
+        self.is_recovering = True  # until `recover` is done; in place, until the first pass of the mirror
         self.versions: dict[int, Version] = {}
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)  # the set of versions, or what is complete
+        self.changed = threading.Condition(self.lock)  # notified when a version is added, completed or removed
         self._max_bytes = max_bytes
         self._reserved_bytes = 0  # of objects being written now
         self._epoch = secrets.token_hex(8)
@@ -61,28 +70,19 @@ class Store:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(self._descriptor)
-                raise ValueError(f"another relay writes to {root}: give each its own --dir") from error
-
-    # -- for the mirror
+                raise ValueError(f"another relay writes to {root}; give each relay its own --dir") from error
 
     def recover(self, trusted_key: str | None = None) -> int:
-        """Hashes what is on disk and exposes what is good; returns how many objects were not."""
-        num_bad = 0
-        numbers = []
-        for path in self.root.iterdir():
-            number = journal.parse_dirname(path.name)
-            if number is None:
-                if path.name.startswith(".removed-"):
-                    shutil.rmtree(path, ignore_errors=True)
-            else:
-                numbers.append(number)
-        for number in sorted(numbers, reverse=True):
-            num_bad += self._recover(number, trusted_key)
+        """Hashes the objects on disk and exposes the good ones; returns the number of bad ones."""
+        for path in self.root.glob(".removed-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        numbers = [n for path in self.root.iterdir() if (n := journal.parse_dirname(path.name)) is not None]
+        num_bad = sum(self._recover(number, trusted_key) for number in sorted(numbers, reverse=True))
         self.recovered()
         return num_bad
 
     def recovered(self) -> None:
-        """From now on, what is not known here is not here."""
+        """Ends the recovery: versions that are not exposed now are reported as missing."""
         with self.lock:
             if self.is_recovering:
                 self.is_recovering = False
@@ -125,23 +125,40 @@ class Store:
             return []
 
     def has(self, number: int, entry: journal.Object) -> bool:
+        """Returns True if exactly this object is exposed."""
         with self.lock:
             version = self.versions.get(number)
             return version is not None and version.objects.get(entry.path) == entry
 
     def is_complete(self, number: int) -> bool:
+        """Returns True if the version has a manifest, and thus all its objects."""
+        return self.complete_version(number) is not None
+
+    def complete_version(self, number: int) -> Version | None:
+        """Returns a version, or None if it is not complete."""
         with self.lock:
-            return number in self.versions and self.versions[number].manifest is not None
+            version = self.versions.get(number)
+            return None if version is None or version.manifest is None else version
+
+    def complete(self) -> list[int]:
+        """The complete versions, oldest first."""
+        with self.lock:
+            return sorted(n for n, version in self.versions.items() if version.manifest is not None)
+
+    def partial(self) -> list[int]:
+        """The versions without a manifest so far, oldest first."""
+        with self.lock:
+            return sorted(n for n, version in self.versions.items() if version.manifest is None)
 
     def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None) -> None:
-        """Exposes a verified object; `data` None: it lies in place already."""
+        """Exposes a verified object, and first writes it unless `data` is None. Raises OSError if the disk is full."""
         version = self._version(number)
         if data is not None:
             self._write(version.directory, entry.path, data)
         self._expose(version, entry, write=data is not None)
 
     def finish(self, number: int, manifest: manifest_lib.Manifest, data: bytes) -> None:
-        """The version is complete: every object of the manifest is here. What is not in it goes."""
+        """Completes a version all of whose objects are exposed: deletes other objects, and writes the manifest."""
         version = self._version(number)
         listed = {o.path: o for o in manifest.objects}
         with self.lock:
@@ -157,7 +174,7 @@ class Store:
         self._complete(version, manifest, data)
 
     def remove(self, number: int) -> None:
-        """Not served from now on; then deleted, manifest first: a directory with a manifest is always whole."""
+        """Stops serving a version, then deletes it, the manifest first."""
         with self.lock:
             version = self.versions.pop(number, None)
             if version is None:
@@ -173,13 +190,14 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all exposed objects and manifests."""
         with self.lock:
             return sum(version.num_bytes for version in self.versions.values())
 
     def _write(self, directory: pathlib.Path, name: str, data: bytes | memoryview) -> None:
-        """Whole under its name, or not at all."""
+        """Writes a file that appears complete or not at all. Raises OSError if `max_bytes` would be exceeded."""
         with self.lock:
-            used = sum(version.num_bytes for version in self.versions.values()) + self._reserved_bytes
+            used = self.num_bytes + self._reserved_bytes
             if self._max_bytes is not None and used + len(data) > self._max_bytes:
                 raise OSError(errno.EDQUOT, f"{name}: {len(data)} bytes more would exceed max_bytes {self._max_bytes}")
             self._reserved_bytes += len(data)
@@ -221,25 +239,25 @@ class Store:
     def _rewrite_journal(self, version: Version) -> None:
         try:
             self._write(version.directory, "objects.jsonl", b"".join(map(_line, version.log)))
-        except OSError:  # a full disk; without a journal the next start fetches again what it cannot name
+        except OSError:  # a full disk; without a journal the next start downloads the objects again
             (version.directory / "objects.jsonl").unlink(missing_ok=True)
 
     def _changed(self) -> None:
         self._num_changes += 1
         self.changed.notify_all()
 
-    # -- for clients
-
     def listing(self, tag: str = "", wait_s: float = 0.0) -> dict:
-        """What there is; held back until it differs from what `tag` stands for."""
+        """Returns the versions and their tag. Given the tag of an earlier listing, blocks up to `wait_s` for a change."""
         with self.lock:
             self.changed.wait_for(lambda: self._closed or tag != self._tag(), wait_s)
-            complete = sorted(v.number for v in self.versions.values() if v.manifest is not None)
-            partial = sorted(v.number for v in self.versions.values() if v.manifest is None)
-            return {"complete": complete, "partial": partial, "tag": self._tag()}
+            return {"complete": self.complete(), "partial": self.partial(), "tag": self._tag()}
 
     def entries(self, number: int, epoch: str, after: int, wait_s: float) -> tuple[bytes, dict[str, str]] | None:
-        """Lines of the objects finished after the first `after` of this epoch, with headers; None: no such version."""
+        """Returns (journal lines, headers) of a version, or None if it is unknown.
+
+        The lines are those of the objects finished after the first `after` of this epoch; all if the epoch differs. Blocks up
+        to `wait_s` if there are none and the version is not complete.
+        """
         with self.lock:
             version = self.versions.get(number)
             if version is None:
@@ -248,25 +266,26 @@ class Store:
             version.grown.wait_for(
                 lambda: self._closed or len(version.log) > start or version.manifest is not None, wait_s
             )
-            current = [
-                e for e in version.log[start:] if version.objects.get(e.path) == e
-            ]  # not what was replaced since
+            current = [e for e in version.log[start:] if version.objects.get(e.path) == e]  # without replaced ones
             headers = {"X-Epoch": version.epoch, "X-Next": str(len(version.log))}
             headers["X-Complete"] = str(int(version.manifest is not None))
             return b"".join(map(_line, current)), headers
 
     def manifest(self, number: int) -> bytes | None:
-        with self.lock:
-            version = self.versions.get(number)
-            return None if version is None else version.manifest
+        """Returns the manifest's bytes, or None if the version is not complete."""
+        version = self.complete_version(number)
+        return None if version is None else version.manifest
 
     def object(self, number: int, path: str) -> tuple[pathlib.Path, journal.Object] | None:
+        """Returns (file, entry) of an exposed object, or None."""
         with self.lock:
             version = self.versions.get(number)
-            entry = None if version is None else version.objects.get(path)
-            return None if entry is None else (version.directory / path, entry)
+            if version is None or (entry := version.objects.get(path)) is None:
+                return None
+            return version.directory / path, entry
 
     def close(self) -> None:
+        """Wakes all blocked callers and releases the directory."""
         with self.lock:
             if self._closed:
                 return
@@ -288,7 +307,7 @@ def _append(path: pathlib.Path, line: bytes) -> None:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, f"{path}: no space for a line")
         except OSError:
-            file.truncate(end)  # half a line would spoil all that follow
+            file.truncate(end)  # an incomplete line would make the following ones unreadable
             raise
 
 

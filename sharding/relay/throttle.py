@@ -1,78 +1,74 @@
-"""Who may take how much from a relay: an allow list, and budgets of bytes, requests and connections per client address.
+"""Limits the clients of a relay: an allow list, and budgets of bytes, requests and connections per client address.
 
-1. `admit(address)` on a new connection: refuses an address outside the allow list, and one connection too many.
-2. `request(address)` before an answer: the seconds to refuse for, 0 where the client is within its request rate.
-3. `wait_s(address, n)` before n bytes: what both the client's budget and the relay's cap ask the sender to sleep.
-4. `leave(address)` when the connection ends; a client without connections and without debts is forgotten.
+1. `admit(address)` on a new connection: rejects an address outside the allow list, and a connection above the limits.
+2. `request(address)` before an answer: the seconds for which to reject a client above its request rate, else 0.
+3. `wait_s(address, n)` before n bytes: the seconds to sleep under the client's budget and the relay's.
+4. `leave(address)` when the connection ends. A client without connections and without debts is forgotten.
 
-A budget is a virtual clock: sending n bytes at rate r moves it n / r seconds ahead, and a sender sleeps until the clock
-is at most `BURST_S` ahead of time. No thread refills anything. Addresses are those of the sockets: a relay behind a
-reverse proxy sees one client, and belongs behind the proxy's own limits. IPv6 clients are counted by their /64, which
-is what one subscriber holds.
+A budget is a virtual clock: sending n bytes at rate r moves it n / r seconds ahead, and a sender sleeps until the clock is at
+most `BURST_S` ahead of time. Addresses are those of the sockets: a relay after a reverse proxy has one client, and needs the
+proxy's own limits. IPv6 clients are counted by their /64, which is assigned to one subscriber.
 """
 
 import dataclasses
 import ipaddress
 import threading
 import time
+from collections.abc import Callable, Sequence
 
-BURST_S = 0.25  # a quarter second's worth goes out at once: small objects need no sleep
+BURST_S = 0.25  # bytes of a quarter second are sent immediately: small objects need no sleep
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """None: unlimited. `allow` holds networks such as "10.0.0.0/8"; empty allows everyone."""
+    """The limits of a relay. None is unlimited; `allow` lists networks such as "10.0.0.0/8", and allows all if empty."""
 
     client_bytes_per_s: float | None = None
     total_bytes_per_s: float | None = None
     client_requests_per_s: float | None = None
-    max_connections: int = 1024  # a thread each: 1024 blocked threads hold about 60 MB
+    max_connections: int = 1024  # a thread each: 1024 blocked threads use about 60 MB
     max_connections_per_client: int = 256
-    allow: tuple[str, ...] = ()
+    allow: Sequence[str] = ()
 
     def __post_init__(self):
         for name in ("client_bytes_per_s", "total_bytes_per_s", "client_requests_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be a positive number: leave it out for no limit")
+                raise ValueError(f"{name} = {value} must be a positive number; leave it out for no limit")
         for name in ("max_connections", "max_connections_per_client"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} would refuse everyone: pass 1 or more")
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1; raise it")
         for network in self.allow:
             _network(network)
 
 
 class Throttle:
-    """Thread-safe. `clock` is seconds, monotonic; tests pass their own."""
+    """Applies `limits`. Thread-safe. `clock` returns monotonic seconds; tests pass their own."""
 
-    def __init__(self, limits: Limits, *, clock=time.monotonic):
+    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic):
         self.limits = limits
+        self.is_limited = limits.client_bytes_per_s is not None or limits.total_bytes_per_s is not None
+        self.num_connections = 0
         self._allow = [_network(network) for network in limits.allow]
         self._clock = clock
         self._lock = threading.Lock()
         self._clients: dict[str, _Client] = {}
         self._total = _Budget(limits.total_bytes_per_s)
-        self._num_connections = 0
-
-    @property
-    def num_connections(self) -> int:
-        return self._num_connections
 
     @property
     def num_clients(self) -> int:
+        """Number of clients with connections or debts."""
         return len(self._clients)
 
-    @property
-    def is_limited(self) -> bool:
-        return self.limits.client_bytes_per_s is not None or self.limits.total_bytes_per_s is not None
-
     def admit(self, address: str) -> str | None:
-        """None, and the connection is counted until `leave`; else why it is refused."""
+        """Counts a connection until `leave` and returns None, or returns the reason why it is rejected."""
         parsed = _address(address)
         if self._allow and not any(parsed.version == n.version and parsed in n for n in self._allow):
             return "address"
         with self._lock:
-            if self._num_connections >= self.limits.max_connections:
+            if self.num_connections >= self.limits.max_connections:
                 return "connections"
             key = _key(parsed)
             client = self._clients.get(key)
@@ -84,28 +80,29 @@ class Throttle:
             if client.num_connections >= self.limits.max_connections_per_client:
                 return "client_connections"
             client.num_connections += 1
-            self._num_connections += 1
+            self.num_connections += 1
             return None
 
     def leave(self, address: str) -> None:
+        """Ends a connection that was admitted."""
         with self._lock:
             self._clients[_key(_address(address))].num_connections -= 1
-            self._num_connections -= 1
+            self.num_connections -= 1
 
     def request(self, address: str) -> float:
-        """0 where a request may be answered now, else the seconds after which it may; it is counted only if answered."""
+        """Counts a request and returns 0, or returns the seconds after which it may be repeated."""
         with self._lock:
             return self._clients[_key(_address(address))].requests.ask(1, self._clock(), burst=10)
 
     def wait_s(self, address: str, num_bytes: int) -> float:
-        """Books `num_bytes` and returns the seconds to sleep before they are sent."""
+        """Counts `num_bytes` and returns the seconds to sleep before they are sent."""
         with self._lock:
             now_s = self._clock()
             client = self._clients[_key(_address(address))]
             return max(client.bytes.book(num_bytes, now_s), self._total.book(num_bytes, now_s))
 
     def _forget(self) -> None:
-        # Only when a client is new, so that the table is as long as the clients of the last moments, not of all time.
+        # Called for each new client, so that the table has the clients of the last moments, not of all time.
         now_s = self._clock()
         gone = [k for k, c in self._clients.items() if not c.num_connections and c.debt_until_s < now_s]
         for key in gone:
@@ -115,7 +112,7 @@ class Throttle:
 class _Budget:
     def __init__(self, rate: float | None):
         self._rate = rate
-        self.clock_s = float("-inf")  # the time at which all that was booked is paid for
+        self.clock_s = float("-inf")  # the time at which all booked amounts are paid for
 
     def book(self, amount: float, now_s: float) -> float:
         if self._rate is None:
@@ -124,7 +121,7 @@ class _Budget:
         return max(0.0, self.clock_s - now_s - BURST_S)
 
     def ask(self, amount: float, now_s: float, burst: float) -> float:
-        """Books only where `burst` is not used up."""
+        """Books the amount and returns 0, or returns the seconds to wait if `burst` is used up."""
         if self._rate is None:
             return 0.0
         ahead_s = max(self.clock_s, now_s) + amount / self._rate - now_s
@@ -145,18 +142,20 @@ class _Client:
         return max(self.bytes.clock_s, self.requests.clock_s)
 
 
-def _network(text: str):
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as error:
-        raise ValueError(f"allow entry {text!r} is no address or network such as 10.0.0.0/8: {error}") from error
+        raise ValueError(
+            f"allow entry {text!r} is not an address or network ({error}); write it as 10.0.0.0/8"
+        ) from error
 
 
-def _address(text: str):
+def _address(text: str) -> Address:
     address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)  # a socket that listens on both families reports ::ffff:10.0.0.1
+    mapped = getattr(address, "ipv4_mapped", None)  # a socket for both families reports ::ffff:10.0.0.1
     return mapped or address
 
 
-def _key(address) -> str:
+def _key(address: Address) -> str:
     return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -8,7 +8,13 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that reports an unknown option before a missing one: it may be the same, mistyped."""
+    """An `ArgumentParser` that reports an unknown option before a missing one: it may be the same, mistyped.
+
+    Of `description`, which may be a module's docstring, the first line is shown.
+    """
+
+    def __init__(self, *args: Any, description: str | None = None, **options: Any):
+        super().__init__(*args, description=(description or "").partition("\n")[0], **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parses like argparse; exits with code 2 on an unknown option, and names the most similar one."""

@@ -1,4 +1,4 @@
-"""A relay exposes what it verified, as soon as it did, to those it may, and outlives what happens to it."""
+"""A relay serves verified objects as soon as they are verified, to allowed clients, and survives the faults around it."""
 
 import http.client
 import json
@@ -80,7 +80,7 @@ def test_objects_flow_down_the_tree_before_the_manifest_exists(pub, tmp_path):
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
-def test_the_journal_is_a_promise_and_the_manifest_the_word(pub, tmp_path, begins_anew):
+def test_the_manifest_decides_over_the_journal(pub, tmp_path, begins_anew):
     """Objects that a publisher replaced or gave up are dropped or fetched again; so they are if it died and began anew."""
     objects = proxy.contents(0)
     old = {**objects, "tensors/t3/c.0": b"given up", "extra": b"not in the manifest"}
@@ -110,7 +110,7 @@ def test_a_number_published_again_with_other_weights_replaces_the_old(pub, tmp_p
         for number in (1, 2):  # the learner resumes from step 0
             shutil.rmtree(pub / f"v{number:08d}")
         proxy.wait_until(proxy.holds(origin, 0))
-        assert relay.store.listing()["complete"] == [0, 1, 2]  # a loss upstream is no reason to lose ours
+        assert relay.store.listing()["complete"] == [0, 1, 2]  # a loss upstream does not delete our copy
         proxy.publish(pub, 1, proxy.contents(11))
         expected = proxy.contents(11)["tensors/t4/c.0"]
         proxy.wait_until(lambda: get(relay, "/v00000001/tensors/t4/c.0")[1] == expected)
@@ -138,7 +138,7 @@ def test_the_disk_is_bounded_and_bases_stay(pub, tmp_path):
             proxy.wait_until(proxy.holds(late, 3, 4, 5, 6))
 
 
-def test_a_full_disk_costs_old_versions_and_never_the_newest(pub, tmp_path):
+def test_a_full_disk_deletes_old_versions_and_never_the_newest(pub, tmp_path):
     """`max_bytes` is the double of a full disk here: the same error number as a quota's."""
     size = sum(map(len, proxy.contents(0).values()))
     with (
@@ -199,7 +199,7 @@ def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
             assert not (tmp_path / "a" / "v00000001").exists()
 
 
-def test_made_up_versions_take_no_place_of_real_ones(pub, tmp_path):
+def test_false_versions_do_not_displace_real_ones(pub, tmp_path):
     """An upstream that claims more versions than are kept, all of them newer than the real ones."""
     with proxy.running(pub, options=FAST) as origin, proxy.running(pub, options=FAST) as liar:
         real = liar.store.listing
@@ -210,7 +210,7 @@ def test_made_up_versions_take_no_place_of_real_ones(pub, tmp_path):
             proxy.wait_until(proxy.holds(relay, 1, 2), timeout_s=20)
 
 
-def test_two_upstreams_and_one_lies(pub, tmp_path):
+def test_one_of_two_upstreams_serves_wrong_bytes(pub, tmp_path):
     objects = proxy.contents(0)
     proxy.publish(pub, 0, objects)
     shutil.copytree(pub, tmp_path / "bad")
@@ -226,7 +226,7 @@ def test_two_upstreams_and_one_lies(pub, tmp_path):
         assert relay.mirror.upstream.stats()["relays"][origin.url]["num_lies"] == 0
 
 
-def test_killed_and_started_again_it_goes_on_where_it_was(pub, tmp_path):
+def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
     """kill -9 in the midst of a version; one object rots on the disk before the restart."""
     objects = proxy.contents(0, sizes=(100_000,) * 40)
     proxy.publish(pub, 0, objects)
@@ -263,7 +263,7 @@ def test_killed_and_started_again_it_goes_on_where_it_was(pub, tmp_path):
             def is_there():
                 try:
                     return opened.versions() == [0]
-                except journal.Unavailable as error:  # what it is told meanwhile
+                except journal.Unavailable as error:  # the response until then
                     assert "still checking" in str(error)
 
             proxy.wait_until(is_there)
@@ -363,7 +363,7 @@ def test_ranges(relay, range_, status, body):
         "/secret",
     ],
 )
-def test_what_is_not_listed_cannot_be_named(relay, path):
+def test_unlisted_files_are_not_served(relay, path):
     assert get(relay, path)[0] == 404
 
 
@@ -425,7 +425,7 @@ def test_requests_in_one_packet_are_all_answered(relay):
         assert received.count(BODY) == 3 and received.count(b"HTTP/1.1 200 OK") == 3
 
 
-def test_idle_clients_block_nobody_and_are_counted(relay):
+def test_idle_clients_block_no_other_and_are_counted(relay):
     host, port = relay.url.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(9)]
     try:
@@ -456,14 +456,14 @@ def test_waiting_requests_are_answered_at_the_change(relay, pub):
     assert status == 200 and json.loads(body)["path"] == "late" and headers["X-Complete"] == "0"
     assert headers["X-Next"] == "11"
     assert len(get(relay, "/v00000001/objects.jsonl?epoch=another&after=5")[1].splitlines()) == 11
-    proxy.begin(pub, 1, {"late": b"y"})  # replaced: who comes now hears of it once
+    proxy.begin(pub, 1, {"late": b"y"})  # replaced: a new client gets it once
     proxy.wait_until(lambda: get(relay, "/v00000001/objects.jsonl")[2]["X-Next"] == "12")
     lines = [json.loads(line) for line in get(relay, "/v00000001/objects.jsonl")[1].splitlines()]
     assert [o["digest"] for o in lines if o["path"] == "late"] == [blake3.blake3(b"y").hexdigest()]
     timer.join()
 
 
-def test_many_clients_at_once(pub, tmp_path):
+def test_many_clients_at_the_same_time(pub, tmp_path):
     objects = proxy.contents(0, (3_000_000, 1_000_000, 5))
     proxy.publish(pub, 0, objects)
     with proxy.running(pub) as origin:
@@ -499,7 +499,7 @@ def test_metrics_and_health(relay):
     assert (health["status"], health["complete"], health["upstream"]) == ("ok", [0], True)
 
 
-def test_only_the_allowed_are_served(pub):
+def test_only_allowed_clients_are_served(pub):
     proxy.publish(pub, 0, proxy.contents(0))
     with proxy.running(pub, limits=throttle.Limits(allow=("10.0.0.0/8",))) as closed:
         status, body, _ = get(closed, "/health")
@@ -517,7 +517,7 @@ def test_bandwidth_is_capped(pub, which):
         opened = source.open(relay.url)
         begun_s = time.monotonic()
         assert proxy.read_all(opened, 0, objects) == objects
-        # a second's worth, less the quarter that may go out at once
+        # a second's worth, less the quarter that may be sent immediately
         assert time.monotonic() - begun_s >= 0.74
         opened.close()
 
@@ -530,7 +530,7 @@ def test_requests_are_capped_and_a_client_waits_its_turn(pub):
         opened = source.open(relay.url)
         begun_s = time.monotonic()
         assert proxy.read_all(opened, 0, objects) == objects
-        assert time.monotonic() - begun_s >= 0.9  # 27 requests, ten at once, fifteen a second
+        assert time.monotonic() - begun_s >= 0.9  # 27 requests, ten immediately, then fifteen a second
         assert relay.server.counters["requests_429"] >= 1
         opened.close()
 
@@ -538,7 +538,7 @@ def test_requests_are_capped_and_a_client_waits_its_turn(pub):
 # ---- throttle --------------------------------------------------------------------------------------------------------
 
 
-def test_budgets_on_a_clock_of_ones_own():
+def test_budgets_follow_the_given_clock():
     now = [100.0]
     limited = throttle.Throttle(throttle.Limits(client_bytes_per_s=1000, total_bytes_per_s=1500), clock=lambda: now[0])
     assert limited.admit("10.0.0.1") is None and limited.admit("10.0.0.2") is None
@@ -546,12 +546,12 @@ def test_budgets_on_a_clock_of_ones_own():
     assert limited.wait_s("10.0.0.1", 1000) == pytest.approx(1.0)
     assert limited.wait_s("10.0.0.2", 250) == pytest.approx(1500 / 1500 - 0.25)  # the total is used up, not its own
     now[0] += 100
-    assert limited.wait_s("10.0.0.1", 250) == 0.0  # what was not used is not saved up beyond the burst
+    assert limited.wait_s("10.0.0.1", 250) == 0.0  # unused budget is not saved beyond the burst
     assert limited.wait_s("10.0.0.1", 250) == pytest.approx(0.25)
     for address in ("10.0.0.1", "10.0.0.2"):
         limited.leave(address)
     limited.admit("10.0.0.3")
-    assert limited.num_clients == 2  # who still owes is remembered, so that reconnecting gains nothing
+    assert limited.num_clients == 2  # a client in debt is remembered, so that reconnecting gains nothing
     now[0] += 100
     limited.admit("10.0.0.4")
     assert limited.num_clients == 2 and limited.num_connections == 2
@@ -577,8 +577,8 @@ def test_addresses_of_one_subscriber_count_as_one():
         ({"client_bytes_per_s": 0}, "must be a positive number"),
         ({"total_bytes_per_s": float("inf")}, "must be a positive number"),
         ({"client_requests_per_s": float("nan")}, "must be a positive number"),
-        ({"max_connections": 0}, "would refuse everyone"),
-        ({"allow": ("10.0.0.0/99",)}, "is no address or network"),
+        ({"max_connections": 0}, "max_connections = 0 must be at least 1"),
+        ({"allow": ("10.0.0.0/99",)}, "is not an address or network"),
     ],
 )
 def test_bad_limits_are_refused(limits, message):
@@ -592,10 +592,10 @@ def test_bad_arguments_end_in_one_line(tmp_path, capsys):
     (tmp_path / "d").mkdir()
     for arguments, message in [
         (["--upstream", "ftp://x", "--dir", str(tmp_path / "a")], "unknown scheme"),
-        (["--upstream", "http://x:1"], "pass --dir"),
+        (["--upstream", "http://x:1"], "cannot be served in place; give --dir"),
         (["--upstream", str(tmp_path / "d"), "--dir", str(tmp_path / "d")], "is the upstream itself"),
-        (["--upstream", str(tmp_path / "d"), "--allow", "nonsense"], "no address or network"),
-        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--keep", "0"], "would hold nothing"),
+        (["--upstream", str(tmp_path / "d"), "--allow", "nonsense"], "not an address or network"),
+        (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--keep", "0"], "keep = 0 must be at least 1"),
         (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--trusted_key", "ab"], "64 lowercase hex"),
         (["--upstream", "http://x:1", "--dir", str(tmp_path / "a"), "--port", port], "cannot listen on"),
     ]:
@@ -614,8 +614,8 @@ def test_a_directory_has_one_writer(tmp_path):
     store.Store(tmp_path).close()
 
 
-def test_an_origin_keeps_what_it_saw_grow(tmp_path):
-    """What is finished between two looks at the directory does not go and come back: relays would fetch it again."""
+def test_an_origin_keeps_a_version_that_it_followed(tmp_path):
+    """A version finished between two passes does not disappear and come back: relays would download it again."""
     objects, directory = proxy.contents(0), tmp_path / "v00000000"
     proxy.begin(tmp_path, 0, objects)
     with proxy.running(tmp_path) as origin:
@@ -629,8 +629,8 @@ def test_an_origin_keeps_what_it_saw_grow(tmp_path):
         assert origin.store.versions[0].epoch == epoch
 
 
-def test_half_an_object_is_never_there(tmp_path, monkeypatch):
-    """Whatever call to the disk fails: the object is not exposed, nor under its name, nor left behind."""
+def test_half_an_object_is_never_exposed(tmp_path, monkeypatch):
+    """If any call to the disk fails, the object is not exposed, and no file of it remains."""
     good = store.journal.parse_object(proxy.entry("a/b", b"x" * 1000))
     for name in ("replace", "truncate_journal"):
         held = store.Store(tmp_path / name)
@@ -655,10 +655,10 @@ def test_half_an_object_is_never_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_behind_two_relays_follows_the_learner(pub, tmp_path):
-    """What topology.mode = "remote" needs: a learner's directory, an origin, two relays in a row, and a rollout server.
+def test_a_server_after_two_relays_follows_the_learner(pub, tmp_path):
+    """The chain of topology.mode = "remote" works: a learner's directory, an origin, two relays in a row, and a rollout server.
 
-    The second version is deltas; what the server answers is what one fed from memory with the same weights answers.
+    The second version is deltas. The server answers as one that gets the same weights from memory.
     """
     import dataclasses
 

@@ -1,4 +1,4 @@
-"""Whatever the relays, the wires and the disks do: the right bytes, or a clear error, in bounded time.
+"""Under faults of relays, wires and disks, a client gets the right bytes, or a clear error, in bounded time.
 
 Everything is loopback. The wires are `tests/support/proxy.py`; a full disk is `max_bytes` (fast) and a small tmpfs (slow, where it
 may be mounted). The slow test draws 200 schedules of faults for a tree of publisher, origin, two relays and two clients.
@@ -24,7 +24,7 @@ from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
 QUICK = range_get.Options(patience_s=2.0, connect_s=1.0, stall_s=0.5, range_bytes=50_000)
-ERRORS = (journal.CorruptSource, journal.Unavailable, FileNotFoundError)  # what a reader is told, and nothing else
+ERRORS = (journal.CorruptSource, journal.Unavailable, FileNotFoundError)  # the only errors that a reader may get
 
 # Faults of one connection, drawn from a schedule's generator.
 WIRES = {
@@ -125,8 +125,8 @@ def test_a_relay_killed_and_restarted_at_the_same_port(tmp_path):
             timer.join()
 
 
-def test_a_relay_that_has_not_looked_yet_asks_for_patience(tmp_path, monkeypatch):
-    """404 would say that the version was deleted, and a client of this relay alone would believe it."""
+def test_a_relay_before_its_first_pass_answers_503(tmp_path, monkeypatch):
+    """A 404 would mean that the version was deleted, and a client of this relay alone would believe it."""
     proxy.publish(tmp_path, 0, proxy.contents(0))
     looked, look = threading.Event(), mirror.Mirror._pass
     monkeypatch.setattr(mirror.Mirror, "_pass", lambda self, listing: looked.wait(20) and look(self, listing))
@@ -162,7 +162,7 @@ def test_a_manifest_that_is_not_the_publishers(origin, tmp_path, what):
     }[what]
     (root / "v00000000/manifest.json").write_bytes(bad)
 
-    # the bad relay is no code of ours: a file server, and one that speaks our routes
+    # the bad relay is not our code: a file server with our routes
     with _files(root) as liar:
         assert check([liar, origin.url], proxy.contents, patience_s=10.0) == 0
         assert isinstance(check(liar, proxy.contents), journal.CorruptSource)
@@ -207,7 +207,7 @@ def _files(root):
 
 
 def test_a_client_touches_no_disk(origin, monkeypatch):
-    """So a full disk at the client is nothing to it: every call that would write raises as on one."""
+    """A full disk at the client does not matter: every call that would write raises, as on a full disk."""
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -236,7 +236,7 @@ def test_a_relay_on_a_full_tmpfs(origin, tmp_path):
         with proxy.running(root) as up, proxy.running(up.url, disk / "a", keep=3, options=QUICK) as relay:
             for number in range(3):
                 proxy.publish(root, number, proxy.contents(number))
-                with contextlib.suppress(AssertionError):  # the newest may not fit beside the one that is kept
+                with contextlib.suppress(AssertionError):  # the newest may not fit next to the one that is kept
                     proxy.wait_until(lambda number=number: relay.store.is_complete(number), timeout_s=5)
                 assert_whole(disk / "a", proxy.contents)
                 assert check(relay.url, proxy.contents) in range(3)
@@ -301,7 +301,7 @@ def _schedule(seed, directory):
                             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
                 time.sleep(0.1)
 
-        # `objects_of` is asked by both threads: filled before
+        # both threads call `objects_of`: filled before
         for number in range(3):
             objects_of(number)
         thread = threading.Thread(target=harm)
@@ -318,7 +318,7 @@ def _schedule(seed, directory):
             for i in range(2):
                 assert_whole(directory / f"m{i}", objects_of)
 
-        # the second relay was not killed, and nobody spoilt its disk; on one with too little room the oldest version stays
+        # the second relay was not killed, and its disk is intact; on a disk with too little room the oldest version stays
         for proxied in (*wires, *ends):
             proxied.heal()
         if "rot" in events and middle[1][2]["max_bytes"]:
@@ -331,8 +331,8 @@ def _schedule(seed, directory):
             time.sleep(0.2)
 
 
-def test_one_kind_of_error_is_told_once(tmp_path, capsys):
-    """A full disk fails every object of every version, at every look."""
+def test_one_kind_of_error_is_printed_once(tmp_path, capsys):
+    """A full disk fails every object of every version, in every pass."""
     copier = mirror.Mirror(types.SimpleNamespace(in_place=False), None)
     for n in range(50):
         copier._note(OSError(28, f"object {n} does not fit"))
