@@ -153,8 +153,10 @@ def restore_policy(
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
     learner = exp.learner(mesh)
     with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
-        step, state, _ = checkpointer.restore(train_step.abstract_state(learner), step)
-    return step, train_step.policy(learner, state)
+        restored = checkpointer.restore(train_step.abstract_state(learner), step)
+    if restored is None:
+        raise FileNotFoundError(f"no checkpoint in {directory}; set --workdir to that of a run of rl.train")
+    return restored[0], train_step.policy(learner, restored[1])
 
 
 def check_run(workdir: str) -> None:

@@ -96,7 +96,7 @@ def train(
                     values["loss/held_out"] = hosts.broadcast(evaluate(state.params))
                     patience = patience.after(values["loss/held_out"])
                 values |= {
-                    "optimizer/learning_rate": float(rate(step - 1)),
+                    "optimizer/learning_rate": float(jax.device_get(rate(step - 1))),
                     "time/step_s": time.perf_counter() - begun,
                 }
                 writer.write(step, "warm-up", values)
@@ -240,7 +240,7 @@ def _plain(message: Mapping) -> dict:
     """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
+        parts: list = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
         if not all(isinstance(part, str) for part in parts):
             raise ValueError("a message has a part that is not text; remove it")
         content = "".join(parts)

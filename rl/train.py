@@ -4,7 +4,7 @@
 
 1. `main` parses the flags, resolves the config, and claims the working directory.
 2. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from.
-3. The rollout system starts: broadcast, inference server, workers and validator, all behind the orchestrator's API.
+3. The rollout system starts: broadcast, inference server, workers and validator, all coordinated by the orchestrator.
 4. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
 5. Held-out score before and after, report.html.
 
@@ -129,12 +129,14 @@ def train(
                 with clock("checkpoint"):
                     host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
                     checkpointer.save(step, state, host_state, force=is_scored or is_last)
-                if not hosts.is_first:
+                if batch is None:  # not the first host
                     continue
                 with clock("eval"):
                     if is_scored and not is_last:
                         score(step)
-                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
+                values["optimizer/learning_rate"] = float(
+                    jax.device_get(rate((step - 1) * exp.objective.optimizer_steps))
+                )
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
                 values |= diagnostics.derived(values)
                 values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)

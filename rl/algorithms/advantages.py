@@ -91,7 +91,7 @@ def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def over_samples(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Factors N / (samples x length), N tokens of the batch: every sample weighs the same, whatever its length (GRPO)."""
+    """Factors N / (samples x length), N tokens of the batch: every sample weighs the same, long or short (GRPO)."""
     num_tokens, num_samples = _sum(lengths), sum(map(len, lengths))
     return [num_tokens / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
 

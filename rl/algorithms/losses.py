@@ -79,7 +79,7 @@ def grpo(
 
         loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
 
-    GRPO (arXiv 2402.03300, eq. 3). Its KL term is the learner's `kl_coef`, a mean over all *tokens* whatever the loss; the
+    GRPO (arXiv 2402.03300, eq. 3). Its KL term is the learner's `kl_coef`, a mean over all *tokens* with every loss; the
     paper averages it inside each stream. Denominator: global streams. Nothing is stop-gradiented.
     """
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
@@ -296,7 +296,7 @@ def truncated_importance_sampling(
     gradient through w.
     """
     log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    differs_BT = mask_BT * (behavior_logp_BT != sampler_logp_BT)  # -inf - -inf is no ratio, and equal ones have w = 1
+    differs_BT = mask_BT * (behavior_logp_BT != sampler_logp_BT)  # equal ones have w = 1; -inf - -inf is NaN
     weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
     loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
     loss_BT *= jax.lax.stop_gradient(jnp.minimum(weight_BT, cap))

@@ -66,7 +66,9 @@ class Credit:
         )
         is_flat = np.array([not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P])
         taught = np.flatnonzero(~is_flat)  # groups that train the policy
-        factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
+        factors = dict(
+            zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught.tolist()]), strict=True)
+        )
         trees = []
         for i, group in enumerate(groups):
             if i in factors:
@@ -80,17 +82,18 @@ class Credit:
     ) -> list[packing.Tree]:
         P = group[0].prompt_length
         start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
-        routed = [self.router_replay.rows(r) if self.router_replay else None for r in group]
+        claims = [self.router_replay.rows(r) for r in group] if self.router_replay else []
+        routed = claims or [None] * len(group)
         branches = [self._branch(*one, start, trains) for one in zip(group, advantage_G, routed, strict=True)]
         if not self.share_prompts:
             return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
         if not self.router_replay:
             return [packing.Tree(group[0].tokens[:start], tuple(branches))]
         alike: dict[bytes, list[int]] = {}  # by the experts of the shared part
-        for i, rows_TLX in enumerate(routed):
+        for i, rows_TLX in enumerate(claims):
             alike.setdefault(rows_TLX[:start].tobytes(), []).append(i)
         return [
-            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), routed[members[0]][:start])
+            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), claims[members[0]][:start])
             for members in alike.values()
         ]
 

@@ -25,6 +25,7 @@ def place(
 ) -> packing.TrainBatch:
     """Packs the trees of the first host (None on the others) into global arrays on `mesh`; all hosts must call it."""
     if hosts.is_first:
+        assert trees is not None
         batch = packing.pack(trees, layout)
         hosts.scatter(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
         return packing.place(batch, mesh)

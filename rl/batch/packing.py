@@ -7,8 +7,8 @@
    even alone is refused.
 3. Rows are sorted by estimated cost, so that rows computed at the same time on different devices cost about the same, and
    dealt to the shards of a micro-batch back and forth.
-4. The batch is an array of micro-batches with a fixed capacity and the number in use: whatever the lengths of the streams,
-   the learner compiles once, and runs only the micro-batches in use.
+4. The batch is an array of micro-batches with a fixed capacity and the number in use: the learner
+   compiles once for streams of all lengths, and runs only the micro-batches in use.
 
 Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L MoE layers, X experts per token.
 """
@@ -17,6 +17,7 @@ import dataclasses
 import io
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +28,27 @@ from rl.batch import router_replay as router_replay_lib
 from sharding import rules
 from sharding.system import atomic_file
 
+Array = Any  # jax.Array on the devices, np.ndarray on the host, jax.ShapeDtypeStruct of `abstract`
 
-@struct.dataclass
-class TrainBatch:
+
+class TrainBatch(struct.PyTreeNode):
     """The packed tokens of one train step; several trees share a row. Arrays are [M, B, T] unless stated otherwise."""
 
-    tokens: jax.Array  # int32, like the next four
-    positions: jax.Array  # from 0 at the start of each prompt
-    segment_ids: jax.Array  # 1.. per tree of a row, 0 in padding
-    branch_ids: jax.Array  # 0 in a prompt, 1.. per branch of a tree
-    predictors: jax.Array  # the column whose hidden state predicts the token
-    loss_mask: jax.Array  # float32, like all below: 1.0 where the token trains
-    behavior_logp: jax.Array
-    advantage: jax.Array
-    temperature: jax.Array
-    num_micro_batches: jax.Array  # int32 scalar: how many of the M are in use
+    tokens: Array  # int32, like the next four
+    positions: Array  # from 0 at the start of each prompt
+    segment_ids: Array  # 1.. per tree of a row, 0 in padding
+    branch_ids: Array  # 0 in a prompt, 1.. per branch of a tree
+    predictors: Array  # the column whose hidden state predicts the token
+    loss_mask: Array  # float32, like all below: 1.0 where the token trains
+    behavior_logp: Array
+    advantage: Array
+    temperature: Array
+    num_micro_batches: Array  # int32 scalar: how many of the M are in use
     # None unless the run's layout names them; the weights are those of components in rl/algorithms/divergences.py.
-    ref_logp: jax.Array | None = None  # under a reference policy
-    ce_weight: jax.Array | None = None
-    ref_kl_weight: jax.Array | None = None
-    routed_experts: jax.Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
+    ref_logp: Array | None = None  # under a reference policy
+    ce_weight: Array | None = None
+    ref_kl_weight: Array | None = None
+    routed_experts: Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class RouterReplay:
         """Returns the reason why the claim of a valid rollout cannot be replayed with this model, or None."""
         if reason := self.misfit(rollout):
             return reason
-        claim_TLX = rollout.routed_experts
+        claim_TLX = np.asarray(rollout.routed_experts)
         chosen_TLX = np.sort(claim_TLX[:, self.moe_layers], axis=-1)
         if (top := int(chosen_TLX.max())) >= self.num_experts:
             return f"expert {top} is not one of the model's {self.num_experts}"
@@ -80,7 +80,7 @@ class RouterReplay:
     def rows(self, rollout: rollout_lib.Rollout) -> np.ndarray:
         """Returns rows [T, L, X] of a claim that `refusal` accepts."""
         rows_TLX = self.empty(len(rollout.tokens))
-        rows_TLX[:-1] = rollout.routed_experts[:, self.moe_layers]
+        rows_TLX[:-1] = np.asarray(rollout.routed_experts)[:, self.moe_layers]
         return rows_TLX
 
 

@@ -67,7 +67,7 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
         adapted = {key: adapt(child, key) for key, child in tree.items()}
         return {key: child for key, child in adapted.items() if child is not None} or None
 
-    adapters = adapt(model_specs)
+    adapters = adapt(model_specs) or {}
     if missing := [name for name in config.targets if name not in found]:
         raise ValueError(f"lora.targets has {missing[0]!r}, but the model has no such parameter; choose from {KERNELS}")
     return adapters

@@ -21,8 +21,7 @@ from rl.algorithms import divergences, importance, losses
 from rl.batch import packing, router_replay
 
 
-@struct.dataclass
-class MicroBatches:
+class MicroBatches(struct.PyTreeNode):
     """A batch of M micro-batches, and the log-probabilities [M, B, T] that its importance ratios compare with."""
 
     batch: packing.TrainBatch
@@ -33,8 +32,7 @@ class MicroBatches:
         return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
 
 
-@struct.dataclass
-class Counts:
+class Counts(struct.PyTreeNode):
     """Global denominators of an optimizer step, float32; all but `tokens` are at least 1."""
 
     tokens: jax.Array  # that train
@@ -53,7 +51,7 @@ class Objective:
     old_logprobs: str = "sampler"  # ratios against the sampler, or "learner": against the parameters before the batch
     optimizer_steps: int = 1  # per batch, each on its own share of the micro-batches
     entropy_coef: float = 0.0  # bonus on the mean entropy of trained tokens (INTELLECT-2: 0.001)
-    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`, a mean over trained tokens whatever the loss
+    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`, a mean over trained tokens with every loss
     kl_estimator: str = "k3"  # a name of divergences.ESTIMATORS; k1 only in the advantage
     kl_place: str = "loss"  # or "advantage": a reward of each token, without gradient
     kl_reference: str = "sampler"  # or "reference": the batch carries ref_logp
@@ -142,6 +140,7 @@ class Objective:
                 metrics |= {"loss/router_balance": balance}
                 total += self.router_balance_coef * balance
             if routing.margin is not None:
+                assert batch.routed_experts is not None
                 replayed_BT = batch.routed_experts[..., 0, 0] != router_replay.unrouted(batch.routed_experts.dtype)
                 differing_and_all = jnp.stack([jnp.sum(routing.margin > 0), len(routing.margin) * jnp.sum(replayed_BT)])
                 metrics |= {"moe/replayed": differing_and_all.astype(jnp.float32)}
@@ -180,13 +179,11 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
     Raises:
       ValueError: the name or an option is unknown, or an option without a default is missing.
     """
-    if isinstance(loss, str):
-        if loss not in losses.LOSSES:
-            raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
-        name, loss = loss, losses.LOSSES[loss]
-    else:
-        name = getattr(loss, "__name__", "given")
-    known = {p.name: p for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if isinstance(loss, str) and loss not in losses.LOSSES:
+        raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
+    function: Callable = losses.LOSSES[loss] if isinstance(loss, str) else loss
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "given")
+    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     own = {n: p for n, p in known.items() if n not in _EXTRAS}
     if unknown := sorted(set(options) - set(own)):
         raise ValueError(
@@ -194,7 +191,7 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
         )
     if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
-    return PolicyLoss(loss, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))
+    return PolicyLoss(function, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))
 
 
 def count(micro_batches: MicroBatches, first, stride) -> Counts:

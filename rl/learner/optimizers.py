@@ -232,7 +232,7 @@ def _orthogonalize_tree(tree, specs):
 def _spread(function, x_NRC):
     """Runs `function` with the first dim split over the mesh, padded to a multiple of the number of devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    ways = 1 if mesh.empty else rules.num_batch_shards(mesh)
+    ways = 1 if mesh.empty else rules.num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]  # reads its shape alone
     N = x_NRC.shape[0]
     x_NRC = jnp.pad(x_NRC, ((0, -N % ways), (0, 0), (0, 0)))
     x_NRC = rules.constrain(x_NRC, "batch", None, None)

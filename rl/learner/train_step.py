@@ -32,7 +32,8 @@ from sharding import rules
 
 HOST = "pinned_host"  # the memory kind of the optimizer state that `optimizers.offloaded` keeps off the device
 # Parts of an experiment's description (rl/experiment/experiment.py).
-OptimizerConfig, Objective = optimizers.OptimizerConfig, objective_lib.Objective
+OptimizerConfig = optimizers.OptimizerConfig
+Objective = objective_lib.Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +56,13 @@ class Learner:
             )
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """The train state: the parameters that train, the optimizer state, and the number of batches consumed (int32).
 
     With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters; else `frozen` is empty.
     """
 
-    step: jax.Array
+    step: packing.Array
     params: transformer.Params
     opt_state: optax.OptState
     frozen: transformer.Params = dataclasses.field(default_factory=dict)
@@ -132,7 +132,7 @@ def update(learner: Learner, state: TrainState, grads, metrics, counts: objectiv
     model, rate = learner.model, learner.objective.router_balance_rate
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
-    keeps = is_good & finite & counts.trains_any  # without a token there is no direction: momentum alone moves nothing
+    keeps = is_good & finite & counts.trains_any  # without a token, momentum alone must move nothing
     updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     if (load_LE := metrics.pop("moe/load", None)) is not None:
@@ -176,7 +176,7 @@ def score(
 ) -> jax.Array:
     """Returns log-probabilities [M, B, T] of the batch's tokens under `params`, without gradient, as for a reference policy.
 
-    Its own routers choose experts, whatever the batch carries: it is another policy, maybe of another architecture.
+    Routed experts of the batch are ignored: they belong to another policy, maybe of another architecture.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return _score_batch(model, params, batch.replace(routed_experts=None), share_prompts)
@@ -215,7 +215,7 @@ def abstract_state(learner: Learner) -> TrainState:
     layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, learner.mesh)))
 
     def layout(path, leaf, space):
-        """The path of a moment ends with that of its parameter, whatever optax wraps around it."""
+        """Finds the parameter of a moment: the path of the moment ends with that of the parameter."""
         tails = (layouts.get(path[i:]) for i in range(len(path)))
         sharding = next((s for s in tails if s is not None), replicated) if leaf.ndim else replicated
         if space == jax.memory.Space.Host:
@@ -357,13 +357,15 @@ def _log_probs(model, params, batch, share_prompts: bool, entropy_gradient: bool
 def _rebalance(model, params, load_LE, rate: float):
     """Moves each router's correction by the load of its experts over the step, [L, E] over MoE layers."""
     place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
-    stacks = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": index for index in place}
+    stacks = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": [index] for index in place}
     blocks = dict(params["layers"])
     for key, indices in stacks.items():
         if "moe" in blocks[key]:
-            rows = [place[i] for i in indices] if model.scan_layers else place[indices]
+            rows = [place[i] for i in indices]
             layer = blocks[key]["moe"]
-            correction = moe.balanced_correction(layer["correction"], load_LE[jnp.array(rows)], rate)
+            correction = moe.balanced_correction(
+                layer["correction"], load_LE[jnp.array(rows)] if model.scan_layers else load_LE[rows[0]], rate
+            )
             blocks[key] = blocks[key] | {"moe": layer | {"correction": correction}}
     return params | {"layers": blocks}
 

@@ -361,7 +361,7 @@ def test_a_config_file_may_bring_its_own_loss():
         experiment.resolve(config)
     config = quickstart.get_config()
     config.rl.loss_function = "reinforce"
-    with pytest.raises(ValueError, match="is no function"):
+    with pytest.raises(ValueError, match="is not a function"):
         experiment.resolve(config)
     plain = experiment.resolve(quickstart.get_config())
     assert plain.loss == "two_sided_clip" and plain.loss_options["delta"] == 4.0
