@@ -174,7 +174,7 @@ def test_deltas_lead_from_each_version_to_the_next(published):
     for file in published.glob("v*/tensors/**/c.*"):
         file.unlink()
     for version in (1, 2, 3):
-        have = broadcast.pull(str(published), version, have=have, key=key)
+        have = broadcast.pull(str(published), version, base=have, key=key)
         assert have.digest == versions[str(version)]["digest"] == broadcast.tree_digest(have.params)
 
 
@@ -191,8 +191,9 @@ def test_the_publisher_goes_on_and_others_are_refused(published):
     key, run = EXPECTED["broadcast"]["public_key"], EXPECTED["broadcast"]["run"]
     base = broadcast.pull(str(published), 3, key=key)
     tree = base.params | {"mask": ~base.params["mask"]}
-    broadcast.publish(tree, 4, str(published), base=base, key=PUBLISHER.private, run=run)
-    pulled = broadcast.pull(str(published), 4, have=base, key=key, run=run)
+    options = broadcast.PublishOptions(key=PUBLISHER.private, run=run)
+    broadcast.publish(tree, 4, str(published), options, base=base)
+    pulled = broadcast.pull(str(published), 4, base=base, key=key, run=run)
     assert pulled.digest == broadcast.tree_digest(tree) and broadcast.versions(str(published)) == [0, 1, 2, 3, 4]
     with pytest.raises(broadcast.CorruptSource):
         broadcast.pull(str(published), 2, key=ANN.worker)

@@ -1,7 +1,8 @@
 """The broadcast of weights: `publish` and `Publisher` for the learner, `pull` for every reader. All that is pulled is verified."""
 
 from sharding.broadcast.assemble import Pulled
-from sharding.broadcast.publish import Publisher, PublishOptions, publish, remove, tree_digest
+from sharding.broadcast.destination import remove
+from sharding.broadcast.publish import Publisher, PublishOptions, publish, tree_digest
 from sharding.broadcast.pull import latest, pull, read_manifest, verify, versions, wait_for, watch
 from sharding.format.journal import CorruptSource
 

@@ -25,15 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
 from sharding.broadcast import assemble
-from sharding.format import chunks, manifest
+from sharding.format import manifest, safetensors_header
 from sharding.system import cli
-
-SAFETENSORS = {
-    **{"BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32"},
-    **{"I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
-}
-MAX_HEADER_BYTES = 100 << 20  # the limit of the format
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,7 +107,7 @@ def _verify_one(args: argparse.Namespace, version: int | None, title: str) -> No
 
 def _publish_dir(args: argparse.Namespace) -> int:
     directory = pathlib.Path(args.directory)
-    params = read_safetensors(directory)
+    params = _read_safetensors(directory)
     config = directory / "config.json"
     metadata = {"config": json.loads(config.read_text())} if config.exists() else {}
     newest = broadcast.latest(args.root)
@@ -125,33 +118,18 @@ def _publish_dir(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
+def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns all tensors of a directory's *.safetensors by name, memory-mapped. Raises ValueError for a malformed file."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"no *.safetensors in {directory}: give a directory with a model's weights")
     found: dict[str, np.ndarray] = {}
     for path in paths:
-        data = np.memmap(path, np.uint8, "r")
-        size = int.from_bytes(data[:8].tobytes(), "little")
-        if len(data) < 8 or size > min(MAX_HEADER_BYTES, len(data) - 8):
-            raise ValueError(f"{path} is not a safetensors file: it has {len(data)} bytes and a header of {size}")
-        header = json.loads(data[8 : 8 + size].tobytes())
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in SAFETENSORS:
-                raise ValueError(f"tensor {name!r} of {path} has dtype {entry['dtype']!r}, not one of {[*SAFETENSORS]}")
+        entries, data = safetensors_header.read(path), np.memmap(path, np.uint8, "r")
+        for name, (dtype, shape, start) in entries.items():
             if name in found:
                 raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of them")
-            kind = chunks.dtype(SAFETENSORS[entry["dtype"]])
-            start, stop = (8 + size + offset for offset in entry["data_offsets"])
-            if not 8 + size <= start <= stop <= len(data) or stop - start != math.prod(entry["shape"]) * kind.itemsize:
-                raise ValueError(
-                    f"tensor {name!r} of {path} has offsets {entry['data_offsets']} for shape {entry['shape']}: download the "
-                    "file again"
-                )
-            found[name] = data[start:stop].view(kind).reshape(entry["shape"])
+            found[name] = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return found
 
 

@@ -2,7 +2,7 @@
 
 1. `make_plan` follows the manifests back from the version until it reaches the base or a snapshot. If both are reachable, the plan
    with fewer bytes wins. Each manifest must continue the digest of the one before it.
-2. `read` takes the tensors in order. It allocates what this host needs of each (the whole, or the regions of its devices), and
+2. `read` takes the tensors in order. For each it allocates the whole, or the regions of this host's devices, and
    fetches and patches the chunks of these in parallel. An object of deltas is fetched once for all its chunks.
 3. A chunk that is an object of a snapshot is proved by the object's digest. A patched chunk must have the digest that the
    manifest lists. An unchanged chunk of the base is hashed, too: its memory may have been overwritten.
@@ -301,13 +301,9 @@ def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> No
             f"version {later.version} continues a version {earlier.version} of digest {later.digest_before}, but the one "
             f"here has {earlier.digest_after}: it is of another run, or was published again; pull a newer snapshot"
         )
-    if len(later.tensors) != len(earlier.tensors):
+    layouts = [[(t.name, t.shape, t.dtype, t.chunk, t.tied_to) for t in m.tensors] for m in (later, earlier)]
+    if layouts[0] != layouts[1]:
         raise journal.CorruptSource(f"versions {later.version} and {earlier.version} have different tensors")
-    for a, b in zip(later.tensors, earlier.tensors, strict=True):
-        if (a.name, a.shape, a.dtype, a.chunk, a.tied_to) != (b.name, b.shape, b.dtype, b.chunk, b.tied_to):
-            raise journal.CorruptSource(
-                f"tensor {a.name!r} of version {later.version} differs from {b.name!r} of version {earlier.version}"
-            )
 
 
 def _delta_bytes(chain: Sequence[manifest.Manifest]) -> int:

@@ -124,7 +124,7 @@ class Directory:
 class Bucket:
     """A version in a bucket (gs://, s3:// or file://), through tensorstore. The methods are those of `Directory`.
 
-    There is no lock: the user must run one publisher per bucket. There is no journal, as buckets cannot append: readers see a
+    It has no lock: the user must run one publisher per bucket. It has no journal, as buckets cannot append: readers see a
     version when it is complete.
     """
 
@@ -134,10 +134,6 @@ class Bucket:
 
     def lock(self) -> None:
         """Does nothing."""
-
-    def begin(self) -> None:
-        """Deletes the leftovers of this version."""
-        self.remove()
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes a file of the version."""
@@ -158,10 +154,6 @@ class Bucket:
         """Writes the manifest, which makes the version visible."""
         self.put("manifest.json", [manifest])
 
-    def abort(self) -> None:
-        """Deletes the unfinished version."""
-        self.remove()
-
     def close(self) -> None:
         """Does nothing."""
 
@@ -169,6 +161,8 @@ class Bucket:
         """Deletes the version. It becomes invisible first."""
         self.delete("manifest.json")
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
+
+    begin = abort = remove
 
 
 def _bucket(root: str) -> ts.KvStore:

@@ -7,6 +7,7 @@ of all hosts are merged into the tensors of the manifest.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,11 +151,27 @@ def write_chunks(
             add(journal.Object(path, len(data), digests.of(data)))
             patches.clear()
 
+    def encode(t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region) -> _EncodedChunk:
+        values = chunks.padded_bytes(array, region, t.chunk)
+        checksum, digest = chunks.encoded_digest(values)
+        stored = patch = None
+        if writes_arrays:
+            out.put(path, [values.data, checksum])
+            stored = journal.Object(path, len(values) + len(checksum), digest)
+        if old_chunk is not None:
+            patch = delta.encode(old_chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
+        if copy is not None:
+            if (t.name, number) in copy.chunks:
+                np.copyto(copy.chunks[t.name, number], values)
+            else:
+                copy.chunks[t.name, number] = values.copy()
+        return _EncodedChunk(t.name, number, digest, stored, patch)
+
     def calls() -> Iterator[tuple[int, Callable[[], _EncodedChunk]]]:
-        for t, shard in _prefetched((tensor, s) for tensor in untied for s in _shards(leaves[tensor.name], tensor)):
+        for t, shard in _prefetched(leaves, untied):
             array = shard.fetch()
             for number, path, region in _chunks_of(t, shard):
-                yield t.chunk_bytes, _Encoding(out, t, number, path, region, array, old_chunk, copy, writes_arrays)
+                yield t.chunk_bytes, functools.partial(encode, t, number, path, array, region)
 
     if jax.process_index() == 0 and writes_arrays:
         for t in untied:
@@ -209,52 +226,17 @@ class _EncodedChunk:
     patch: bytes | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Encoding:
-    """The work on one chunk, in a thread: hash, write, compute the patch, copy for the next patch."""
-
-    out: destination.Directory | destination.Bucket
-    tensor: manifest.Tensor
-    number: int
-    path: str
-    region: chunks.Region  # of `array`
-    array: np.ndarray
-    old_chunk: OldChunk | None
-    copy: HostCopy | None
-    writes_arrays: bool
-
-    def __call__(self) -> _EncodedChunk:
-        t, key = self.tensor, (self.tensor.name, self.number)
-        values = chunks.padded_bytes(self.array, self.region, t.chunk)
-        checksum, digest = chunks.encoded_digest(values)
-        stored = patch = None
-        if self.writes_arrays:
-            self.out.put(self.path, [values.data, checksum])
-            stored = journal.Object(self.path, len(values) + len(checksum), digest)
-        if self.old_chunk is not None:
-            patch = delta.encode(self.old_chunk(t, self.number), values, manifest.ITEM_BYTES[t.dtype])
-        if self.copy is not None:
-            if key in self.copy.chunks:
-                np.copyto(self.copy.chunks[key], values)
-            else:
-                self.copy.chunks[key] = values.copy()
-        return _EncodedChunk(t.name, self.number, digest, stored, patch)
-
-
-def _shards(leaf: Any, t: manifest.Tensor) -> Iterator[chunks.OwnedShard]:
-    return chunks.owned_shards(leaf, chunks.dtype(t.dtype))
-
-
 def _prefetched(
-    items: Iterable[tuple[manifest.Tensor, chunks.OwnedShard]],
+    leaves: dict[str, Any], tensors: Sequence[manifest.Tensor]
 ) -> Iterator[tuple[manifest.Tensor, chunks.OwnedShard]]:
-    """Yields the items, after starting the copies of the next shards to the host."""
+    """Yields this host's shards, after starting the copies of the next ones to the host."""
     ahead = collections.deque()
-    for item in items:
-        item[1].prefetch()
-        ahead.append(item)
-        if len(ahead) > PREFETCHED_SHARDS:
-            yield ahead.popleft()
+    for t in tensors:
+        for shard in chunks.owned_shards(leaves[t.name], chunks.dtype(t.dtype)):
+            shard.prefetch()
+            ahead.append((t, shard))
+            if len(ahead) > PREFETCHED_SHARDS:
+                yield ahead.popleft()
     yield from ahead
 
 

@@ -123,11 +123,6 @@ def publish(
     return _publish(params, version, root, options, base, snapshot, metadata, None)
 
 
-def remove(root: str | os.PathLike, version: int) -> None:
-    """Deletes a version. It becomes invisible first. Versions that need it can no longer be pulled."""
-    destination.remove(root, version)
-
-
 def tree_digest(params: Any) -> str:
     """Returns the digest that `publish` would give this tree. This process must have whole arrays."""
     leaves, _, ties = encode.named_leaves(params)
@@ -166,13 +161,13 @@ def _publish(
     tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
     num_hosts, is_first = jax.process_count(), jax.process_index() == 0
     with contextlib.closing(destination.create(root, version)) as out:
-        with _together():
+        with _stage(version, root, options.keep):
             if is_first:
                 out.lock()
                 _check_is_newer(root, version)
                 out.begin()
         try:
-            with _together(), _explaining_full_disk(version, root, options.keep):
+            with _stage(version, root, options.keep):
                 before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
                 old_chunk = None
                 if base is not None and before is not None:
@@ -186,7 +181,7 @@ def _publish(
                 part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
                 if num_hosts > 1:
                     out.put(_part_name(jax.process_index()), [part.to_json()])
-            with _together(), _explaining_full_disk(version, root, options.keep):
+            with _stage(version, root, options.keep):
                 parts = [part]
                 if num_hosts > 1:
                     parts = [encode.HostPart.from_json(out.get(_part_name(i))) for i in range(num_hosts)]
@@ -220,32 +215,24 @@ def _publish(
 
 
 @contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """A barrier over the hosts: after it, either every host succeeded, or every host raises."""
-    if jax.process_count() == 1:
-        yield
-        return
+def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
+    """A barrier over the hosts: after it, either every host succeeded, or every host raises. Explains a full disk."""
     failed = True
     try:
         yield
         failed = False
-    finally:
-        others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
-        if not failed and len(others):
-            raise transport.RemoteHostError(
-                f"hosts {others.tolist()} could not publish, so this version is not published: see their errors"
-            )
-
-
-@contextlib.contextmanager
-def _explaining_full_disk(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         text = f"no space left to publish version {version}, which was deleted: free some or lower keep={keep}"
         raise OSError(errno.ENOSPC, text, str(root)) from error
+    finally:
+        if jax.process_count() > 1:
+            others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
+            if not failed and len(others):
+                raise transport.RemoteHostError(
+                    f"hosts {others.tolist()} could not publish, so this version is not published: see their errors"
+                )
 
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> None:
@@ -300,7 +287,7 @@ def _finish(
             f"the manifest has {len(data)} bytes, more than readers accept ({journal.MAX_MANIFEST_BYTES}): shorten metadata"
         )
     for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
-        out.note(entry)  # this host's own are there already; two hosts must not append to one file of a network drive
+        out.note(entry)  # this host's own are in it already; two hosts must not append to one file of a network drive
     out.finish(data)
 
 

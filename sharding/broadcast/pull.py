@@ -118,7 +118,7 @@ def wait_for(source: Source, at_least: int, timeout_s: float, poll_s: float = 0.
                 raise TimeoutError(
                     f"{text}: check that the publisher is running" + (f"; {reason}" if newest is None else "")
                 )
-            try:  # relays reply when there is news: no client has to poll twenty times a second
+            try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
                 known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
             except (journal.Unavailable, FileNotFoundError):
                 known = None

@@ -91,16 +91,7 @@ class ObjectDownload:
         target, origin = self._target, start
         if rival is not None:  # memory of its own: until one of the two is aborted, both write
             target, origin = range_get.Target([memoryview(bytearray(stop - start))]), 0
-        get = range_get.Get(
-            relay,
-            self._path,
-            start=start,
-            stop=stop,
-            total=len(self._target),
-            target=target,
-            origin=origin,
-            rival=rival,
-        )
+        get = range_get.Get(relay, self._path, start, stop, len(self._target), target, origin, rival)
         if rival is not None:
             rival.rival = get
         self._running[self._pool.submit(get)] = get

@@ -134,6 +134,7 @@ class Relay:
                 return
 
 
+@dataclasses.dataclass(eq=False)
 class Get:
     """One GET of `path` from `relay`: bytes [start, stop) of `total` into `target`, or a reply of at most `limit` bytes.
 
@@ -141,25 +142,19 @@ class Get:
     two has the other as its `rival` until one ends. `extra_s` is added to the time that the relay may be silent.
     """
 
-    def __init__(
-        self,
-        relay: Relay,
-        path: str,
-        *,
-        start: int = 0,
-        stop: int = 0,
-        total: int = 0,
-        target: Target | None = None,
-        origin: int = 0,
-        rival: "Get | None" = None,
-        limit: int = 0,
-        extra_s: float = 0.0,
-    ):
-        self.relay, self.path = relay, path
-        self.start, self.stop, self.target = start, stop, target
-        self._total, self._origin, self._limit, self._extra_s = total, origin, limit, extra_s
-        self.rival, self.is_hedge = rival, rival is not None
-        self.received = 0
+    relay: Relay
+    path: str
+    start: int = 0
+    stop: int = 0
+    total: int = 0
+    target: Target | None = None
+    origin: int = 0
+    rival: "Get | None" = None
+    limit: int = 0
+    extra_s: float = 0.0
+
+    def __post_init__(self):
+        self.is_hedge, self.received = self.rival is not None, 0
         self._begun_s: float | None = None
         self._ended_s: float | None = None
         self._aborted = False
@@ -228,7 +223,7 @@ class Get:
             connection.connect()
         self._socket = connection.sock
         assert self._socket is not None
-        self._socket.settimeout(self.relay.options.stall_s + self._extra_s)
+        self._socket.settimeout(self.relay.options.stall_s + self.extra_s)
         if self._aborted:
             raise Failed("aborted")
         headers = {"Range": f"bytes={self.start}-{self.stop - 1}"} if self.target is not None else {}
@@ -248,19 +243,19 @@ class Get:
         body = bytearray()
         while data := response.read1(1 << 16):
             body += data
-            if len(body) > self._limit:
-                raise Failed(f"sent more than {self._limit} bytes for {self.path}")
+            if len(body) > self.limit:
+                raise Failed(f"sent more than {self.limit} bytes for {self.path}")
         if response.length:
             raise Failed(f"closed {response.length} bytes before the end of {self.path}")
         return bytes(body)
 
     def _receive(self, response: http.client.HTTPResponse, target: Target) -> bytes:
         size = self.stop - self.start
-        expected = f"bytes {self.start}-{self.stop - 1}/{self._total}"
+        expected = f"bytes {self.start}-{self.stop - 1}/{self.total}"
         got = response.headers.get("Content-Range")
         if response.status == 206 and got != expected:
             raise Failed(f"sent {got!r} of {self.path}, not {expected!r}")
-        if response.status == 200 and size != self._total:
+        if response.status == 200 and size != self.total:
             raise Failed("ignores Range: serve it with a server that does not")
         if response.length != size:
             raise Failed(f"has {response.length} bytes of {self.path}, not {size}")
@@ -269,7 +264,7 @@ class Get:
                 if self._aborted:
                     raise Failed("aborted")
                 limit = min(SLICE_BYTES, size - self.received)
-                n = response.readinto(target.view(self._origin + self.received, limit))
+                n = response.readinto(target.view(self.origin + self.received, limit))
                 self.received += n
             if n == 0:
                 raise Failed(f"closed after {self.received} of {size} bytes of {self.path}")

@@ -1,4 +1,4 @@
-"""Several relays as one source: which is asked for what, when a reply is trusted, and how a dishonest relay is found.
+"""Several relays as one source: the choice of a relay, when a reply is trusted, and how a dishonest relay is found.
 
 An object is read in two steps:
 

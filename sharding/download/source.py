@@ -294,7 +294,7 @@ class Bucket(_Storage):
     def _get(self, key: str) -> bytes | None:
         try:
             result = self._store.read(key).result()
-        except ValueError as error:  # the only type of error that tensorstore raises; it has retried what it could
+        except ValueError as error:  # the only type of error that tensorstore raises; after its own retries
             raise journal.Unavailable(f"{self._place}{key}: {error}") from error
         return None if result.state == "missing" else result.value
 

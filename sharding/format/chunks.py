@@ -38,7 +38,7 @@ class OwnedShard:
             self._cast.copy_to_host_async()
 
     def fetch(self) -> np.ndarray:
-        """Returns the values on the host. Blocks until they are there."""
+        """Returns the values on the host. Blocks until the copy is complete."""
         if not isinstance(self._data, jax.Array):
             return to_host(np.asarray(self._data).astype(self._kind, copy=False))
         self.prefetch()

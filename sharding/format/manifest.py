@@ -6,7 +6,7 @@ A manifest is canonical JSON (sorted keys, no spaces, ASCII), with these fields:
   version that the deltas apply to (a snapshot may have deltas, too); `encodings`: "zarr3" (snapshots), "xor" (deltas).
 * `tensors`: name, shape, dtype, chunk shape, and one digest (`sharding/format/digests.py`) per chunk. That is the digest of
   the file that zarr3 with the codecs bytes and crc32c stores for the chunk. In a snapshot this file is an object, so one
-  hash proves both; in a delta version it is what the patched chunk must hash to. `deltas` locates the patch of each chunk:
+  hash proves both; in a delta version it is the digest that the patched chunk must have. `deltas` locates the patch of each chunk:
   object, offset, size; null means unchanged.
 * `objects`: every file except the manifest, in the order of publishing, with size and digest.
 * `digest_after`, the digest of the tree (see `digest`), and `digest_before`, that of `delta_of`.
