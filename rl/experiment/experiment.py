@@ -252,10 +252,7 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     return "\n".join(
         (
             f"{len(changed)} of {len(found)} config fields differ from configs/base.py (all are in {workdir / 'config.json'}):",
-            *(
-                f"  {name:<{width}} = {value!r} (was {defaults.get(name, 'unset')!r})"
-                for name, value in changed.items()
-            ),
+            *(f"  {name:<{width}} = {value!r} (was {defaults.get(name)!r})" for name, value in changed.items()),
             f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}",
             f"logs of the child processes: {workdir / 'logs'}",
         )

@@ -1,7 +1,7 @@
 """`topology.mode = "remote"` as a user runs it: learner, two relays in a row, a server and workers, each started by itself.
 
-The learner runs the first relay; the second knows only the first's URL, the server only the second's. So what the second
-holds went through both, and what the server samples with came from there.
+The learner runs the first relay; the second knows only the first's URL, the server only the second's. So the second
+relay's versions went through both, and the server samples with weights from there.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
-    """The server is told the run's key before the evaluation begins, and the weights come in the run's dtype."""
+    """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
     workdir, server_port, relay_port = tmp_path / "run", free_port(), free_port()
     overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
     assert test_train.run(workdir, **overrides).returncode == 0

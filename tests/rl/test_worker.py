@@ -46,7 +46,7 @@ GROUP = {
 
 
 class Played:
-    """Both services in one app, on a free port: what they were asked is kept, what they answer can be changed."""
+    """Both services in one app, on a free port: requests are kept, replies can be changed."""
 
     def __init__(self, groups):
         self.groups, self.leases, self.requests, self.submitted = collections.deque(groups), [], [], []
@@ -127,7 +127,7 @@ def play():
 
 
 def work_until(played, done, *, concurrency=4, key=None):
-    """Runs the worker until `done()`; what it raises first is raised."""
+    """Runs the worker until `done()`; raises the first error of the worker."""
 
     async def main():
         key_ = key or rollout_lib.WorkerKey.generate()
@@ -178,13 +178,13 @@ def test_a_group_from_lease_to_submission(play, capsys):
         completion = [*TOKENIZER.encode(task.answer if i % 2 == 0 else "no"), TOKENIZER.eos_id]
         assert r.tokens.tolist() == prompt + completion and rollout_lib.signature_ok(r) and r.worker == key.worker
         assert r.sampled_mask.tolist() == [False] * len(prompt) + [True] * len(completion)
-        assert not r.logprobs.any()  # 5e-7, a hair above 0, is rounded down to what a log-probability can be
+        assert not r.logprobs.any()  # 5e-7, a hair above 0, is rounded down to 0, the largest log-probability
         assert r.versions.tolist() == [1] * len(prompt) + [1] + [2] * (len(completion) - 1)
         assert (r.seed, r.temperature, r.step, r.finish_reason) == ((2**32 - 2 + i) % 2**32, 0.8, 3, "stop")
         assert r.task == rollout_lib.TaskRef("reverse_text", GROUP["index"], 7, 4)
         assert r.reward == r.rewards["reward"] == 1.0 - i % 2 and r.proofs == bytes([r.seed % 256])
     error = capsys.readouterr().err
-    assert error == "train/3/7 refused: temperature: expected 1.0\n"  # and not a word of what was accepted
+    assert error == "train/3/7 refused: temperature: expected 1.0\n"  # and nothing about accepted groups
 
 
 def test_groups_in_flight_are_bounded_and_all_are_done(play):
@@ -203,7 +203,7 @@ def test_held_out_groups_need_no_proofs(play):
     assert played.requests[0]["token_ids"] == TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
 
 
-# ---- what goes wrong -------------------------------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------------------
 
 
 def run_main(played, *arguments):

@@ -1,4 +1,4 @@
-"""What every command does first: mistakes of the user end in one line, and bind no working directory."""
+"""The first steps of every command: mistakes of the user end in one line, and claim no working directory."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MISTAKES = {
 
 
 def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
-    """All of them at once: a process is mostly its imports."""
+    """All of them at the same time: a process is mostly its imports."""
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
     processes = {
         name: subprocess.Popen(
@@ -271,7 +271,7 @@ def test_a_look_at_a_run_may_ask_otherwise_and_changes_nothing(tmp_path):
 def test_a_run_describes_only_the_fields_that_differ_and_the_files_to_watch(tmp_path):
     exp = resolved(rl__num_steps=7, seed=0)
     text = experiment.describe(exp, tmp_path)
-    assert "  rl.num_steps " in text and "= 7 (was 100)" in text and "= 5 (was 'unset')" in text
+    assert "  rl.num_steps " in text and "= 7 (was 100)" in text and "= 5 (was None)" in text
     assert "warmup.roles" not in text and len(text.splitlines()) < 20 < len(experiment.fields(exp))
     for name in ("config.json", "metrics.jsonl", "tensorboard", "logs"):
         assert str(tmp_path / name) in text

@@ -43,7 +43,7 @@ def test_intellect2():
 
 
 def test_intellect3():
-    """arXiv 2512.16144: tokens in [0.5, 5], streams out below 1e-5, no standard deviation, Muon, at most 8 versions behind."""
+    """arXiv 2512.16144: tokens in [0.5, 5], streams out below 1e-5, no standard deviation, Muon, a lag of at most 8."""
     exp = resolved("intellect3")
     options = exp.loss_options
     assert exp.loss == "masked_importance_sampling"
@@ -61,7 +61,7 @@ def test_prime2026():
 
 
 def test_scalerl():
-    """arXiv 2510.13786: CISPO with an upper bound of 5, batch-normalised advantages, prompt average, eight versions behind."""
+    """arXiv 2510.13786: CISPO with an upper bound of 5, batch-normalised advantages, prompt average, a lag of 8."""
     exp = resolved("scalerl")
     assert (exp.loss, exp.loss_options) == ("cispo", {"ratio_low": 0.0, "ratio_high": 5.0})
     assert (exp.config.rl.normalize, exp.config.rl.average, exp.config.rl.max_lag) == ("batch_std", "prompts", 8)
@@ -104,7 +104,7 @@ def test_each_recipe_learns(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["-advantage_BT, mask_BT", "advantage_BT, 1 - mask_BT"], ids=["sign", "mask"])
 def test_a_broken_loss_does_not(broken, tmp_path):
-    """What the test above would not see, it could not vouch for."""
+    """The test above can see such a difference."""
     (tmp_path / "broken.py").write_text(f"""
 from configs import quickstart
 from rl.algorithms import losses

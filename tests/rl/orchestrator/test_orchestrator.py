@@ -1,6 +1,6 @@
-"""The orchestrator: which groups are open, who holds them, what is refused and why, and what the learner is handed.
+"""The orchestrator: open groups, leases, rejections with their reasons, and the batches of the learner.
 
-No model and no server here: rollouts are written by hand, and `publish` has nobody to tell. Prescribed data are
+No model and no server here: rollouts are written by hand, and `publish` has no server to update. Prescribed data are
 recomputed from their definition.
 """
 
@@ -93,7 +93,7 @@ def publish(orchestrator, version):
 
 
 def checked(orchestrator):
-    """Returns once the validator has judged what it was given."""
+    """Returns once the replays queued before are done."""
     orchestrator._replayer.submit(lambda: None).result(WAIT_S)
 
 
@@ -446,10 +446,10 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
 
 
 def test_a_worker_that_is_refused_too_often_gets_no_more_work(make):
-    """The run goes on with the others; only what nobody else can do ends it."""
+    """The run continues with other workers; it ends if no other is active."""
     orchestrator = make(trust__max_attempts=2)
     publish(orchestrator, 0)
-    assert lease(orchestrator, 1, OTHER)  # somebody else is there
+    assert lease(orchestrator, 1, OTHER)  # another worker is active
     for _ in range(2):
         (group,) = lease(orchestrator, 1)
         assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
@@ -499,7 +499,7 @@ def test_every_group_is_screened_and_nobody_waits_for_it(make):
 
 
 def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
-    """Over HTTP: more slow files at once than there are slots to decode or to judge; others are judged, garbage is refused."""
+    """Over HTTP: more slow files at the same time than slots to decode or to judge; others are judged, garbage is refused."""
     go_on, begun = threading.Event(), threading.Semaphore(0)
 
     def screen(rollouts, split):
@@ -555,7 +555,7 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
 
 
 def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
-    """However often: a slow task ends no run. What was signed is kept as it was; a group refused otherwise loses the note."""
+    """However often: a slow task ends no run. The files keep the signed rewards; a group refused otherwise loses the note."""
     refusals = ["sampling: not what the seed draws"]
 
     def screen(rollouts, split):
@@ -605,7 +605,7 @@ def test_a_group_refused_too_often_stops_the_run(make):
 
 
 def test_a_resumed_run_knows_its_workers(make, monkeypatch):
-    """As they were when the batch was handed off: what came later comes again."""
+    """The marks are those at the hand-off of the batch: later groups are generated again."""
     told = []
     first = make(trust__max_attempts=3, evidence=lambda step: told.append(step) or {"of": step})
     publish(first, 0)
@@ -668,7 +668,7 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
 
 
 def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
-    """Nobody looks at the updater's future: the error must come out where the learner waits."""
+    """No caller looks at the updater's future: the error must come out where the learner waits."""
     orchestrator = make()
     orchestrator.connect(["http://127.0.0.1:9"])
 
@@ -715,7 +715,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
     flat = [r for group in batch.groups for r in group]
     assert [rollout_lib.digest(r) for r in kept] == [rollout_lib.digest(r) for r in flat]
     assert all(rollout_lib.signature_ok(r) for r in kept)
-    # The counters start again; batch 2 was generated one version behind.
+    # The counters start again; batch 2 was generated with a lag of 1.
     for group in groups[4:]:
         submit(orchestrator, answers(group))
     metrics = orchestrator.next_batch(2).metrics

@@ -16,11 +16,11 @@ def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
     health.seen("slow", 0.0)
     for _ in range(3):
         health.expired("slow", KEY)
-    assert health.room("slow", 0, 16, 1.0) == 16 and health.may_lease("slow", KEY, 1.0)  # nobody else could do it
+    assert health.room("slow", 0, 16, 1.0) == 16 and health.may_lease("slow", KEY, 1.0)  # no other worker could do it
     health.seen("good", 1.0)
     assert health.room("slow", 0, 16, 2.0) == 2 and not health.may_lease("slow", KEY, 2.0)
     assert health.room("good", 0, 16, 2.0) == 16 and health.may_lease("good", KEY, 2.0)
-    assert health.room("slow", 1, 16, 2.0) == 1  # of what it may hold, it holds one
+    assert health.room("slow", 1, 16, 2.0) == 1  # it may hold two and holds one
     for _ in range(40):
         health.expired("slow", KEY)
     assert health.room("slow", 0, 16, 2.0) == 1  # a chance is left

@@ -43,7 +43,7 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
         clock.now_s += lease.MAX_CLOCK_SKEW_S / 4
     verifier._prune_at = 0
     verifier.verify(lease.request(OTHER, 1, clock=clock))
-    assert verifier._last_us.keys() == {OTHER.worker}  # what cannot pass any more is not remembered
+    assert verifier._last_us.keys() == {OTHER.worker}  # requests that cannot pass any more are forgotten
     with pytest.raises(ValueError, match="off our clock"):
         verifier.verify(first)
 
