@@ -1,4 +1,4 @@
-"""Routers, grouped matmuls and load statistics against loops over tokens; tests/models/test_transformer.py has the Qwen3 mixture.
+"""Routers, experts, grouped matmuls and load statistics against loops over tokens and dense products.
 
 Letters as in models/moe.py.
 """
@@ -79,7 +79,7 @@ def oracle_expert(x_D, params, e, config):
     return out + params["down_bias"][e] if config.expert_bias else out
 
 
-def oracle_mixture(x_BTD, params, config):
+def oracle_moe(x_BTD, params, config):
     out = np.zeros(x_BTD.shape)
     for b, t in np.ndindex(x_BTD.shape[:2]):
         x_D = x_BTD[b, t].astype(np.float64)
@@ -92,7 +92,7 @@ def oracle_mixture(x_BTD, params, config):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def mixture(x_BTD, params, config, cotangent_BTD, experts_BTX=None, valid_BT=None):
+def run(x_BTD, params, config, cotangent_BTD, experts_BTX=None, valid_BT=None):
     """(output, gradients, routing)."""
 
     def total(x_BTD, params):
@@ -118,11 +118,37 @@ def test_routers_choose_and_weigh_as_a_loop_does(name):
             assert math.isclose(got[e], want[e], rel_tol=1e-5)  # float32 against float64
 
 
-@pytest.mark.parametrize("config", [SHARED, GPT_OSS], ids=["shared", "gpt_oss"])
-def test_mixture_equals_a_loop_over_tokens(config):
+@pytest.mark.parametrize("config", [*ROUTERS.values(), SHARED, GPT_OSS], ids=[*ROUTERS, "shared", "gpt_oss"])
+def test_output_equals_a_loop_over_tokens(config):
     params, x_BTD = params_of(config), draw(B, T, D)
-    got, _, _ = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
-    np.testing.assert_allclose(got, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)  # sums of 16 of size 5
+    got, _, _ = run(x_BTD, params, config, draw(B, T, D, seed=2))
+    np.testing.assert_allclose(got, oracle_moe(x_BTD, params, config), rtol=0, atol=2e-5)  # sums of 16 of size 5
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def run_dense(x_BTD, params, config, cotangent_BTD):
+    """Every expert on every token, weighed by a masked softmax: no assignment, no gather, no grouped matmul."""
+
+    def total(x_BTD, params):
+        probs_BTE = jax.nn.softmax(jnp.einsum("BTD,DE->BTE", x_BTD, params["router"]), axis=-1)
+        rank_BTE = jnp.argsort(jnp.argsort(-probs_BTE, axis=-1), axis=-1)
+        weights_BTE = jnp.where(rank_BTE < config.experts_per_token, probs_BTE, 0.0)
+        if config.norm_topk:
+            weights_BTE /= weights_BTE.sum(axis=-1, keepdims=True)
+        gate = jnp.einsum("BTD,EDF->BTEF", x_BTD, params["gate"])
+        up = jnp.einsum("BTD,EDF->BTEF", x_BTD, params["up"])
+        out = jnp.einsum("BTEF,EFD,BTE->BTD", gate * jax.nn.sigmoid(gate) * up, params["down"], weights_BTE)
+        return jnp.sum(out * cotangent_BTD), out
+
+    grads, out_BTD = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)
+    return out_BTD, grads
+
+
+@pytest.mark.parametrize("config", [BASE, ROUTERS["softmax_unnormalised"]], ids=["normalised", "plain"])
+def test_output_and_gradient_equal_every_expert_on_every_token(config):
+    args = draw(B, T, D), params_of(config), config, draw(B, T, D, seed=2)
+    got, want = run(*args)[:2], run_dense(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-5), got, want)  # sums over 24 tokens
 
 
 def test_routing_is_float32_under_bfloat16_activations():
@@ -139,7 +165,7 @@ def test_the_correction_acts_on_the_choice_and_has_no_gradient():
     config = ROUTERS["sigmoid"]
     params = params_of(config) | {"correction": np.where(np.arange(E) == 6, 100.0, 0.0).astype(np.float32)}
     x_BTD = draw(B, T, D)
-    _, (_, d_params), routing = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
+    _, (_, d_params), routing = run(x_BTD, params, config, draw(B, T, D, seed=2))
     assert (np.asarray(routing.experts) == 6).any(axis=-1).all()
     assert (np.asarray(d_params["correction"]) == 0).all()
     np.testing.assert_allclose(routing.weights.sum(axis=-1), config.routed_scale, rtol=1e-5)  # of plain scores
@@ -152,9 +178,11 @@ def test_tokens_that_all_choose_one_expert_are_all_served():
     config = dataclasses.replace(ROUTERS["sigmoid"], experts_per_token=1)
     params = params_of(config) | {"correction": np.where(np.arange(E) == 2, 10.0, 0.0).astype(np.float32)}
     x_BTD = draw(B, T, D)
-    got, _, routing = mixture(x_BTD, params, config, draw(B, T, D, seed=2))
+    got, (_, d_params), routing = run(x_BTD, params, config, draw(B, T, D, seed=2))
     np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, B * T, 0))
-    np.testing.assert_allclose(got, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
+    for name in ("gate", "up", "down"):  # experts that no token chose get a gradient of exactly zero
+        assert np.asarray(d_params[name]).any(axis=(1, 2)).tolist() == (np.arange(E) == 2).tolist(), name
+    np.testing.assert_allclose(got, oracle_moe(x_BTD, params, config), rtol=0, atol=2e-5)
     assert float(moe.load_metrics(routing.load[None])["moe/max_violation"]) == E - 1
 
 
@@ -183,12 +211,12 @@ def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
 
     hostile.defvjp(forward, backward)
     x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = mixture(x_BTD, params_of(config), config, cotangent)
+    want = run(x_BTD, params_of(config), config, cotangent)
     monkeypatch.setattr(jax.lax, "ragged_dot", hostile)
     mesh = mesh_lib.create({"expert": 4, "fsdp": 2})
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("fsdp", "expert")))
     with jax.set_mesh(mesh):
-        got = mixture(jax.device_put(x_BTD, rows), params_of(config), config, jax.device_put(cotangent, rows))
+        got = run(jax.device_put(x_BTD, rows), params_of(config), config, jax.device_put(cotangent, rows))
     # Float32 sums over 48 tokens, split and added in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
 
@@ -197,14 +225,33 @@ def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
 
 
 def on_mesh(sizes, x_BTD, params, config, cotangent):
-    """`mixture` on a mesh, traced anew; (its results, the text of the program)."""
+    """`run` on a mesh, traced anew; (its results, the text of the program)."""
     mesh = mesh_lib.create(sizes, jax.devices()[: math.prod(sizes.values())])
     layout = rules.shardings(transformer.specs(config)["layers"]["000"]["moe"], mesh)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rules.RULES["batch"]))
     args = jax.device_put(x_BTD, rows), jax.device_put(params, layout), config, jax.device_put(cotangent, rows)
     with jax.set_mesh(mesh):
-        compiled = jax.jit(functools.partial(mixture.__wrapped__), static_argnums=2).lower(*args).compile()
+        compiled = jax.jit(functools.partial(run.__wrapped__), static_argnums=2).lower(*args).compile()
         return compiled(args[0], args[1], args[3]), compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 4, "fsdp": 2},
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "expert": 2, "context": 2},
+        {"fsdp": 4, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_eight_devices_equal_one(sizes):
+    """Values and gradients, on every kind of split; a sum taken twice or never over an axis is a factor of 2 off."""
+    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
+    got, _ = on_mesh(sizes, x_BTD, params_of(BASE), BASE, cotangent)
+    want = run_dense(x_BTD, params_of(BASE), BASE, cotangent)
+    # Float32 sums over 48 tokens, split and added in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want)
 
 
 TRAVELS = {
@@ -221,7 +268,7 @@ def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
     """Values and gradients, in one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
     sizes, config = TRAVELS[name]
     x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = mixture(x_BTD, params_of(config), config, cotangent)
+    want = run(x_BTD, params_of(config), config, cotangent)
     monkeypatch.setattr(moe_experts, "GATHERED", 0)
     monkeypatch.setattr(moe_experts, "TILE", 8)
     monkeypatch.setattr(moe_experts, "SLACK", {"one": 4.0, "several": 0.1}[rounds])
@@ -236,7 +283,7 @@ def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, monkeypatch):
     """Values and gradients, at most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
     sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
     x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = mixture(x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
+    want = run(x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
     monkeypatch.setattr(moe_experts, "GATHERED", 0)
     monkeypatch.setattr(moe_experts, "TILE", 8)
     monkeypatch.setattr(moe_experts, "ROWS", 15)
@@ -255,7 +302,7 @@ def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
     monkeypatch.setattr(moe_experts, "TILE", 8)
     (out, grads, routing), _ = on_mesh({"expert": 8}, x_BTD, params, config, cotangent)
     np.testing.assert_array_equal(routing.load, np.where(np.arange(E) == 2, 8 * 24, 0))
-    np.testing.assert_allclose(out, oracle_mixture(x_BTD, params, config), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(out, oracle_moe(x_BTD, params, config), rtol=0, atol=2e-5)
     # The one expert's down projection by hand, in float64: sum over tokens of hidden x weight x cotangent.
     want = np.zeros((F, D))
     for b, t in np.ndindex(8, 24):
@@ -313,8 +360,8 @@ def test_megablox_equals_ragged_dot():
 def test_replaying_the_routers_own_choice_changes_nothing(name):
     config = ROUTERS[name]
     args = draw(B, T, D), params_of(config), config, draw(B, T, D, seed=2)
-    want = mixture(*args)
-    *got, routing = mixture(*args, want[2].experts)
+    want = run(*args)
+    *got, routing = run(*args, want[2].experts)
     assert not np.asarray(routing.margin).any()
     got = *got, routing._replace(margin=None)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
@@ -325,7 +372,7 @@ def test_replayed_experts_run_with_this_routers_weights_and_gradient():
     config = ROUTERS["softmax"]
     params, x_BTD, cotangent = params_of(config), draw(B, T, D), draw(B, T, D, seed=2)
     forced = np.stack([np.random.default_rng(n).permutation(E)[:3] for n in range(B * T)]).reshape(B, T, 3)
-    out, (_, d_params), routing = mixture(x_BTD, params, config, cotangent, forced.astype(np.int32))
+    out, (_, d_params), routing = run(x_BTD, params, config, cotangent, forced.astype(np.int32))
     np.testing.assert_array_equal(routing.experts, forced)
 
     def total(router):

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from inference.engine import kv_cache
-from models import logprobs, moe, transformer
-from sharding import mesh as mesh_lib
+from models import transformer
 from sharding import rules
 from tests.support import tiny
 
@@ -86,7 +85,7 @@ def oracle_swiglu(x, gate, up, down):
     return (g / (1 + np.exp(-g)) * (x @ up)) @ down
 
 
-def oracle_mixture(x, moe_params, config):
+def oracle_moe(x, moe_params, config):
     """One token: softmax over all experts, the X best, renormalised if norm_topk, experts one after the other."""
     scores = x @ moe_params["router"]
     probs = np.exp(scores - scores.max())
@@ -129,14 +128,14 @@ def oracle(params, config, tokens):
         for t, x in enumerate(xs):
             h = oracle_norm(x, layer["mlp_norm"], eps)
             if config.is_moe(index):
-                xs[t] = x + oracle_mixture(h, layer["moe"], config)
+                xs[t] = x + oracle_moe(h, layer["moe"], config)
             else:
                 xs[t] = x + oracle_swiglu(h, *(layer["mlp"][name] for name in ("gate", "up", "down")))
     hidden = np.stack([oracle_norm(x, params["final_norm"], eps) for x in xs])
     return hidden, hidden @ (params["embed"].T if config.tie_embeddings else params["lm_head"])
 
 
-@pytest.mark.parametrize("config", [DENSE, UNTIED, MIXED], ids=["dense_tied_qknorm", "untied_mqa_remat", "mixture"])
+@pytest.mark.parametrize("config", [DENSE, UNTIED, MIXED], ids=["dense_tied_qknorm", "untied_mqa_remat", "moe"])
 def test_apply_and_logits_equal_the_oracle(config):
     tokens_BT = draw_tokens((3, 16))
     hidden_BTD, logits_BTV = run(params_of(config), config, tokens_BT)
@@ -159,7 +158,7 @@ def test_bfloat16_activations_give_float32_logits_near_the_oracle():
 
 
 # ---- packing, padding, causality -------------------------------------------------------------------------------------
-# From here on a mixture whose first layer is dense: both kinds of layer, grouped queries, norms on queries and keys.
+# From here on a model whose first layer is dense and whose second is an MoE layer, grouped queries, norms on queries and keys.
 
 # One row of 16 tokens: a prompt of 3 that branches of 4 and 2 continue, a sequence of one token, one of 4, padding.
 SEGMENTS_T = np.array([1] * 9 + [2] + [3] * 4 + [0] * 2, np.int32)
@@ -204,7 +203,7 @@ def test_a_token_sees_itself_and_its_own_past():
     """d hidden[t] / d embedding of token s is zero exactly where s is later, or in another sequence or branch.
 
     Every token id occurs once, so that a row of the embedding's gradient belongs to one position. Padding is a segment
-    of its own. Catches an off-by-one of the causal mask, a mask without segments, and a mixture that mixes tokens.
+    of its own. Catches an off-by-one of the causal mask, a mask without segments, and experts that mix tokens.
     """
     params, tokens_1T = params_of(MIXED), np.random.default_rng(1).permutation(MIXED.vocab_size)[None, :16]
     direction_D = np.random.default_rng(2).standard_normal(MIXED.model_dim).astype(np.float32)
@@ -260,186 +259,9 @@ def test_a_prompt_in_two_pieces_equals_apply():
     np.testing.assert_allclose(hidden, whole[:, 8:], atol=1e-5)  # order of float32 sums
 
 
-# ---- log-probabilities -----------------------------------------------------------------------------------------------
-
-WEIGHT_BT = np.random.default_rng(4).standard_normal((3, 9)).astype(np.float32)
-TEMPERATURE_BT = np.random.default_rng(3).choice([0.0, 0.6, 1.0, 1.7], (3, 9)).astype(np.float32)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 6))
-def score(params, config, hidden_BTD, tokens_BT, temperature_BT, predictors_BT, chunk):
-    """Values, and the gradients of sum(WEIGHT logp) and of sum(entropy)."""
-    (logp_BT, entropy_BT), pull = jax.vjp(
-        lambda params, hidden_BTD: logprobs.token_logprobs(
-            params, config, hidden_BTD, tokens_BT, temperature_BT, predictors_BT=predictors_BT, chunk=chunk
-        ),
-        {name: params[name] for name in ("embed", "lm_head") if name in params},
-        hidden_BTD,
-    )
-    none_BT = jnp.zeros_like(logp_BT)
-    return (logp_BT, entropy_BT), pull((WEIGHT_BT, none_BT)), pull((none_BT, none_BT + 1))
-
-
-@pytest.mark.parametrize(
-    ("config", "chunk", "branched"),
-    [(UNTIED, 7, False), (UNTIED, 8, True), (DENSE, 1024, False)],
-    ids=["chunks_with_a_rest", "whole_chunks_branched", "one_chunk_tied"],
-)
-def test_token_logprobs_equal_the_full_softmax(config, chunk, branched):
-    """24 predictions of 3 x 9 tokens: token t by the state before it or the one named, at token t's temperature."""
-    params, tokens_BT = params_of(config), draw_tokens((3, 9))
-    hidden_BTD = np.random.default_rng(5).standard_normal((3, 9, config.model_dim)).astype(np.float32)
-    before_BT = np.tile(np.arange(-1, 8), (3, 1))
-    predictors_BT = np.maximum(np.where(TEMPERATURE_BT == 1.0, before_BT // 2, before_BT), 0)  # some columns twice
-    (logp_BT, entropy_BT), (d_params, d_hidden), entropy_grads = score(
-        params, config, hidden_BTD, tokens_BT, TEMPERATURE_BT, predictors_BT if branched else None, chunk
-    )
-
-    name = "embed" if config.tie_embeddings else "lm_head"
-    kernel_DV = np.asarray(params[name], np.float64)
-    kernel_DV = kernel_DV.T if config.tie_embeddings else kernel_DV
-    expected_logp, expected_entropy = np.zeros((3, 9)), np.zeros((3, 9))
-    expected_d_hidden, expected_d_kernel = np.zeros(hidden_BTD.shape), np.zeros(kernel_DV.shape)
-    for b in range(3):
-        for t in range(1, 9):
-            source = predictors_BT[b, t] if branched else t - 1
-            h, y = hidden_BTD[b, source].astype(np.float64), tokens_BT[b, t]
-            temperature = float(TEMPERATURE_BT[b, t]) or 1.0  # greedy counts as 1
-            logits = h @ kernel_DV / temperature
-            logp = logits - logits.max() - math.log(np.exp(logits - logits.max()).sum())
-            expected_logp[b, t] = logp[y]
-            expected_entropy[b, t] = -(np.exp(logp) * logp).sum()
-            d_logits = WEIGHT_BT[b, t] * (np.eye(len(logp))[y] - np.exp(logp)) / temperature
-            expected_d_hidden[b, source] += kernel_DV @ d_logits
-            expected_d_kernel += np.outer(h, d_logits)
-    np.testing.assert_allclose(logp_BT, expected_logp, atol=1e-5)  # float32 logits of size 10
-    np.testing.assert_allclose(entropy_BT, expected_entropy, atol=1e-5)
-    np.testing.assert_allclose(d_hidden, expected_d_hidden, atol=1e-5)
-    d_kernel = d_params[name].T if config.tie_embeddings else d_params[name]
-    np.testing.assert_allclose(d_kernel, expected_d_kernel, atol=1e-4)  # sums of 24 products of size 3
-    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(entropy_grads))  # a diagnostic
-
-
-# ---- the mixture -----------------------------------------------------------------------------------------------------
-
-
-def mixture_of(config):
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * 32**-0.5).astype(np.float32),
-        transformer.specs(config)["layers"]["001"]["moe"],
-        is_leaf=rules.is_spec,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def mixture(x_BTD, params, config):
-    return moe.ffn(x_BTD, params, config)[0]
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def mixture_and_grads(x_BTD, params, config, weight_BTD):
-    def total(x_BTD, params):
-        out_BTD, _ = moe.ffn(x_BTD, params, config)
-        return jnp.sum(out_BTD * weight_BTD), out_BTD
-
-    grads, out_BTD = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)
-    return out_BTD, grads
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def dense_mixture_and_grads(x_BTD, params, config, weight_BTD):
-    """Every expert on every token, weighed by a masked softmax: no assignment, no gather, no grouped matmul."""
-
-    def total(x_BTD, params):
-        probs_BTE = jax.nn.softmax(jnp.einsum("BTD,DE->BTE", x_BTD, params["router"]), axis=-1)
-        rank_BTE = jnp.argsort(jnp.argsort(-probs_BTE, axis=-1), axis=-1)
-        weights_BTE = jnp.where(rank_BTE < config.experts_per_token, probs_BTE, 0.0)
-        if config.norm_topk:
-            weights_BTE /= weights_BTE.sum(axis=-1, keepdims=True)
-        gate = jnp.einsum("BTD,EDF->BTEF", x_BTD, params["gate"])
-        up = jnp.einsum("BTD,EDF->BTEF", x_BTD, params["up"])
-        out = jnp.einsum("BTEF,EFD,BTE->BTD", gate * jax.nn.sigmoid(gate) * up, params["down"], weights_BTE)
-        return jnp.sum(out * weight_BTD), out
-
-    grads, out_BTD = jax.grad(total, argnums=(0, 1), has_aux=True)(x_BTD, params)
-    return out_BTD, grads
-
-
-def draw_activations():
-    rng = np.random.default_rng(1)
-    return [rng.standard_normal((8, 4, 32)).astype(np.float32) for _ in range(2)]
-
-
-@pytest.mark.parametrize(("norm_topk", "chosen"), [(True, 2), (False, 3)])
-def test_mixture_equals_a_loop_over_tokens_and_experts(norm_topk, chosen):
-    config = dataclasses.replace(MIXED, norm_topk=norm_topk, experts_per_token=chosen)
-    x_BTD, params = draw_activations()[0], mixture_of(config)
-    out_BTD = mixture(x_BTD, params, config)
-    params64 = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    for b, t in np.ndindex(8, 4):
-        expected_D = oracle_mixture(x_BTD[b, t].astype(np.float64), params64, config)
-        np.testing.assert_allclose(out_BTD[b, t], expected_D, atol=1e-5)  # float32 sums of 32 products of size 1
-
-
-def test_mixture_and_gradient_equal_every_expert_on_every_token():
-    x_BTD, weight_BTD = draw_activations()
-    out = mixture_and_grads(x_BTD, mixture_of(MIXED), MIXED, weight_BTD)
-    expected = dense_mixture_and_grads(x_BTD, mixture_of(MIXED), MIXED, weight_BTD)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), out, expected)  # sums over 32 tokens
-
-
-def test_all_tokens_on_one_expert():
-    """The other groups are empty: nothing is dropped, and experts nobody chose get a gradient of exactly zero."""
-    config = dataclasses.replace(MIXED, experts_per_token=1, norm_topk=False)
-    x_BTD, weight_BTD = draw_activations()
-    x_BTD = np.abs(x_BTD)
-    params = mixture_of(config)
-    params["router"] = np.eye(4, dtype=np.float32)[2] * np.full((32, 1), 1 / 32, np.float32)
-    out_BTD, (_, d_params) = mixture_and_grads(x_BTD, params, config, weight_BTD)
-    x_ND = x_BTD.reshape(-1, 32).astype(np.float64)
-    expert = [np.asarray(params[name][2], np.float64) for name in ("gate", "up", "down")]
-    weight_N = 1 / (1 + 3 * np.exp(-x_ND.mean(axis=1)))  # softmax of (0, 0, mean, 0)
-    expected = weight_N[:, None] * oracle_swiglu(x_ND, *expert)
-    np.testing.assert_allclose(out_BTD.reshape(-1, 32), expected, atol=1e-5)
-    for name in ("gate", "up", "down"):
-        touched = np.asarray(d_params[name]).any(axis=(1, 2))
-        assert touched.tolist() == [False, False, True, False], name
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"expert": 4, "fsdp": 2},
-        {"expert": 2, "fsdp": 2, "tensor": 2},
-        {"data": 2, "expert": 2, "context": 2},
-        {"fsdp": 4, "tensor": 2},
-    ],
-    ids=str,
-)
-def test_mixture_on_eight_devices_equals_one(sizes):
-    """Values and gradients, on every kind of split; a sum taken twice or never over an axis is a factor of 2 off."""
-    x_BTD, weight_BTD = draw_activations()
-    params = mixture_of(MIXED)
-    expected = dense_mixture_and_grads(x_BTD, params, MIXED, weight_BTD)
-    mesh = mesh_lib.create(sizes)
-    layout = rules.shardings(transformer.specs(MIXED)["layers"]["001"]["moe"], mesh)
-    sequence_sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp", "expert")))
-    with jax.set_mesh(mesh):
-        out = mixture_and_grads(
-            jax.device_put(x_BTD, sequence_sharding),
-            jax.device_put(params, layout),
-            MIXED,
-            jax.device_put(weight_BTD, sequence_sharding),
-        )
-    # Float32 sums over 32 tokens, split and added in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), out, expected)
-
-
 # ---- initial values --------------------------------------------------------------------------------------------------
 
-# A mixture of two layers whose first is dense, with an output head; and what is left of it without the mixture layer
-# and the head. Two programs to compile.
+# A dense layer and an MoE layer with an output head; and the same model without the MoE layer and the head. Two programs to compile.
 LARGE = dataclasses.replace(MIXED, tie_embeddings=False)
 SMALL = dataclasses.replace(MIXED, num_layers=1)
 
@@ -470,7 +292,7 @@ def test_initial_logits_have_unit_variance():
 
 def test_adding_a_layer_changes_no_other_parameter():
     small, large = initial(SMALL)[0], initial(LARGE)[0]
-    assert len(large) == len(small) + 12 + 1  # a mixture layer is 12 parameters, the head is one
+    assert len(large) == len(small) + 12 + 1  # an MoE layer is 12 parameters, the head is one
     for path, x in small.items():
         np.testing.assert_array_equal(x, large[path], err_msg=str(path))
 
@@ -482,29 +304,3 @@ def test_no_two_parameters_share_their_draw():
     deep = transformer.specs(dataclasses.replace(LARGE, num_layers=92))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(deep, is_leaf=rules.is_spec)]
     assert len({transformer._path_hash([key.key for key in path]) for path in paths}) == len(paths) > 1000
-
-
-def test_num_params_of_published_models():
-    qwen3_600m = dataclasses.replace(
-        DENSE,
-        vocab_size=151936,
-        model_dim=1024,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn_dim=3072,
-    )
-    assert transformer.num_params(qwen3_600m) == 596_049_920
-    qwen3_30b_a3b = dataclasses.replace(
-        qwen3_600m,
-        model_dim=2048,
-        num_layers=48,
-        num_heads=32,
-        num_kv_heads=4,
-        num_experts=128,
-        experts_per_token=8,
-        expert_ffn_dim=768,
-        tie_embeddings=False,
-    )
-    assert transformer.num_params(qwen3_30b_a3b) == 30_532_122_624

@@ -553,7 +553,7 @@ def test_inspect_refuses_what_load_refuses(folder, capsys):
     assert commands.run("models.hf", "inspect", str(folder)) == 1 and "quantized" in capsys.readouterr().err
 
 
-def test_a_mixture_stands_for_its_hundreds_of_tensors_in_an_error():
+def test_a_few_names_stand_for_hundreds_of_tensors_in_an_error():
     config = loaded("qwen3moe_mixed")[0]
     with pytest.raises(ValueError) as error:
         hf.check(config, {}, "nowhere")
@@ -625,6 +625,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         hf.load(tmp_path)
     (tmp_path / "config.json").write_text((FOLDERS["gpt_oss"] / "config.json").read_text())
     with pytest.raises(ValueError, match="no weights in"):
+        hf.load(tmp_path)
+    for name in "ab":
+        (tmp_path / f"{name}.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="2 .safetensors files but no model.safetensors.index.json"):
         hf.load(tmp_path)
     config, params = loaded("gpt_oss")
     with pytest.raises(ValueError, match="not an empty folder"):
