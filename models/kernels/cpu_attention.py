@@ -128,7 +128,7 @@ def attend_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """How columns are cut and which may read which; static under jit."""
+    """The cut of the columns, and the rule of which may read which; static under jit."""
 
     size: int
     num: int
