@@ -222,7 +222,7 @@ def test_layers_are_stacked_by_kind():
     assert stacks(num_layers=6, window=4, layer_pattern="SF") == {"000": [0, 2, 4], "001": [1, 3, 5]}
 
 
-@pytest.mark.parametrize("name", slow_but(["glm4_moe", "gemma3", "gpt_oss"], "glm4_moe"))
+@pytest.mark.parametrize("name", slow_but(["glm4_moe", "gemma3", "gpt_oss"], "glm4_moe", "gpt_oss"))
 def test_scanned_layers_equal_single_ones(name):
     """`apply` with its gradients, and prefill and decode over a stacked cache; rematerialised by "dots" on the way."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=True, remat="dots")
@@ -295,7 +295,7 @@ def test_offloaded_layer_inputs_are_in_host_memory():
 CACHED = [(name, scanned) for name in ("deepseek_v3", "gpt_oss", "gemma3", "glm4_moe") for scanned in (False, True)]
 
 
-@pytest.mark.parametrize(("name", "scanned"), slow_but(CACHED, ("deepseek_v3", False)))
+@pytest.mark.parametrize(("name", "scanned"), slow_but(CACHED, ("deepseek_v3", False), ("gpt_oss", True)))
 def test_prefill_then_decode_equals_apply(name, scanned):
     """Two sequences of different lengths decode together, over a cache of rows that were copied from a prefill's."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
@@ -350,6 +350,29 @@ def test_a_masked_write_keeps_the_old_entries(scanned):
         # The first layer's keys depend on the tokens alone.
         first = [np.asarray(x[0] if scanned else x)[:, 0] for x in (kept, written, before)]
         np.testing.assert_allclose(first[0], np.where(write_BT[..., None], first[1], first[2]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["single", "stacked"])
+def test_given_experts_run_in_their_own_layer(scanned):
+    """Every MoE layer gets other experts; -1 leaves the choice to the router. Packed and cached."""
+    config = dataclasses.replace(FAMILIES["glm4_moe"], scan_layers=scanned)
+    params = transformer.stack(params_of("glm4_moe"), config) if scanned else params_of("glm4_moe")
+    rng, tokens_BT = np.random.default_rng(0), packed_rows()["tokens_BT"][:2]
+    given = np.stack([rng.permutation(8)[:3] for _ in range(2 * 2 * T)]).reshape(2, 2, T, 3).astype(np.int32)
+    given[:, 1] = -1
+
+    @jax.jit
+    def routings(params, given):
+        positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
+        cached = kv_cache.create(config, 2, T), kv_cache.attend_at(jnp.zeros(2, jnp.int32))
+        packed = transformer.apply(params, config, tokens_BT, experts_LBTX=given)
+        extended = transformer.extend(params, config, tokens_BT, positions_BT, *cached, experts_LBTX=given)
+        return packed[1], extended[2]
+
+    for replayed, own in zip(routings(params, given), routings(params, np.full_like(given, -1)), strict=True):
+        np.testing.assert_array_equal(replayed.experts[:, 0], given[:, 0])
+        np.testing.assert_array_equal(replayed.experts[:, 1], own.experts[:, 1])
+        assert (np.asarray(replayed.margin)[:, 0] > 0).mean() > 0.5 and not np.asarray(replayed.margin)[:, 1].any()
 
 
 @pytest.mark.parametrize("name", slow_but(["gpt_oss", "gemma3", "deepseek_v3", "glm4_moe"], "glm4_moe"))
@@ -440,7 +463,7 @@ def test_ring_attention_equals_one_device():
         return out, pull(cotangent * (packing.segment_ids > 0)[..., None, None])
 
     want = run_attention(q, k, v, packing, sinks)
-    mesh = mesh_lib.create({"data": 2, "context": 4})
+    mesh = mesh_lib.create({"context": 4, "tensor": 2})
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "context"))
     with jax.set_mesh(mesh):
         got = run_attention(*jax.device_put((q, k, v, packing), rows), sinks)
@@ -496,6 +519,8 @@ def test_splash_lowers_for_tpu():
         (dict(num_experts=4, experts_per_token=5), ("experts_per_token = 5", "4")),
         (dict(num_experts=4, experts_per_token=2, router_groups=2), ("router_groups = 2", "'sigmoid'")),
         (dict(num_experts=6, experts_per_token=1, router_groups=4), ("router_groups = 4", "6")),
+        (SIGMOID | dict(router_groups=8), ("router_groups = 8", "fewer than 2 of 8")),
+        (SIGMOID | dict(router_groups=4, router_groups_kept=1), ("experts_per_token = 3", "at most 2")),
         (dict(kv_latent_dim=8), ("kv_latent_dim = 8", "num_kv_heads = num_heads")),
         (dict(family="gpt5"), ("family = 'gpt5'", "'qwen2'")),
     ],
