@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.engine import cpu_decode_attention
+from inference.engine import compiled_steps, cpu_decode_attention
 
 
 @pytest.fixture(scope="module")
@@ -10,4 +10,6 @@ def several_blocks():
     """Divides the keys of small test caches into several blocks of 32 positions (cpu_decode_attention.py)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_decode_attention, "MAX_BLOCK", 32)
+        compiled_steps.empty_slots.clear_cache()  # compiled states of other test files have one block
         yield
+    compiled_steps.empty_slots.clear_cache()
