@@ -137,6 +137,14 @@ def pieces(rng):
     return text
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("a<", "a"), ("a<b", "a"), ("a<b>", "a<b>"), ("a<bc", "a"), ("<x", "<x"), ("a<<bc", "a<"), ("", "")],
+)
+def test_a_tail_that_may_become_a_marker_is_removed(text, kept):
+    assert parsers.without_partial(text, ["<b>", "<bcd"]) == kept and parsers.without_partial(text, []) == text
+
+
 @pytest.mark.parametrize("call_format", parsers.FORMATS)
 def test_streamed_text_is_never_taken_back(call_format):
     rng = random.Random(call_format)
