@@ -1,14 +1,14 @@
-"""One page that says what a run did: `<workdir>/report.html`, drawn from the files of the run and nothing else.
+"""Draws the report of a run, `<workdir>/report.html`, from the files of its work directory.
 
-  1. Read metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
-     "num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, with
-     "command" and "versions" beside it if wanted. What is absent is said on the page; what is broken is refused.
-  2. Headline: the first score of the first evaluation against that of the last; margins are Agresti-Coull, 95 %.
-  3. Curves, where the time went, rollouts before and after, the config; written beside the page and renamed.
+1. Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
+   "num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with
+   "command" and "versions". The page names missing files; a malformed file is an error.
+2. Headline: the first score of the first evaluation compared with that of the last; margins are Agresti-Coull, 95 %.
+3. Curves, time per activity, rollouts before and after, the config.
 
-Left out: scripts (titles in the SVG give values on hover; the page may load nothing), a clock (equal files give equal
-pages, so `python -m rl.report WORKDIR` redraws at any time), a template engine (the page is one string). What a model
-says is hostile text: all of it is escaped, and characters that cannot be seen or turn the line around are named.
+Left out: scripts (titles in the SVG show values on hover, and the page loads nothing), a clock (equal files give equal pages, so
+`python -m rl.report WORKDIR` may redraw at any time), a template engine (the page is one string). Text of a model is hostile:
+it is escaped, and characters that are invisible or change the direction of the line are shown by their code.
 """
 
 import collections
@@ -16,6 +16,7 @@ import dataclasses
 import html
 import json
 import math
+import os
 import pathlib
 import re
 import statistics
@@ -29,8 +30,10 @@ MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bin
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One figure: `lines` maps a label to a metric of `phase`; `zero` makes the axis start at 0. An `optional` one is left out
-    where the run has no such metric."""
+    """A figure. `lines` maps a label to a metric of `phase`. With `zero` the axis starts at 0.
+
+    An `optional` figure is left out if the run has no such metric.
+    """
 
     title: str
     note: str
@@ -50,26 +53,26 @@ CURVES = (
     Curve(
         "Rollouts",
         "per step",
-        {"accepted": "trust/num_accepted", "refused": "trust/num_refused", "called back": "trust/num_called_back"},
+        {"accepted": "trust/num_accepted", "rejected": "trust/num_refused", "called back": "trust/num_called_back"},
         zero=True,
     ),
     Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}, zero=True),
     Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}, zero=True),
     Curve(
         "Clipped tokens",
-        "part whose gradient the loss took away",
+        "fraction without a gradient, by the loss",
         {"clipped": "loss/clip_frac"},
         zero=True,
         optional=True,
     ),
     Curve(
-        "Groups that teach nothing",
-        "part of a batch whose rewards are all equal",
+        "Groups without an advantage",
+        "fraction of a batch whose rewards are all equal",
         {"groups": "rollout/zero_advantage_frac"},
         zero=True,
         optional=True,
     ),
-    Curve("Policy lag", "versions behind", {"mean": "sync/lag", "max": "sync/lag_max"}, zero=True, optional=True),
+    Curve("Policy lag", "versions", {"mean": "sync/lag", "max": "sync/lag_max"}, zero=True, optional=True),
     Curve("KL penalty", "against objective.kl_reference", {"KL": "loss/kl"}, optional=True),
     Curve("Distillation", "KL to the teacher, on sampled tokens", {"KL": "loss/ref_kl"}, optional=True),
     Curve("Learning rate", "", {"rate": "optimizer/learning_rate"}, zero=True, optional=True),
@@ -84,14 +87,16 @@ TILES = {
     "Mismatch KL": "loss/mismatch_kl",
     "Policy lag": "sync/lag",
 }
-TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by name: train_step_s is "train step"
+TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by their name: train_step_s is "train step"
 
 
-def write(workdir) -> pathlib.Path:
-    """Draws `<workdir>/report.html` from what `workdir` holds."""
+def write(workdir: str | os.PathLike) -> pathlib.Path:
+    """Draws `<workdir>/report.html` and returns its path. Raises ValueError for a malformed file."""
     workdir = pathlib.Path(workdir)
     records = metrics.read(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
-    records = [_against_sampler(record) for record in records]
+    for record in records:  # the curve is the mismatch with the sampler
+        if (name := metrics.sampler_kl(record)) in record:
+            record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = _json(workdir / "config.json", dict)
     split = _time_split(records)
@@ -103,7 +108,7 @@ def write(workdir) -> pathlib.Path:
 <meta name="color-scheme" content="light dark"><title>{name}: run report</title><style>{CSS}</style></head><body><main>
 <header><p class="soft">Intellax run <b>{name}</b></p><h1>{headline}</h1><p class="lede soft">{lede}</p>
 <dl>{_tiles(records)}</dl></header>
-<h2>Curves</h2><p class="small soft">Over steps. Thin: each step. Thick: centred moving mean. Hover for values.</p>
+<h2>Curves</h2><p class="small soft">Over steps. Thin: each step. Thick: centered moving mean. Hover for values.</p>
 <div class="grid">{"".join(figures)}</div>
 <h2>Where the time went</h2>{_time_table(split)}
 <h2>Rollouts, before and after</h2>{_samples(evaluations)}
@@ -113,19 +118,13 @@ def write(workdir) -> pathlib.Path:
     return workdir / "report.html"
 
 
-def _against_sampler(record):
-    """With the sampler's mismatch as `loss/mismatch_kl`, which the curves show."""
-    name = metrics.sampler_kl(record)
-    return record | {"loss/mismatch_kl": record[name]} if name in record else record
-
-
 def _json(path, kind):
     try:
         value = json.loads(path.read_bytes()) if path.exists() else kind()
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; it must be JSON") from error
+        raise ValueError(f"{path}: {error}; it must be JSON; correct or remove it") from error
     if not isinstance(value, kind):
-        raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a {kind.__name__}")
+        raise ValueError(f"{path} contains a {type(value).__name__}, not a {kind.__name__}; correct or remove it")
     return value
 
 
@@ -134,7 +133,9 @@ def _evaluations(path):
     for item in evaluations:
         shape = {"step": int, "phase": str, "scores": dict, "samples": list}
         if not (isinstance(item, dict) and all(isinstance(item.get(k), kind) for k, kind in shape.items())):
-            raise ValueError(f"{path}: {str(item)[:60]!r} is no evaluation; it needs step, phase, scores and samples")
+            raise ValueError(
+                f"{path}: {str(item)[:60]!r} is not an evaluation; it must have step, phase, scores and samples"
+            )
         item["scores"] = {name: score for name, score in item["scores"].items() if _finite(score)}
         item["num_tasks"] = item["scores"].pop("num_tasks", 0)
         item["samples"] = [sample for sample in item["samples"] if isinstance(sample, dict)]
@@ -160,7 +161,7 @@ def _headline(evaluations, records, seconds):
 
 
 def _error(item, score):
-    """Half the 95 % interval of a mean of scores in [0, 1]; with two more of each kind it holds at 0 and 1 too."""
+    """Returns half the 95 % interval of a mean of scores in [0, 1]. Two more of each kind make it valid at 0 and 1."""
     n = item["num_tasks"] + 4
     p = (score * (n - 4) + 2) / n
     return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
@@ -177,7 +178,7 @@ def _tiles(records):
 
 def _score_figure(evaluations):
     shown = [item for item in evaluations if item["phase"] == evaluations[-1]["phase"]]
-    names = list(shown[-1]["scores"])[:3] if shown else []  # there are three colours
+    names = list(shown[-1]["scores"])[:3] if shown else []  # there are three colors
     series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in shown] for name in names}
     bars = {item["step"]: _error(item, item["scores"].get(names[0], math.nan)) for item in shown}
     level = None
@@ -197,7 +198,7 @@ def _curve_figure(curve, records):
 
 
 def _figure(curve, series, bars, level):
-    """A <figure>; `bars` are half-heights of error bars by x for the first series, `level` a dashed line (label, y)."""
+    """Returns a <figure>. `bars` maps x to half the height of an error bar of the first series; `level` is a dashed (label, y)."""
     notes, lines = [curve.note] * bool(curve.note), []
     for points in series.values():
         good = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not curve.log)]
@@ -217,7 +218,7 @@ def _figure(curve, series, bars, level):
 
 
 def _svg(curve, series, lines, bars, level):
-    """Axes, then per series the raw line, its moving mean, and invisible points that carry the titles."""
+    """Returns the axes and, per series, the raw line, its moving mean, and invisible points that have the titles."""
     xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
     ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)] + ([level[1]] if level else [])
     x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
@@ -260,7 +261,7 @@ def _svg(curve, series, lines, bars, level):
 
 
 def _ticks(lo, hi, num, *, whole=False):
-    """About `num` round numbers that enclose lo and hi, two at least; `whole` for steps and powers of ten."""
+    """Returns about `num` round numbers, at least two, that enclose lo and hi; integers if `whole`."""
     rough = max((hi - lo) / num, abs(hi) * 1e-9, 1e-12)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
@@ -274,8 +275,8 @@ def _tick_label(value):
 
 
 def _time_split(records):
-    """Seconds by what the loop did; a phase other than RL counts whole, what a step leaves unnamed is "other"."""
-    split = collections.Counter()
+    """Returns seconds by activity, most first. Each other phase is one activity; unnamed time of an RL step is "other"."""
+    split: dict[str, float] = collections.defaultdict(float)
     for record in records:
         parts = {k[5:]: v for k, v in record.items() if re.fullmatch(r"time/\w+(?<!_per)_s", k) and math.isfinite(v)}
         total = parts.pop("step_s", sum(parts.values()))
@@ -285,7 +286,7 @@ def _time_split(records):
         for name, seconds in parts.items():
             split[TIMES.get(name, name.removesuffix("_s").replace("_", " "))] += seconds
         split["other"] += max(total - sum(parts.values()), 0.0)
-    return {name: seconds for name, seconds in split.most_common() if seconds > 0}
+    return {name: seconds for name, seconds in sorted(split.items(), key=lambda item: -item[1]) if seconds > 0}
 
 
 def _time_table(split):
@@ -334,12 +335,13 @@ def _finite(value):
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
     parser = cli.Parser(prog="python -m rl.report", description=__doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the --workdir of a run")
+    parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
     workdir = parser.parse_args(argv).workdir
     try:
         if not (path := pathlib.Path(workdir) / "metrics.jsonl").exists():
-            raise ValueError(f"{path}: not found; WORKDIR is the --workdir of a run")
+            raise ValueError(f"{path}: not found; give the --workdir of a run")
         print(write(workdir))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -347,9 +349,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-# Controls but tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.
-HIDDEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff"
-HIDDEN = re.compile(f"[{HIDDEN}\ufff0-\uffff\U000e0000-\U0010ffff]")
+# Control characters except tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.
+_RANGES = "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff"
+HIDDEN = re.compile(f"[{_RANGES}\ufff0-\uffff\U000e0000-\U0010ffff]")
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 CSS = """
 :root{--bg:#faf9f6;--card:#fff;--ink:#1c1e22;--soft:#5b606b;--line:#e4e1d9;--s0:#22609f;--s1:#b8430b;--s2:#3d7a4a;

@@ -9,31 +9,34 @@ from absl import flags
 from models import flops
 from rl.experiment import experiment
 from rl.experiment import flags as command_line
-from rl.plan import plan, programs, roofline
+from rl.plan import lowered_programs, plan, roofline
 
 
 def main() -> None:
-    jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for whoever trains on it
+    """Compiles and describes each program; exits with code 1 if one does not fit."""
+    jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
     config = flags.FLAGS.config
     topology = flags.FLAGS.topology or config.plan.topology
     if not topology:
-        raise ValueError("give --topology=<kind>:<dims>, as in v5p:4x4x4, or set config.plan.topology")
+        raise ValueError(
+            "no topology is set; give --topology=<kind>:<dims>, as in v5p:4x4x4, or set config.plan.topology"
+        )
     chip = roofline.chip_of(topology)
     server_topology = flags.FLAGS.server_topology or f"{topology.partition(':')[0]}:{chip.host}"
-    exp = programs.resolve(config)
+    exp = lowered_programs.resolve(config)
     work = flops.ModelFlops.of(exp.model)
     print(f"model    {work.held / 1e9:.2f} B parameters, {work.multiplied / 1e9:.2f} B multiplied per token")
-    places = {name: topology if name in programs.LEARNER else server_topology for name in flags.FLAGS.programs}
+    places = {name: topology if name in lowered_programs.LEARNER else server_topology for name in flags.FLAGS.programs}
     refused = []
     for name, place in places.items():
         program = plan.make_program(name, exp, place)
         axes = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
         print(f"\n{place}, {program.mesh.size} chips, mesh {axes or 'of one'}", flush=True)
-        # One at a time: a compilation uses all cores by itself, and two at once have crashed the compiler.
+        # One at a time: a compilation uses all cores, and two in parallel have crashed the compiler.
         outcome = plan.compile_program(program, roofline.chip_of(place), flags.FLAGS.effort)
         print(plan.describe(outcome, place), flush=True)
         refused += [name] if outcome.refusal else []
-    for role in (programs.LEARNER, programs.SERVER):
+    for role in (lowered_programs.LEARNER, lowered_programs.SERVER):
         if names := [name for name in refused if name in role]:
             print(f"\nremedy for {' and '.join(names)}: {plan.remedy(config, places[names[0]], names)}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -44,12 +47,15 @@ def main() -> None:
 
 
 def define_flags() -> None:
+    """Defines the flags of the command."""
     command_line.define(needs_workdir=False)
-    flags.DEFINE_string("topology", None, "of the learner, <kind>:<dims>; config.plan.topology by default")
-    flags.DEFINE_string("server_topology", None, "of one rollout server; one host of the learner's kind by default")
-    flags.DEFINE_float("effort", plan.EFFORT, "of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
-    names = [*programs.LEARNER, *programs.SERVER]
-    flags.DEFINE_multi_enum("programs", names, names, "which programs to compile; all by default")
+    flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
+    flags.DEFINE_string(
+        "server_topology", None, "topology of one rollout server; one host of the learner's kind by default"
+    )
+    flags.DEFINE_float("effort", plan.EFFORT, "effort of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
+    names = [*lowered_programs.LEARNER, *lowered_programs.SERVER]
+    flags.DEFINE_multi_enum("programs", names, names, "programs to compile; all by default")
 
 
 BEGUN = time.perf_counter()

@@ -1,14 +1,14 @@
-"""What a compiled program moves: its collectives with their bytes and groups, and its copies, read from the HLO text.
+"""Parses the HLO text of a compiled program: its collectives with their bytes and groups, and its copies.
 
-1. `parse` splits the text into computations, and follows calls from the entry: a loop's body runs as often as the loop turns,
-   so that each instruction has a count.
-2. A loop's turns are the constant its condition compares with. XLA for TPU writes no trip counts into optimised HLO; loops
-   made by `scan` and by the partitioner count from 0 by 1. Loops bounded by data (the micro-batches of a step) take the
-   numbers the caller gives, the outermost first; the innermost of a nest takes the product of those that are left.
-3. Bytes are what one chip sends over its links by the usual algorithms: an all-gather of a result of n bytes over g chips
-   sends n (g - 1) / g, an all-reduce twice that (a reduce-scatter and an all-gather), a permute n.
+1. `parse` splits the text into computations and follows calls from the entry. A loop's body counts once per iteration, so each
+   instruction has a count.
+2. A loop's number of iterations is the constant in its condition: XLA for TPU writes no trip counts, but loops of `scan` and of
+   the partitioner count from 0 by 1. Loops bounded by data (the micro-batches of a step) take the numbers that the caller gives,
+   the outermost first. The innermost loop of a nest takes the product of those that are left.
+3. Bytes are those that one chip sends over its links by the usual algorithms: an all-gather of n bytes over g chips sends
+   n (g - 1) / g, an all-reduce twice that (a reduce-scatter and an all-gather), a permute n.
 
-An `all-reduce` inside a fusion called all-reduce-scatter is one half of an all-reduce: XLA's spelling of reduce-scatter.
+An `all-reduce` inside a fusion called all-reduce-scatter is half an all-reduce: XLA writes a reduce-scatter so.
 """
 
 import collections
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2}  # the others say their bits: f32, s8, f8e4m3fn
+ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2}  # other names contain their bits: f32, s8, f8e4m3fn
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -35,18 +35,16 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction; all of its executions are alike."""
+    """One collective instruction. All of its executions are alike."""
 
     kind: str  # one of KINDS
     count: int  # executions in one run of the program
-    num_bytes: float  # of the whole array, before a reduce-scatter or behind an all-gather, on one chip
-    group: tuple[
-        int, ...
-    ]  # devices of the first group, as positions in the mesh; of a permute: a source and its target
+    num_bytes: float  # of the whole array, before a reduce-scatter or after an all-gather, on one chip
+    group: tuple[int, ...]  # positions in the mesh of the first group's devices; of a permute, source and target
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a chip sends, all executions together."""
+        """Bytes that one chip sends in all executions together."""
         size = len(self.group)
         if self.kind == "collective-permute":
             return self.count * self.num_bytes
@@ -55,7 +53,7 @@ class Collective:
 
 
 class Instruction(NamedTuple):
-    """A line of the text that runs `count` times; `writes` unless it is an inner step of a fusion."""
+    """A line of the text that runs `count` times. `writes` is False for an inner step of a fusion."""
 
     count: int
     computation: str
@@ -64,12 +62,13 @@ class Instruction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The entry's call tree, flattened."""
+class Module:
+    """The instructions of a program: the call tree of its entry, flattened."""
 
     instructions: tuple[Instruction, ...]
 
     def collectives(self) -> list[Collective]:
+        """Returns the collectives between several devices. Raises ValueError for one of an unknown form."""
         found = []
         for count, computation, line, _ in self.instructions:
             match = _COLLECTIVE.search(line)
@@ -81,7 +80,7 @@ class Program:
             if match["start"] and kind in ("all-gather", "collective-permute"):
                 num_bytes = _num_bytes(results[1])  # (operand, result, ...)
             elif match["start"] and kind != "all-reduce":
-                raise ValueError(f"an asynchronous {kind} is not understood: {line[:200]}")
+                raise ValueError(f"unsupported asynchronous {kind}: {line[:200]}")
             elif kind == "reduce-scatter":
                 num_bytes *= len(group)
             elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -91,7 +90,7 @@ class Program:
         return found
 
     def copies(self, dims: Sequence[int]) -> int:
-        """How often the program writes a whole array of these dims (in any order, ones left out) by copying one."""
+        """Returns how often the program copies a whole array of these dims, in any order and without dims of 1."""
         wanted, total = _extent(dims), 0
         for count, _, line, writes in self.instructions:
             match = _COPY.search(line)
@@ -103,12 +102,12 @@ class Program:
         return total
 
 
-def parse(text: str, turns: Sequence[int] = ()) -> Program:
+def parse(text: str, turns: Sequence[int] = ()) -> Module:
     """Reads the text of a compiled module.
 
     Args:
       text: `compiled.as_text()`.
-      turns: turns of loops bounded by data, the outermost first; 1 beyond.
+      turns: iterations of loops bounded by data, the outermost first; deeper loops take 1.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -120,13 +119,13 @@ def parse(text: str, turns: Sequence[int] = ()) -> Program:
             computations[header[2]] = [line.strip() for line in block.splitlines()[1:] if " = " in line]
             entry = header[2] if header[1] else entry
     if entry is None:
-        raise ValueError("the text holds no ENTRY computation; give the text of a compiled HLO module")
+        raise ValueError("the text has no ENTRY computation; pass the text of a compiled HLO module")
 
     counts, fused = collections.Counter(), set()
 
     @functools.cache
     def bounded_by_data(name: str) -> bool:
-        """Whether a loop in this computation, or in what it calls, is."""
+        """Returns True if this computation, or one that it calls, has a loop bounded by data."""
         for line in computations[name]:
             loop = _LOOP.search(line)
             if loop and (_constant_turns(computations[loop["condition"]]) is None or bounded_by_data(loop["body"])):
@@ -153,7 +152,7 @@ def parse(text: str, turns: Sequence[int] = ()) -> Program:
             visit(loop["body"], count * num_turns, left)
 
     visit(entry, 1, tuple(turns))
-    return Program(
+    return Module(
         tuple(
             Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
             for name, lines in computations.items()
@@ -164,7 +163,7 @@ def parse(text: str, turns: Sequence[int] = ()) -> Program:
 
 
 def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, dims) of every array in a result type, in order."""
+    """Returns (dtype, dims) of each array in a result type, in order."""
     return [
         (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
         for dtype, dims in re.findall(r"\b(pred|bf16|[a-z]+\d+\w*)\[([\d,]*)\]", text)
@@ -178,8 +177,7 @@ _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<bod
 
 def _num_bytes(shape: tuple[str, tuple[int, ...]]) -> float:
     dtype, dims = shape
-    item = ITEM_BYTES.get(dtype) or int(re.search(r"\d+", dtype)[0]) / 8
-    return item * math.prod(dims)
+    return (ITEM_BYTES.get(dtype) or int(re.findall(r"\d+", dtype)[0]) / 8) * math.prod(dims)
 
 
 def _extent(dims: Sequence[int]) -> list[int]:
@@ -187,7 +185,7 @@ def _extent(dims: Sequence[int]) -> list[int]:
 
 
 def _called(line: str) -> list[str]:
-    """Names of the computations an instruction calls; not those that a reduction applies to single elements."""
+    """Returns the names of the computations that an instruction calls, except a reduction's element-wise function."""
     names = re.findall(r"(?:calls|true_computation|false_computation)=%([\w.\-]+)", line)
     for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
         names += re.findall(r"%([\w.\-]+)", group)
@@ -195,7 +193,7 @@ def _called(line: str) -> list[str]:
 
 
 def _constant_turns(condition: Sequence[str]) -> int | None:
-    """The constant n of a condition `i < n`; None if it is anything else."""
+    """Returns the constant n of a condition `i < n`, or None for any other condition."""
     root = next((line for line in condition if line.startswith("ROOT ")), "")
     match = re.search(r"compare\((.*?)\), direction=LT", root)
     if match is None:
@@ -209,13 +207,13 @@ def _constant_turns(condition: Sequence[str]) -> int | None:
 
 
 def _pair(line: str) -> tuple[int, ...]:
-    """The first pair of a permute that crosses devices."""
+    """Returns the first pair of a permute whose devices differ."""
     pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
     return next(((int(a), int(b)) for a, b in pairs if a != b), ())
 
 
 def _group(line: str) -> tuple[int, ...]:
-    """The first replica group, in any of XLA's three spellings."""
+    """Returns the first replica group, in any of XLA's three notations."""
     text = line.partition("replica_groups=")[2]
     if text.startswith("{{"):
         return tuple(int(i) for i in text[2 : text.index("}")].split(","))
@@ -230,7 +228,7 @@ def _group(line: str) -> tuple[int, ...]:
         return tuple(
             ids.reshape(sizes)[tuple(slice(None) if name in chosen else 0 for name, _ in axes)].ravel().tolist()
         )
-    raise ValueError(f"replica groups are not understood: {text[:120]}")
+    raise ValueError(f"unsupported replica groups: {text[:120]}")
 
 
 @functools.cache

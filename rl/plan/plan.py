@@ -1,21 +1,20 @@
-"""Does this config fit that TPU, and what would a step cost? Compiled for the topology on this machine, without a TPU.
+"""Compiles a config for a TPU topology without a TPU, and reports memory, lower bounds of time, and remedies.
 
     pip install -r third_party/plan-requirements.txt
     python -m rl.plan --config=configs/intellect3.py --topology=v5p:4x4x8
 
-1. The learner's programs (train step, log-probability pass) are lowered on the mesh of `config.mesh` over the topology, the
-   server's (prefill, decode) on `config.plan.server_mesh` over one host of the same kind: the functions that training and
-   serving call, on arrays that have a shape and a sharding but no content.
-2. What a chip holds before a program starts is known exactly; a program for which that alone is too much is not compiled.
-3. The TPU compiler compiles each (it is part of libtpu and needs no TPU), and says how much memory a chip needs, or that
-   there is not enough.
-4. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model gives the arithmetic, the chip the rates
-   (rl/plan/roofline.py); together they bound the times from below.
-5. If a program does not fit, cheaper changes are tried before dearer ones: fewer rows or slots at a time, more recomputed,
-   more chips, other chips. The first with which it compiles and fits is named. Exit code 1.
+1. The learner's programs (train step, log-probability pass) are lowered on the mesh of `config.mesh` over the topology. Those of
+   a server (prefill, decode) are lowered on `config.plan.server_mesh` over one host of the same kind.
+2. The memory of a program's arguments is known exactly; a program for which that alone is too much is not compiled.
+3. The TPU compiler, which is part of libtpu and needs no TPU, compiles each program. It reports the memory that a chip needs, or
+   a shortage.
+4. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
+   (rl/plan/roofline.py). Together they bound the times from below.
+5. If a program does not fit, remedies are compiled, the least expensive first: fewer rows or slots, more recomputation, more
+   chips, other chips. The first that fits is printed. The exit code is 1.
 
-What is compiled is one program at a time: fragmentation, and what else lives on a chip while it runs, are not in it. Slices
-joined by a data-centre network are left out.
+Programs are compiled one at a time: fragmentation and the memory of other programs are not included, nor are slices joined by a
+data-center network.
 """
 
 import dataclasses
@@ -30,59 +29,65 @@ import numpy as np
 from ml_collections import config_dict
 
 from rl.experiment import experiment
-from rl.plan import hlo, programs, roofline
+from rl.plan import hlo, lowered_programs, roofline
 from sharding import rules
 
 GIB = 2**30
-MAX_TRIES = 4  # compilations in search of a remedy
-# Of the compiler to make a program fast, -1 to 1; a run's own is 0. The least takes half the time. What a program needs differs
-# by 1 % (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
+MAX_TRIES = 4  # compilations in the search for a remedy
+# Effort of the compiler, -1 to 1; a run's own is 0. The lowest takes half the time. The memory of a program differs by 1 %
+# (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
 EFFORT = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the compiler said. `refusal` is empty if the program fits."""
+    """The result of a compilation. `refusal` is empty if the program fits, else the reason."""
 
-    program: programs.Program
+    program: lowered_programs.LoweredProgram
     refusal: str
     compile_s: float = 0.0
     peak_bytes: float = 0.0
     workspace_bytes: float = 0.0  # temporaries, gradients included
-    output_bytes: float = 0.0  # results that do not replace an argument
-    host_bytes: float = 0.0  # what is offloaded, in the memory of the chip's host
+    output_bytes: float = 0.0  # results that do not reuse an argument's memory
+    host_bytes: float = 0.0  # offloaded arrays, in the memory of the chip's host
     collectives: tuple[hlo.Collective, ...] = ()
-    cache_copies: int = 0  # whole arrays of the cache that the program copies
+    cache_copies: int = 0  # how often the program copies a whole array of the cache
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def make_program(name: str, exp: experiment.Experiment, topology: str) -> programs.Program:
-    """The program called `name` of an experiment, on the topology of its role."""
-    if name in programs.LEARNER:
-        return programs.LEARNER[name](exp, programs.create_mesh(topology, exp.config.mesh.to_dict()))
-    return programs.SERVER[name](exp, programs.create_mesh(topology, exp.config.plan.server_mesh.to_dict()))
+def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
+    """Returns the program `name` of an experiment, on the topology of its role."""
+    if name in lowered_programs.LEARNER:
+        return lowered_programs.LEARNER[name](exp, lowered_programs.create_mesh(topology, exp.config.mesh.to_dict()))
+    return lowered_programs.SERVER[name](
+        exp, lowered_programs.create_mesh(topology, exp.config.plan.server_mesh.to_dict())
+    )
 
 
-def compile_program(program: programs.Program, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
-    """Compiles one program, unless its arguments alone are too much; with `effort` in -1 .. 1 to make it fast (0: as a run)."""
+def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
+    """Compiles one program, unless its arguments alone exceed the memory of a chip.
+
+    `effort` is the compiler's, from -1 to 1; 0 is a run's own. Blocks for minutes for a large model.
+    """
     held = sum(program.held.values())
     if held > chip.memory_bytes:
         return Outcome(program, f"its arguments alone need {_gib(held)} of {_gib(chip.memory_bytes)} per chip")
     begun = time.perf_counter()
     try:
-        compiled = program.lower().compile({"exec_time_optimization_effort": effort})
+        compiled = program.lower().compile({"exec_time_optimization_effort": effort})  # pyright: ignore[reportArgumentType]  # stub lacks float
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Outcome(program, _shortage(str(error), chip), compile_s=time.perf_counter() - begun)
-    memory = compiled.memory_analysis()
-    text = hlo.parse(compiled.as_text(), program.turns)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None, "the TPU compiler returns both"
+    module = hlo.parse(text, program.turns)
     results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
     peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
     refusal = "" if peak <= chip.memory_bytes else f"it needs {_gib(peak)} of {_gib(chip.memory_bytes)} per chip"
-    copies = sum(text.copies(dims) for dims in program.cache)
+    copies = sum(module.copies(dims) for dims in program.cache)
     if copies and not refusal:
         refusal = f"it copies whole arrays of the cache {copies} times"
     return Outcome(
@@ -93,13 +98,13 @@ def compile_program(program: programs.Program, chip: roofline.Chip, effort: floa
         workspace_bytes=memory.temp_size_in_bytes,
         output_bytes=results,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        collectives=tuple(text.collectives()),
+        collectives=tuple(module.collectives()),
         cache_copies=copies,
     )
 
 
 def _shortage(message: str, chip: roofline.Chip) -> str:
-    """The compiler's complaint in one line: what it needed, where it says so."""
+    """Returns the compiler's shortage of memory in one line, with the bytes if its message has them."""
     used = re.search(r"[Uu]sed ([\d.]+[GMK]) of ([\d.]+[GMK])", message) or re.search(
         r"\(([\d.]+[GMK])\) exceeds available HBM \(([\d.]+[GMK])\)", message
     )
@@ -109,6 +114,7 @@ def _shortage(message: str, chip: roofline.Chip) -> str:
 
 
 def bounds(outcome: Outcome, topology: str) -> roofline.Bounds:
+    """Returns the lower bounds of a compiled program's times."""
     program, chip = outcome.program, roofline.chip_of(topology)
     extent = [int(part) for part in topology.partition(":")[2].split("x")]
     devices = program.mesh.devices.ravel()
@@ -127,7 +133,7 @@ def bounds(outcome: Outcome, topology: str) -> roofline.Bounds:
 
 
 def describe(outcome: Outcome, topology: str) -> str:
-    """A program's part of the report."""
+    """Returns the lines of the report about one program."""
     program, chip = outcome.program, roofline.chip_of(topology)
     lines = [program.title, f"  memory per chip   {_memory_line(outcome, chip)}"]
     if not outcome.peak_bytes:
@@ -156,7 +162,7 @@ def describe(outcome: Outcome, topology: str) -> str:
         lines.append(
             f"                    = model FLOPs / ({program.mesh.size} chips x {chip.flops_per_s / 1e12:.0f} TFLOP/s x time)"
         )
-    if program.name in programs.SERVER:
+    if program.name in lowered_programs.SERVER:
         rate = program.num_tokens / limits.memory_s
         lines.append(
             f"  memory allows     {rate:,.0f} tokens/s = {program.num_tokens} / ({_gib(program.read_bytes)} read per chip / "
@@ -198,7 +204,7 @@ def _collective_lines(outcome: Outcome) -> list[str]:
 
 
 def _axes(group: tuple[int, ...], mesh: jax.sharding.Mesh) -> str:
-    """Names of the mesh axes along which a group's devices differ."""
+    """Returns the names of the mesh axes along which a group's devices differ."""
     positions = np.array(np.unravel_index(group, mesh.devices.shape))
     return " x ".join(axis for axis, row in zip(mesh.axis_names, positions, strict=True) if len(set(row.tolist())) > 1)
 
@@ -217,7 +223,7 @@ def _flops(value: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, or all there are before the point."""
+    """Formats a number with three digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -226,7 +232,7 @@ def _three(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Something a user can do about it, as they would type it."""
+    """A change of the command that may make programs fit. `words` are its flags."""
 
     words: str
     config: config_dict.ConfigDict
@@ -234,19 +240,19 @@ class Change:
 
 
 def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) -> str:
-    """The cheapest change under which the programs `names` of one role compile and fit.
+    """Returns the first change with which the programs `names` of one role compile and fit, as flags to add.
 
-    Cheap is what costs no chips, then what costs no speed.
+    Changes that need no more chips come first, then those that cost the least speed. Compiles at most MAX_TRIES of them.
     """
     tries = 0
-    changes = _learner_changes if names[0] in programs.LEARNER else _server_changes
+    changes = _learner_changes if names[0] in lowered_programs.LEARNER else _server_changes
     for change in changes(config, topology):
         chip = roofline.chip_of(change.topology)
         try:
-            exp = programs.resolve(change.config)
+            exp = lowered_programs.resolve(change.config)
             made = [make_program(name, exp, change.topology) for name in names]
         except ValueError:
-            continue  # it does not divide: not a change that could be made alone
+            continue  # dims that do not divide: this change alone is not possible
         if any(program.estimated_bytes > chip.memory_bytes for program in made):
             continue
         if tries == MAX_TRIES:
@@ -258,12 +264,12 @@ def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) 
 
 
 def _learner_changes(config, topology: str) -> Iterator[Change]:
-    """Fewer rows at a time, then more recomputed, then other topologies, with the same rows or one per shard."""
+    """Yields fewer rows at a time, then more recomputation, then other topologies with the same rows or one per shard."""
     for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
         try:
-            shards = rules.num_batch_shards(programs.create_mesh(place, config.mesh.to_dict()))
+            shards = rules.num_batch_shards(lowered_programs.create_mesh(place, config.mesh.to_dict()))
         except ValueError:
-            continue  # the mesh of this config cannot be laid out there
+            continue  # the mesh of this config does not fit there
         rows = [n for n in (config.train.rows // 2**k for k in range(12)) if n and n % shards == 0] or [shards]
         if place != topology:
             rows = list(dict.fromkeys([rows[0], shards]))
@@ -280,7 +286,7 @@ def _learner_changes(config, topology: str) -> Iterator[Change]:
 
 
 def _server_changes(config, topology: str) -> Iterator[Change]:
-    """Fewer slots, then larger and other topologies, with as many slots as they hold."""
+    """Yields fewer slots, then larger and other topologies with as many slots as fit."""
     for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
         for k in range(0, 10):
             slots = config.inference.num_slots // 2**k
@@ -295,6 +301,3 @@ def _server_changes(config, topology: str) -> Iterator[Change]:
 def _stronger(remat: str) -> list[str]:
     order = ["none", "dots", "block", "offload"]
     return order[order.index(remat) + 1 :]
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------

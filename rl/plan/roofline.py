@@ -1,14 +1,13 @@
-"""What a TPU could do at best: chips, the arithmetic of a model, and the times that follow.
+"""Bounds the times of a program on TPU chips from below, at their published rates.
 
-1. `CHIPS` are the published rates of each kind of chip; memory is what the compiler allows a program.
-2. `Work` counts a model's floating point operations, from its parameters and its attention, per token.
-3. `link_bytes_per_s` is the rate of a collective's ring over the torus, from the coordinates of its group.
-4. `Bounds` puts the three times together. With everything overlapped a step takes the longest of them; if the links wait for
-   the rest, their time comes on top. Both are at the chip's full rate, so that both are floors of what will be measured.
+1. `CHIPS` has the published rates of each kind of chip; memory is the amount that the compiler allows a program.
+2. `link_bytes_per_s` is the rate of a collective's ring over the torus, from the coordinates of its group.
+3. `Bounds` combines compute, memory and links. With everything overlapped a step takes the longest of them; if the links are not
+   overlapped, their time is added. Both are at the full rate of the chip, so measured times are longer.
 
 Formulas (N tokens of a step in sequences of s tokens, L layers, H heads of C dims, V_c of values):
-  matmul FLOPs of a forward pass    2 N x (parameters that multiply; of experts, the part that a token uses)
-  attention FLOPs of a forward pass 2 N L H (C + V_c) (s + 1) / 2: each token reads itself and what is before it
+  matmul FLOPs of a forward pass    2 N x (parameters that multiply; of experts, those that a token uses)
+  attention FLOPs of a forward pass 2 N L H (C + V_c) (s + 1) / 2: each token reads itself and those before it
   model FLOPs of a step             3 x forward: the backward pass is two matmuls for each one
   MFU                               model FLOPs / (chips x peak x time); PaLM, arXiv 2204.02311, appendix B, but causal
 
@@ -24,15 +23,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of TPU chip. Rates by Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026)."""
+    """One kind of TPU chip. The rates are those of Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026)."""
 
-    memory_bytes: int  # that a program may use, as the compiler states it when one does not fit
+    memory_bytes: int  # that a program may use, from the compiler's error for one that does not fit
     flops_per_s: float  # bfloat16
     memory_bytes_per_s: float
     link_bytes_per_s: float  # of one port in one direction
     wrap: int  # a dim of the topology that is a multiple of this closes to a ring
     host: str  # topology of one host, on which a server runs
-    sizes: tuple[str, ...]  # topologies one can ask for, by size
+    sizes: tuple[str, ...]  # available topologies, by size
 
 
 GIB = 2**30
@@ -54,11 +53,11 @@ CHIPS = {
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of `<kind>:<dims>`; ValueError if the form or the kind is unknown."""
+    """Returns the chip of a topology `<kind>:<dims>`. Raises ValueError if the form or the kind is unknown."""
     kind, _, dims = topology.partition(":")
     if kind not in CHIPS:
         raise ValueError(
-            f"topology {topology!r} is of an unknown kind; choose one of {', '.join(CHIPS)}, as in v5p:4x4x4"
+            f"topology {topology!r} has an unknown kind; choose one of {', '.join(CHIPS)}, as in v5p:4x4x4"
         )
     if not dims or not all(part.isdigit() and int(part) > 0 for part in dims.split("x")):
         raise ValueError(f"topology {topology!r} is malformed; write <kind>:<dims>, as in v5p:4x4x4 or v5e:2x4")
@@ -66,18 +65,19 @@ def chip_of(topology: str) -> Chip:
 
 
 def num_chips(topology: str) -> int:
+    """Returns the number of chips of a topology `<kind>:<dims>`."""
     return math.prod(int(part) for part in topology.partition(":")[2].split("x"))
 
 
 def larger(topology: str) -> list[str]:
-    """The topologies of the same kind with more chips, smallest first."""
+    """Returns the topologies of the same kind with more chips, smallest first."""
     kind, _, _ = topology.partition(":")
     names = [f"{kind}:{size}" for size in chip_of(topology).sizes]
     return [name for name in names if num_chips(name) > num_chips(topology)]
 
 
 def others(topology: str) -> list[str]:
-    """The topologies of all other kinds of chip, fewest chips first."""
+    """Returns the topologies of all other kinds of chip, smallest first."""
     kind = topology.partition(":")[0]
     names = [f"{other}:{size}" for other, chip in CHIPS.items() if other != kind for size in chip.sizes]
     return sorted(names, key=num_chips)
@@ -87,7 +87,7 @@ def others(topology: str) -> list[str]:
 
 
 def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> float:
-    """Rate at which a chip sends in a ring collective of a group; `coords` [chips, dims] within a topology of `extent`.
+    """Returns the rate at which a chip sends in a ring collective of a group at `coords` [chips, dims] of a topology.
 
     A dim that the group fills and that closes to a ring gives both of its ports, any other dim the group spans gives one:
     at the end of a line everything comes through one port.
@@ -102,7 +102,7 @@ def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> f
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Seconds of one run of a program, by what takes them, at full rate."""
+    """Least seconds of one run of a program, for compute, memory and links."""
 
     compute_s: float
     memory_s: float
@@ -110,17 +110,21 @@ class Bounds:
 
     @property
     def overlapped_s(self) -> float:
+        """Seconds if all three overlap."""
         return max(self.compute_s, self.memory_s, self.links_s)
 
     @property
     def serial_s(self) -> float:
+        """Seconds if the links wait for compute and memory."""
         return max(self.compute_s, self.memory_s) + self.links_s
 
     @property
     def limit(self) -> str:
+        """Name of the longest of the three."""
         times = {"compute": self.compute_s, "memory": self.memory_s, "links": self.links_s}
-        return max(times, key=times.get)
+        return max(times, key=lambda name: times[name])
 
 
 def mfu(model_flops: float, num_chips: int, chip: Chip, seconds: float) -> float:
+    """Returns the model FLOPs utilization of a step."""
     return model_flops / (num_chips * chip.flops_per_s * seconds)

@@ -1,4 +1,4 @@
-"""The report is whole, loads nothing, survives missing and hostile data, and says what the numbers say."""
+"""The report is complete, loads nothing, survives missing and hostile data, and its headline agrees with the numbers."""
 
 import html.parser
 import json
@@ -50,22 +50,22 @@ def test_it_loads_nothing_and_escapes_everything(tmp_path):
     assert not report.HIDDEN.search(page)
 
 
-def test_an_empty_run_says_what_is_missing(tmp_path):
+def test_the_page_of_an_empty_run_names_the_missing_data(tmp_path):
     page = _draw(tmp_path)
     assert _parse(page).text("h1") == "No held-out evaluation yet"
     needed = [curve for curve in report.CURVES if not curve.optional]
     assert page.count("No data in this run") == len(needed) + 2 and "<svg" not in page
 
 
-def test_mismatch_is_that_with_the_sampler(tmp_path):
-    """With old log-probabilities of the learner, loss/mismatch_kl says what the batch's own steps changed."""
+def test_the_mismatch_curve_is_against_the_sampler(tmp_path):
+    """If the learner computes old log-probabilities, loss/mismatch_kl is the change by the batch's own steps."""
     writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
     writer.write(1, "rl", {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.001})
     writer.write(1, "warm-up", {"loss/total": 2.0})
     writer.close()
     page = _draw(tmp_path)
     assert "step 1: KL 0.001" in page and "KL 0.5" not in page
-    assert "Clipped tokens" not in page and "held-out</span>" not in page  # what the run does not have is left out
+    assert "Clipped tokens" not in page and "held-out</span>" not in page  # figures without data are left out
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e-30, 7e20, math.nan])
@@ -81,7 +81,7 @@ def test_flat_and_extreme_curves(tmp_path, value):
     "before, after, words",
     [(0.5, 0.52, "did not change measurably: 0.500 → 0.520"), (0.9, 0.2, "fell from 0.900 to 0.200")],
 )
-def test_the_headline_does_not_boast(tmp_path, before, after, words):
+def test_the_headline_does_not_exaggerate(tmp_path, before, after, words):
     evaluations = [
         {"step": i, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 100}, "samples": []}
         for i, score in enumerate((before, after))
@@ -90,7 +90,7 @@ def test_the_headline_does_not_boast(tmp_path, before, after, words):
     assert _parse(_draw(tmp_path)).text("h1") == f"Held-out avg@1 {words}"
 
 
-def test_two_right_out_of_two_is_no_proof():
+def test_two_right_out_of_two_is_not_certain():
     assert report._error({"num_tasks": 2}, 1.0) > 0.3
 
 

@@ -1,4 +1,4 @@
-"""The planner: HLO text of known traffic, formulas against sums by hand, programs that lower, and the compiler itself (slow)."""
+"""The planner: HLO text of known traffic, formulas against sums by hand, lowered programs, and the compiler itself (slow)."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +15,7 @@ import pytest
 
 from configs import base, intellect1, intellect2, intellect3, qwen3_0_6b_gsm8k, qwen3_30b_a3b
 from models import flops
-from rl.plan import hlo, plan, programs, roofline
+from rl.plan import hlo, lowered_programs, plan, roofline
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
@@ -126,7 +126,7 @@ ENTRY %main""",
 
 
 def test_copies_are_whole_arrays_that_are_written():
-    """Of the copy, the prefetch into on-chip memory, and the transpose inside a fusion, the first alone moves the array."""
+    """A copy moves the array; a prefetch into on-chip memory and a transpose inside a fusion do not."""
     program = hlo.parse(TEXT, turns=(5,))
     assert program.copies((4, 64, 2, 16)) == 1 and program.copies((64, 2, 1, 4, 16)) == 1
     assert program.copies((4, 64, 2, 8)) == 0
@@ -136,7 +136,7 @@ def test_a_report_is_the_sums_by_hand():
     """Two chips that compute for a second and read for two; nothing crosses the links."""
     mesh = mesh_lib.create({"fsdp": 2}, jax.devices()[:2])
     chip = roofline.CHIPS["v5p"]
-    program = programs.Program(
+    program = lowered_programs.LoweredProgram(
         name="decode",
         title="decode",
         mesh=mesh,
@@ -166,10 +166,10 @@ def test_a_report_is_the_sums_by_hand():
     )
 
 
-def test_what_is_not_a_program_is_refused():
+def test_malformed_text_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("HloModule nothing\n")
-    with pytest.raises(ValueError, match="replica groups are not understood"):
+    with pytest.raises(ValueError, match="unsupported replica groups"):
         hlo.parse(TEXT.replace("replica_groups=[2,4]<=[4,2]T(1,0)", "replica_groups=new")).collectives()
 
 
@@ -237,7 +237,7 @@ def test_bounds_are_the_longest_and_the_sum():
         ("h100:8", "unknown kind; choose one of v5e, v6e, v5p"),
     ],
 )
-def test_a_topology_that_is_none_is_refused(topology, message):
+def test_a_malformed_topology_is_refused(topology, message):
     with pytest.raises(ValueError, match=message):
         roofline.chip_of(topology)
 
@@ -261,16 +261,16 @@ def small():
 
 def test_every_program_lowers_without_an_array():
     """The learner's and the engine's own functions, on meshes of fake devices; bytes per chip are those of the shards."""
-    exp = programs.resolve(small())
+    exp = lowered_programs.resolve(small())
     mesh = mesh_lib.create({"fsdp": 4, "tensor": 2})
     server_mesh = mesh_lib.create({"tensor": 2}, jax.devices()[:2])
     made = [
-        programs.train_program(exp, mesh),
-        programs.logprobs_program(exp, mesh),
-        programs.prefill_program(exp, server_mesh),
-        programs.decode_program(exp, server_mesh),
+        lowered_programs.train_program(exp, mesh),
+        lowered_programs.logprobs_program(exp, mesh),
+        lowered_programs.prefill_program(exp, server_mesh),
+        lowered_programs.decode_program(exp, server_mesh),
     ]
-    assert [program.name for program in made] == [*programs.LEARNER, *programs.SERVER]
+    assert [program.name for program in made] == [*lowered_programs.LEARNER, *lowered_programs.SERVER]
     for program in made:
         assert isinstance(program.lower(), jax.stages.Lowered)
     train, _, _, decode = made
@@ -285,8 +285,8 @@ def test_every_program_lowers_without_an_array():
 
 def test_the_batch_is_that_of_full_length_rollouts():
     """32 x 8 rollouts of 64 tokens, two to a row of 128: 128 rows, 16 micro-batches of 8."""
-    exp = programs.resolve(small())
-    batch, in_use = programs.abstract_batch(exp, mesh_lib.create({"fsdp": 8}))
+    exp = lowered_programs.resolve(small())
+    batch, in_use = lowered_programs.abstract_batch(exp, mesh_lib.create({"fsdp": 8}))
     assert in_use == 16 and batch.tokens.shape[1:] == (8, 128) and batch.tokens.shape[0] >= in_use
     assert batch.tokens.sharding.shard_shape(batch.tokens.shape)[1] == 1
     assert batch.num_micro_batches.shape == ()
@@ -295,30 +295,34 @@ def test_the_batch_is_that_of_full_length_rollouts():
 def test_a_stacked_cache_is_watched_whole_and_by_layer():
     c = small()
     c.model.scan_layers = True
-    decode = programs.decode_program(programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2]))
+    decode = lowered_programs.decode_program(
+        lowered_programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2])
+    )
     assert decode.cache == ((2, 8, 1, 64, 32), (8, 1, 64, 32))
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["stacked", "by_layer"])
 def test_decode_copies_no_cache(scan_layers):
-    """Compiled for the CPU; rl.plan prints the same count of what is compiled for a TPU."""
+    """Compiled for the CPU; rl.plan prints the same count for a TPU."""
     c = small()
     c.model.scan_layers = scan_layers
-    decode = programs.decode_program(programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2]))
+    decode = lowered_programs.decode_program(
+        lowered_programs.resolve(c), mesh_lib.create({"tensor": 2}, jax.devices()[:2])
+    )
     text = decode.lower().compile().as_text()
-    assert "32,64]" in text or "64,32]" in text  # arrays of the cache are there under the name that is looked for
+    assert "32,64]" in text or "64,32]" in text  # arrays of the cache occur in the form that is searched for
     assert sum(hlo.parse(text, decode.turns).copies(dims) for dims in decode.cache) == 0
 
 
 def test_resolving_for_a_plan_leaves_the_config_alone():
     config = intellect2.get_config()
     before = config.to_json()
-    assert programs.resolve(config).model.model_dim == 5120
+    assert lowered_programs.resolve(config).model.model_dim == 5120
     assert config.to_json() == before
 
 
 def test_a_program_too_large_for_its_chips_is_not_compiled():
-    program = programs.train_program(programs.resolve(small()), mesh_lib.create({"fsdp": 8}))
+    program = lowered_programs.train_program(lowered_programs.resolve(small()), mesh_lib.create({"fsdp": 8}))
     chip = dataclasses.replace(roofline.CHIPS["v5e"], memory_bytes=1000)
     program = dataclasses.replace(program, lower=None)  # would raise
     outcome = plan.compile_program(program, chip)
@@ -327,7 +331,7 @@ def test_a_program_too_large_for_its_chips_is_not_compiled():
 
 
 def abstract_mesh(topology, axes):
-    """What `programs.create_mesh` gives, for sizes and shardings, without a compiler."""
+    """Replaces `lowered_programs.create_mesh`: the same sizes and shardings, without a compiler."""
     size = roofline.num_chips(topology)
     known = math.prod(n for n in axes.values() if n != -1)
     if size % known:
@@ -351,23 +355,23 @@ def abstract_mesh(topology, axes):
 def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied):
     """Parameters by the models' cards; rows, heads and parameters divide on the topology the config names."""
     config = CONFIGS[name].get_config()
-    exp = programs.resolve(config)
+    exp = lowered_programs.resolve(config)
     work = flops.ModelFlops.of(exp.model)
     assert work.held == pytest.approx(held, rel=0.01)
     assert work.multiplied == pytest.approx(multiplied, rel=0.03)
     topology = config.plan.topology
     kind, chip = topology.partition(":")[0], roofline.chip_of(topology)
-    program = programs.train_program(exp, abstract_mesh(topology, config.mesh.to_dict()))
+    program = lowered_programs.train_program(exp, abstract_mesh(topology, config.mesh.to_dict()))
     assert program.estimated_bytes < chip.memory_bytes
     server = abstract_mesh(f"{kind}:{chip.host}", config.plan.server_mesh.to_dict())
-    assert sum(programs.decode_program(exp, server).held.values()) < chip.memory_bytes
+    assert sum(lowered_programs.decode_program(exp, server).held.values()) < chip.memory_bytes
     assert topology in CONFIGS[name].__doc__ and f"configs/{name}.py" in CONFIGS[name].__doc__
 
 
 @pytest.mark.slow
 def test_a_remedy_costs_rows_before_chips(monkeypatch):
     """Everything "compiles" whose arguments and saved inputs fit: 106 B parameters need more than eight small chips."""
-    monkeypatch.setattr(programs, "create_mesh", abstract_mesh)
+    monkeypatch.setattr(lowered_programs, "create_mesh", abstract_mesh)
     monkeypatch.setattr(plan, "compile_program", lambda program, chip, effort=0: plan.Outcome(program, ""))
     said = plan.remedy(intellect3.get_config(), "v5e:2x4", ["train"])
     assert said == "--topology=v5p:2x4x4 --config.train.rows=32 (compiled: it fits)"
@@ -384,7 +388,7 @@ def test_without_the_compiler_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ValueError, match="pip install -r third_party/plan-requirements.txt"):
-        programs.create_mesh("v5e:2x4", {"fsdp": -1})
+        lowered_programs.create_mesh("v5e:2x4", {"fsdp": -1})
 
 
 def test_other_topologies_come_by_size():

@@ -1,11 +1,11 @@
-"""The compiled programs of a run, as functions of arrays that have a shape and a sharding but no content.
+"""Lowers the programs of a run for a TPU topology: arrays have a shape and a sharding, but no content.
 
-1. `create_mesh` lays a mesh over the devices of a TPU topology that is not there.
-2. Each `*_program` names a function that training or serving calls, and what it takes: how to lower it, the bytes per chip of
-   its arguments by kind, and the work of one run.
+1. `create_mesh` makes a mesh over the devices of a topology that this machine does not have.
+2. Each `*_program` describes a function that training or serving calls: how to lower it, the bytes per chip of its arguments by
+   kind, and the work of one run.
 
 The learner's are those of rl/learner/train_step.py as rl/train.py makes them; a server's are those of inference/engine/engine.py, with the
-weights in the dtype of the activations. The batch is the largest there can be: every rollout as long as it may be.
+weights in the dtype of the activations. The batch is the largest possible: every rollout has the maximum length.
 """
 
 import dataclasses
@@ -32,48 +32,48 @@ HOST_MEMORY = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """One program of a run: how to lower it, what its arguments hold, how much work it is."""
+class LoweredProgram:
+    """One program of a run: how to lower it, the memory of its arguments, and its work."""
 
     name: str  # a key of LEARNER or SERVER
     title: str
     mesh: jax.sharding.Mesh
     lower: Callable[[], jax.stages.Lowered]
     held: dict[str, float]  # bytes per chip of the arguments, by kind
-    needed: dict[
-        str, float
-    ]  # bytes per chip that it will hold besides, roughly: gradients, saved layer inputs, a layer
+    needed: dict[str, float]  # estimated further bytes per chip: gradients, saved layer inputs, a layer
     num_tokens: int  # of one run (of one step, in decode)
     executed_flops: float  # of one run, all chips
-    model_flops: float  # what MFU counts; 0 where there is no such thing
+    model_flops: float  # the FLOPs that MFU counts; 0 if it has no MFU
     read_bytes: float  # per chip, of one run, from its memory
     turns: tuple[int, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
-    cache: tuple[tuple[int, ...], ...] = ()  # dims that no copy in the program may have: a chip's part of the cache
+    cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
 
     @property
     def estimated_bytes(self) -> float:
-        """What it will hold, roughly: good enough to tell what is not worth compiling."""
+        """Estimated bytes per chip, to skip programs that are not worth compiling."""
         return sum(self.held.values()) + sum(self.needed.values())
 
 
 def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
-    """The experiment of a config whose tokenizer is not on this machine, and whose servers are not up yet."""
-    config = config.copy_and_resolve_references()  # ConfigDict(config) would share what is nested
+    """Returns the experiment of a config, without its tokenizer files and its servers. Does not change `config`."""
+    config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
     config.tokenizer = "byte_chatml"
     config.topology.mode = "local"
     return experiment.resolve(config)
 
 
 def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """A mesh over the devices of a topology that is not there.
+    """Returns a mesh over the devices of a topology that this machine does not have.
 
     Raises:
-      ValueError: no TPU compiler, a topology it does not know, or axes that cannot be laid out on it.
+      ValueError: the TPU compiler is missing, it rejects the topology, or the axes do not fit the topology.
     """
     roofline.chip_of(topology)
     if not os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) and importlib.util.find_spec("libtpu") is None:
-        raise ValueError("planning needs the TPU compiler; pip install -r third_party/plan-requirements.txt")
-    # Without these libtpu asks a metadata server that is there only on a TPU machine, and says so for minutes.
+        raise ValueError(
+            "libtpu is not installed, but a plan needs the TPU compiler; pip install -r third_party/plan-requirements.txt"
+        )
+    # Without these, libtpu waits minutes for a metadata server, which only TPU machines have.
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
@@ -87,12 +87,14 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
-        raise ValueError(f"the compiler refuses topology {topology!r} ({error}); sizes of that kind: {sizes}") from None
+        raise ValueError(
+            f"the TPU compiler rejects topology {topology!r} ({error}); choose one of these sizes: {sizes}"
+        ) from None
     return mesh_lib.create(axes, devices)
 
 
-def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
-    """rl/learner/train_step.py's step, as rl/train.py makes it, on a batch in which every rollout is as long as it may be."""
+def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
+    """Returns the train step (rl/learner/train_step.py) on a batch of rollouts of maximum length."""
     config, model = exp.config, exp.model
     learner = exp.learner(mesh)
     step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
@@ -110,12 +112,12 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
         "optimizer": bytes_per_chip(state.opt_state),
         "batch": bytes_per_chip(batch),
     }
-    if exp.objective.needs_reference:  # it stays beside the policy
+    if exp.objective.needs_reference:  # it stays in memory next to the policy
         held["reference"] = bytes_per_chip(
             transformer.abstract(reference.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size), mesh)
         )
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
-    return Program(
+    return LoweredProgram(
         name="train",
         title=(
             f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens (all rollouts at "
@@ -127,8 +129,8 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
         needed={
             "gradients": bytes_per_chip(state.params),
             "saved layer inputs": _saved_bytes(model, mesh, rows, T),
-            "a layer": 5
-            * _layer_bytes(model, mesh, rows, T),  # with its gradient; so compiled for configs/intellect2.py
+            # With its gradient; the factor is that of the compiled configs/intellect2.py.
+            "a layer": 5 * _layer_bytes(model, mesh, rows, T),
         },
         num_tokens=num_tokens,
         executed_flops=work.executed_flops(num_tokens, T) + scored_flops,
@@ -138,15 +140,15 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progra
     )
 
 
-def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
-    """rl/learner/train_step.py's scoring of a batch without gradient, as for a reference policy."""
+def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
+    """Returns the log-probability pass of a batch without gradient (rl/learner/train_step.py), as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
     share_prompts = exp.config.train.share_prompts
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
-    return Program(
+    return LoweredProgram(
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
@@ -161,8 +163,8 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Pro
     )
 
 
-def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
-    """inference/engine/engine.py's prefill of the longest prompts: a chunk of one, or a whole bucket of several."""
+def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
+    """Returns the engine's prefill of the longest prompts: a chunk of one, or a whole bucket of several."""
     server, params = _server(exp, mesh)
     chunk, capacity = exp.engine.prefill_chunk, exp.engine.capacity
     if capacity > chunk:
@@ -182,7 +184,7 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Prog
         held = {"parameters": bytes_per_chip(params)}
     num_tokens = math.prod(shape)
     work = flops.ModelFlops.of(exp.model)
-    return Program(
+    return LoweredProgram(
         name="prefill",
         title=title,
         mesh=mesh,
@@ -196,8 +198,8 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Prog
     )
 
 
-def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Program:
-    """inference/engine/engine.py's decode of all slots; figures are of one of its steps."""
+def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
+    """Returns the engine's decode of all slots. Work and bytes are per decode step."""
     server, params = _server(exp, mesh)
     slots = exp.engine.num_slots
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
@@ -210,7 +212,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Progr
         "other state": bytes_per_chip(state.replace(cache=())),
     }
     read_share = work.read_parameters(slots) / work.held
-    return Program(
+    return LoweredProgram(
         name="decode",
         title=f"decode: {slots} slots of {exp.engine.capacity} tokens, {exp.engine.steps_per_call} steps per call",
         mesh=mesh,
@@ -231,7 +233,7 @@ SERVER = {"prefill": prefill_program, "decode": decode_program}  # on config.pla
 
 
 def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
-    """The batch of rl/train.py without content, and how many micro-batches are in use if all rollouts are at full length."""
+    """Returns rl/train.py's batch without content, and the number of micro-batches in use if all rollouts are at full length."""
     config = exp.config
     num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
     length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
@@ -244,7 +246,7 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
 
 
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:
-    """An engine, and the weights it is given: those published, in the dtype of the activations."""
+    """Returns an engine and its weights, which are published in the dtype of the activations."""
     model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
     engine.check_mesh(exp.engine, mesh)
     params = jax.tree.map(
@@ -256,7 +258,7 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
 
 
 def _placed(tree, mesh: jax.sharding.Mesh):
-    """A state or a cache of an engine, laid out as its programs return it."""
+    """Returns a state or cache of an engine with the shardings with which its programs return it."""
     layout = decode_state.layout(tree, mesh)
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)),
@@ -266,7 +268,7 @@ def _placed(tree, mesh: jax.sharding.Mesh):
 
 
 def _whole_and_layer(x) -> list[tuple[int, ...]]:
-    """Dims of one chip's part of an array of the cache, and of one layer of it where layers are stacked."""
+    """Returns the dims of one chip's part of a cache array and, if layers are stacked, of one layer of it."""
     dims = x.sharding.shard_shape(x.shape)
     return [dims[i:] for i in range(x.ndim - 3)] if math.prod(dims) else []
 
@@ -280,7 +282,7 @@ def _lower(mesh, function, *args) -> jax.stages.Lowered:
 
 
 def bytes_per_chip(tree) -> float:
-    """Of a tree of `ShapeDtypeStruct` with shardings; what lives in host memory does not count."""
+    """Returns the bytes per chip of a tree of `ShapeDtypeStruct` with shardings. Arrays in host memory do not count."""
     return float(
         sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -291,14 +293,14 @@ def bytes_per_chip(tree) -> float:
 
 
 def _gathered_bytes(model, mesh: jax.sharding.Mesh) -> float:
-    """Bytes of all weights as a chip multiplies with them: gathered over `fsdp`, in the dtype of the activations."""
+    """Returns the bytes of all weights as one chip reads them: gathered over `fsdp`, in the dtype of the activations."""
     split = math.prod(mesh.shape[axis] for axis in rules.RULES["model"])
     item = jnp.dtype(model.dtype).itemsize / jnp.dtype(model.param_dtype).itemsize
     return bytes_per_chip(transformer.abstract(model, mesh)) * split * item
 
 
 def _saved_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
-    """Layer inputs that the backward pass needs, at least: one per layer, unless they are offloaded."""
+    """Estimates the bytes of layer inputs kept for the backward pass: one per layer, or none if offloaded."""
     if model.remat == "offload":
         return 0.0
     item = jnp.dtype(model.dtype).itemsize
@@ -306,7 +308,10 @@ def _saved_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
 
 
 def _layer_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
-    """What the ffn of a layer holds at a time: its rows and results, gate, up and their product; of a mixture, per expert."""
+    """Estimates the bytes one chip needs for one feed-forward layer: input, output, gate, up, and gate * up.
+
+    MoE layers count token-expert assignments, at most `moe_experts.ROWS`. Returns the larger of dense and MoE.
+    """
     tokens, item = _local_tokens(mesh, rows, T), jnp.dtype(model.dtype).itemsize
     dense = tokens * (2 * model.model_dim + 3 * model.ffn_dim / mesh.shape["tensor"])
     assignments = min(tokens * model.experts_per_token, moe_experts.ROWS)
