@@ -218,13 +218,15 @@ def test_a_resumed_run_opens_what_follows(make):
 
 
 def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
-    orchestrator = make(topology__lease_s=0.2)
+    orchestrator = make(topology__lease_s=0.5)
     publish(orchestrator, 0)
     first, rest = lease(orchestrator, 1), lease(orchestrator, 1, OTHER)
     assert [group.group for group in first + rest] == [0, 1]
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
-    time.sleep(0.3)
+    time.sleep(0.6)
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
+    orchestrator._queue.requeue(("train", 1, 2), "test")
+    assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
     # The first worker comes too late; the second's answer counts.
     assert submit(orchestrator, answers(first[0])).startswith("refused: signature")
@@ -310,6 +312,8 @@ def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
     good = [rollout_lib.sign(r, KEY) for r in answers(group)]
     forged = [good[0], dataclasses.replace(good[1], reward=9.0)]  # the reward is under the signature, too
     assert submit(orchestrator, forged, None).startswith("refused: signature: ")
+    mixed = [good[0], rollout_lib.sign(answers(group)[1], OTHER)]
+    assert submit(orchestrator, mixed, None).endswith("not signed by the worker that holds the lease")
     # None of it cost the holder its lease, or the group an attempt.
     assert submit(orchestrator, answers(group)) == "accepted"
 
@@ -405,6 +409,34 @@ def test_the_verdict_of_the_check_is_honoured(make):
         and counts["trust/num_refused_sampling"] == 1
     )
     assert counts["trust/num_accepted"] - counts["trust/num_called_back"] == 6 and counts["trust/num_called_back"] == 4
+
+
+def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
+    replayed = []
+
+    def check(rollouts):
+        replayed.append(rollouts[0].task.group)
+        return "sampling: 3 of 12 tokens" if len(replayed) == 1 else None
+
+    orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
+    publish(orchestrator, 0)
+    drawn, *others = sorted(lease(orchestrator), key=lambda group: not orchestrator._queue[group.key].is_drawn)
+    assert submit(orchestrator, answers(drawn)) == "checking"
+    checked(orchestrator)
+    later(orchestrator.evaluate, 0)
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
+    held_out = [group for group in lease(orchestrator) if group.split == "held_out"]
+    assert [submit(orchestrator, answers(group)) for group in held_out] == ["accepted"] * 2
+    assert [submit(orchestrator, answers(group)) for group in others] == ["checking"] * 2
+    checked(orchestrator)
+    assert replayed == [drawn.group, *(group.group for group in others)]
+
+
+def test_a_version_that_is_not_announced_is_rejected_even_if_the_batch_allows_it(make):
+    orchestrator = make(rl__max_lag=2)
+    publish(orchestrator, 0)
+    group = next(group for group in lease(orchestrator) if group.step == 3)  # takes versions 0 to 2
+    assert submit(orchestrator, answers(group, 1)).startswith("refused: versions: 1 is newer than 0, the newest")
 
 
 def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make):
@@ -640,16 +672,20 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
         waiting.result(WAIT_S)
 
 
-def test_a_validator_that_breaks_stops_the_run(make):
+@pytest.mark.parametrize("message", ["the validator is broken", "weights: version 0 cannot be pulled"])
+def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
     def check(rollouts):
-        raise ValueError("the validator is broken")
+        if message.startswith("weights"):
+            return message
+        raise ValueError(message)
 
     orchestrator = make(check=check, trust__check_fraction=1.0)
     publish(orchestrator, 0)
     waiting = later(orchestrator.next_batch, 1)
     assert submit(orchestrator, answers(lease(orchestrator)[0])) == "checking"
-    with pytest.raises(ValueError, match="the validator is broken"):
+    with pytest.raises(ValueError, match=message):
         waiting.result(WAIT_S)
+    assert not orchestrator._take_counts()["trust/num_refused"]
 
 
 # ---- servers ---------------------------------------------------------------------------------------------------------
