@@ -8,13 +8,13 @@ from ml_collections import config_dict
 
 
 def get_config() -> config_dict.ConfigDict:
-    """The default config; locked, except for options of environments and losses."""
+    """Returns the default config, locked except for options of environments and losses."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
     # A Hugging Face folder or hub ID to start from, of the architecture below; "": random parameters.
     c.init_from = ""
 
-    # The policy. A Qwen3-type decoder; see models/config.py for what each field means.
+    # The policy. A Qwen3-type decoder; models/config.py explains the fields.
     c.model = m = config_dict.ConfigDict()
     m.vocab_size = 272  # byte-level tokenizer: 265 entries, padded so that tensor axes up to 16 divide it
     m.model_dim = 128

@@ -62,7 +62,10 @@ def start_rollout_system(
     """Starts everything that generates and checks rollouts; yields the orchestrator and stops all at the end of the block.
 
     Args:
-      version: the policy version to start with, already published in the directory `weights`.
+      experiment: the resolved config and its parts.
+      workdir: the work directory of the run.
+      weights: the directory of the broadcast.
+      version: the policy version to start with, already published in `weights`.
       on_wait: receives lines for people while something is waited for.
       num_hosts: hosts of the learner; this runs on the first.
       known: `Orchestrator.state` as saved in the checkpoint of `version`, if any.

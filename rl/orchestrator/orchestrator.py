@@ -254,8 +254,10 @@ class Orchestrator:
             return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
     def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
-        """Handles a submitted group: rejects it if it is not leased or not signed by the leaseholder (the lease then stays),
-        else checks it against its lease and queues the other checks."""
+        """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
+
+        A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
+        """
         with self._changed:
             holder, entry = self._queue.holder(key), self._queue.get(key)
         if holder is None or entry is None:
