@@ -1,4 +1,4 @@
-"""A resume is bitwise, on any mesh, from the newest checkpoint that is still what was written."""
+"""A resume is bitwise, on any mesh, from the newest checkpoint that is still as written."""
 
 import errno
 import gc
@@ -138,7 +138,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
 
 def test_unfinished_save_is_invisible(tmp_path):
     (state,) = _save_steps(tmp_path, 1)
-    os.rename(tmp_path / "1", tmp_path / "1.orbax-checkpoint-tmp")  # what a kill before the rename leaves
+    os.rename(tmp_path / "1", tmp_path / "1.orbax-checkpoint-tmp")  # as after a kill before the rename
     with checkpoint.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() is None
         assert checkpointer.restore(_abstract(state)) is None
@@ -253,7 +253,7 @@ def test_full_disk(small_disk: pathlib.Path, caplog):
         checkpointer.wait()
         assert checkpointer.latest_step() == 2
     assert not caplog.records
-    gc.collect()  # what orbax dropped is collected here, not in the next test
+    gc.collect()  # objects that orbax dropped are collected here, not in the next test
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The mesh and the rules: every layout against a table written by hand, and refusals that name the field.
 
-Layouts are checked by what a device holds (the shape of its shard, the rows it sees), not by how a spec is spelled.
+Layouts are checked by the data of a device (the shape of its shard, the rows it sees), not by how a spec is spelled.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def test_a_bad_mesh_is_refused_with_value_rule_and_remedy(sizes, words):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """As much of a TPU v4 device as `jax.experimental.mesh_utils` asks for."""
+    """The attributes of a TPU v4 device that `jax.experimental.mesh_utils` reads."""
 
     id: int
     coords: tuple[int, int, int]
@@ -97,7 +97,7 @@ class Chip:
 
 
 def test_axes_that_do_not_fold_onto_the_torus_are_refused():
-    """Of a torus 4 x 4 x 4 a mesh axis is a product of whole dims: 4 or 16, never 32."""
+    """A mesh axis of a torus 4 x 4 x 4 is a product of whole dims: 4 or 16, never 32."""
     chips = [Chip(n, coords) for n, coords in enumerate(itertools.product(range(4), repeat=3))]
     with pytest.raises(ValueError, match="fsdp=32 .* tensor=2 cannot be laid out on the torus 4x4x4.*config.mesh"):
         mesh_lib.create({"fsdp": 32, "tensor": 2}, chips)

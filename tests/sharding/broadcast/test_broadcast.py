@@ -59,7 +59,7 @@ def test_every_dtype_round_trips_bitwise(tmp_path, name):
         bits = int(next(c for c in name if c.isdigit()))
         values = np.arange(35).astype(dtype).view(np.uint8) if name[0] != "f" else values % (1 << bits)
     m = values.view(dtype).reshape(5, 7)
-    zeros = np.zeros((4,), dtype)  # stored like any other chunk, or a missing one could not be told from zeros
+    zeros = np.zeros((4,), dtype)  # stored like any other chunk, or a missing one would look like zeros
     tree = {"m": m, "scalar": zeros[0], "empty": np.zeros((3, 0, 2), dtype), "zeros": zeros, "strided": m.T[::2]}
     broadcast.publish(tree, 0, tmp_path)
     _assert_same(broadcast.pull(tmp_path).params, tree)
@@ -110,7 +110,7 @@ def test_a_large_array_begins_where_a_huge_page_does(tmp_path):
 
 
 def test_digest_against_its_definition():
-    """By hand: the digest of a chunk is that of the file which stock tensorstore writes for it."""
+    """Computes it by hand: the digest of a chunk is that of the file which stock tensorstore writes for it."""
     rows = []
     for name, a in (("a/0", np.arange(3, dtype=np.int16)), ("b", np.array(1.5, np.float64))):
         context = ts.Context()
@@ -188,7 +188,7 @@ def test_tampering_is_caught(tmp_path, target, how):
         expected, message = FileNotFoundError, "no version 0"
     elif target != "manifest.json":  # the size or the hash must catch it, before tensorstore sees a byte of it
         message += {"flip": " has digest", "delete": " is missing"}.get(how, " has [0-9]+ bytes, not")
-    # `zarr.json` is for other readers: only `verify` looks at it, since the manifest has said it all.
+    # `zarr.json` is for other readers: only `verify` looks at it, since the manifest contains the same.
     for read in (broadcast.verify,) if target.endswith("zarr.json") else (broadcast.pull, broadcast.verify):
         with pytest.raises(expected, match=message):
             read(tmp_path, 0)
@@ -230,7 +230,7 @@ LIES = {  # tests/sharding/format/test_manifest.py has all of them; here: that `
 
 
 class _Counting(source.Directory):
-    """A directory that notes what is read of it."""
+    """A directory that records the objects read from it."""
 
     def __init__(self, root, key=None):
         super().__init__(str(root), key)
@@ -468,7 +468,7 @@ def killed(tmp_path_factory):
 
 @pytest.mark.parametrize(("stage", "when"), KILLS)
 def test_killed_publisher_leaves_the_old_or_the_new_version(killed, stage, when):
-    """What is visible is whole, and the next publisher cleans up."""
+    """A visible version is complete, and the next publisher cleans up."""
     root = killed[stage, when]
     is_out = stage == "an old version" or (stage in ("manifest", "manifest renamed") and when == "after")
     assert broadcast.versions(root) == ([1, 2] if is_out else [1])
@@ -571,8 +571,8 @@ def test_a_version_that_needs_nothing_frees_the_old_ones(tmp_path):
     assert kept[3:9] == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7, 8]]
 
 
-def test_what_is_fetched_is_the_shortest_way(tmp_path):
-    """Deltas to who has the base, also over a snapshot; the snapshot to who has not, or has another run's tree."""
+def test_the_plan_with_the_fewest_bytes_is_fetched(tmp_path):
+    """Deltas for a reader with the base, also across a snapshot; the snapshot without a base, or with another run's tree."""
     rng = np.random.default_rng(0)
     publisher, trees = broadcast.Publisher(tmp_path, broadcast.PublishOptions(keep=9), snapshot_every=3), [_params(rng)]
     trees[0]["w"] = rng.standard_normal((256, 256)).astype(np.float32)
@@ -580,9 +580,9 @@ def test_what_is_fetched_is_the_shortest_way(tmp_path):
         publisher.publish(trees[-1], version)
         trees.append(_nudge(trees[-1], rng, 0.001))
 
-    def fetched(version, have=None):
+    def fetched(version, base=None):
         opened = _Counting(tmp_path)
-        pulled = broadcast.pull(opened, version, base=have)
+        pulled = broadcast.pull(opened, version, base=base)
         _assert_same(pulled.params, trees[version])
         return {(v, path.split("/")[0]) for v, path in opened.paths}
 
@@ -601,14 +601,14 @@ def test_what_is_fetched_is_the_shortest_way(tmp_path):
     assert fetched(5, at[1]) == fetched(5)  # the way is broken, the snapshot is not
 
 
-def test_a_tree_at_hand_that_is_not_what_it_says_is_not_built_on(tmp_path):
+def test_a_base_that_was_overwritten_is_not_used(tmp_path):
     rng = np.random.default_rng(0)
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, snapshot_every=4)
     publisher.publish(params, 0)
     have = broadcast.pull(tmp_path)
     params = _nudge(params, rng)
     publisher.publish(params, 1)
-    have.params["f"][0, 0] = 7  # somebody wrote into it
+    have.params["f"][0, 0] = 7  # another owner wrote into it
     _assert_same(broadcast.pull(tmp_path, base=have).params, params)
     same = broadcast.pull(tmp_path)
     same.params["q"][0] ^= 1
@@ -688,9 +688,9 @@ def test_random_damage_gives_the_right_tree_or_an_error(tmp_path):
             elif how == 2:
                 data = bytearray((tmp_path / "good" / files[rng.integers(len(files))]).read_bytes())
             path.unlink() if how == 3 else path.write_bytes(data)
-        for at_hand in (None, have):
+        for base in (None, have):
             try:
-                _assert_same(broadcast.pull(tmp_path / "bad", 4, base=at_hand).params, params)
+                _assert_same(broadcast.pull(tmp_path / "bad", 4, base=base).params, params)
                 outcomes["right"] += 1
             except (broadcast.CorruptSource, FileNotFoundError):
                 outcomes["refused"] += 1
@@ -698,7 +698,7 @@ def test_random_damage_gives_the_right_tree_or_an_error(tmp_path):
 
 
 def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch):
-    """All hashes of objects agree, and the result is still wrong: only the digest after applying can tell."""
+    """All hashes of objects agree, and the result is still wrong: only the digest after applying shows it."""
     rng = np.random.default_rng(0)
     params = {"w": rng.standard_normal((64, 4))}
     broadcast.publish(params, 0, tmp_path)
@@ -756,7 +756,7 @@ def test_deltas_of_many_chunks_in_many_objects(tmp_path, monkeypatch):
 
 
 def test_an_rl_sized_step_moves_a_thirtieth(tmp_path):
-    """What is on disk for a step of Adam (learning rate 1e-6, bfloat16), manifest and all."""
+    """Measures all files of a version after a step of Adam (learning rate 1e-6, bfloat16)."""
     rng = np.random.default_rng(0)
     weights = rng.normal(0, 0.02, (1024, 2048)).astype(np.float32)
     publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(dtype="bfloat16"), snapshot_every=8)
@@ -804,7 +804,7 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours):
             pulled = broadcast.pull(tmp_path, shardings=shardings)
             _assert_same(pulled.params, tree)
             assert all(leaf.sharding == sharding for leaf in pulled.params.values())
-            if version:  # the tree at hand lies in their layout, the patches in ours
+            if version:  # the base has their layout, the patches ours
                 _assert_same(broadcast.pull(tmp_path, shardings=shardings, base=have[theirs]).params, tree)
             have[theirs] = pulled
         _assert_same(broadcast.pull(tmp_path).params, tree)
@@ -946,7 +946,7 @@ def test_cast_on_the_way_out(tmp_path):
 
 
 def test_the_tree_that_a_publisher_keeps_is_its_own(tmp_path):
-    """On CPU a host copy may be a view of the array; a base that changes with the next step would make wrong deltas."""
+    """A host copy on CPU may be a view of the array; a base that changes with the next step would make wrong deltas."""
     params, publisher = {"w": np.zeros((4, 4), np.float32)}, broadcast.Publisher(tmp_path, snapshot_every=4)
     for version in range(3):
         publisher.publish(params, version)
@@ -977,7 +977,7 @@ def test_bucket(tmp_path):
 
 
 def test_through_two_relays_with_deltas(tmp_path):
-    """The same calls over HTTP: what `publish` writes, real relays mirror, and `pull` proves."""
+    """The same calls over HTTP: `publish` writes, real relays mirror, and `pull` proves."""
     rng = np.random.default_rng(0)
     key = ed25519.Ed25519PrivateKey.generate()
     public = key.public_key().public_bytes_raw().hex()
@@ -1100,7 +1100,7 @@ def test_publish_dir(tmp_path, capsys):
 
 
 def test_published_manifest_is_stable(tmp_path):
-    """The wire format: whoever changes this dict changes FORMAT too, or old readers refuse new weights unexplained."""
+    """The wire format: a change of this dict needs another FORMAT, or old readers reject new weights unexplained."""
     broadcast.publish(
         {"w": [np.arange(3, dtype=np.int16)]},
         1,
@@ -1113,7 +1113,7 @@ def test_published_manifest_is_stable(tmp_path):
     header, chunk = body.pop("objects")
     assert header["path"] == "tensors/w/0/zarr.json"
     assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "digest": digest}
-    del body["own_digest"]  # of what is here
+    del body["own_digest"]  # of these fields
     assert body == {
         "format": 3,
         "version": 1,

@@ -109,7 +109,7 @@ def test_two_hosts(tmp_path):
     assert first["digests"] == second["digests"] == [broadcast.read_manifest(tmp_path, v).digest for v in range(4)]
     arrays = [{p for p in host["put"] if p.startswith("tensors/")} for host in (first, second)]
     assert not arrays[0] & arrays[1] and all(any(p.startswith("tensors/w/c") for p in paths) for paths in arrays)
-    assert {p for p in arrays[1] if not p.startswith("tensors/w/")} == set()  # what is replicated is written once
+    assert {p for p in arrays[1] if not p.startswith("tensors/w/")} == set()  # a replicated array is written once
     for paths in (first["read"], second["read"]):  # half of the rows of w each, all of the rest
         rows = {p for p in paths if p.startswith("tensors/w/c")}
         assert 0 < len(rows) < len({p for p in first["read"] + second["read"] if p.startswith("tensors/w/c")})

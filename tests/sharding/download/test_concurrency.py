@@ -1,4 +1,4 @@
-"""Few reads at once while they are quick, all of them where they are slow."""
+"""Few reads run at a time while they are quick, all of them where they are slow."""
 
 import concurrent.futures
 import threading

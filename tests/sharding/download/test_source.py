@@ -1,4 +1,4 @@
-"""Sources hand out verified bytes or a clear error, whoever lies, lags or dies."""
+"""Sources hand out verified bytes or a clear error, whichever relay lies, lags or dies."""
 
 import collections
 import dataclasses
@@ -46,7 +46,7 @@ def read(opened, objects, path):
     return source.read(opened, 0, journal.Object(**proxy.entry(path, objects[path])))
 
 
-# ---- what is opened, and what is refused before ----------------------------------------------------------------------
+# ---- opening --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_bucket_gives_what_was_published(root, tmp_path):
 
 @pytest.mark.parametrize("kind", ["directory", "bucket", "relays", "relays that lie"])
 def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
-    """An array of chunks without checksums, each of which has its own place; what lies around stays as it was."""
+    """An array of chunks without checksums, each of which has its own place; the bytes around it stay as they were."""
     path, data = "tensors/t4/c.0", proxy.contents(0)["tensors/t4/c.0"]
     entry = journal.Object(**proxy.entry(path, data))
     with proxy.running(root) as good, proxy.running(tamper(root, tmp_path / "bad")) as bad:
@@ -272,7 +272,7 @@ def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
             assert proxy.read_all(opened, 0, objects) == objects
         stats = opened.stats()["relays"]
         assert stats[liar.url]["num_lies"] >= 1 and stats[origin.url]["num_lies"] == 0
-        # the lie costs its author what it could have served
+        # a corrupt reply costs the relay its later requests
         assert stats[origin.url]["num_bytes"] > stats[liar.url]["num_bytes"]
 
 
@@ -298,7 +298,7 @@ def test_a_dead_relay_changes_nothing(origin, opening):
     begun_s = time.monotonic()
     assert opened.versions() == [0]
     assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
-    assert time.monotonic() - begun_s < 3  # a refused connection fails at once; the rest is the machine's load
+    assert time.monotonic() - begun_s < 3  # a refused connection fails immediately; the rest is the machine's load
     stats = opened.stats()["relays"][dead.url]
     assert not stats["is_alive"] and "refused" in stats["reason"].lower()
 
@@ -321,7 +321,9 @@ def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
     passed = collections.Counter()
 
     def fault(rng):
-        passed["connections"] += 1  # closed, not reset: a reset may drop what was sent, all of it on a busy machine
+        passed["connections"] += (
+            1  # closed, not reset: a reset may drop bytes that were sent, all of them on a busy machine
+        )
         return ("close", 1_500_000) if passed["connections"] % 2 else None
 
     with proxy.running(tmp_path) as relay, proxy.Proxy(relay.url, fault) as between:
@@ -329,7 +331,7 @@ def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
         opened = opening(between.url)
         assert read(opened, objects, BIG) == objects[BIG]
         assert opened.stats()["num_resumed"] >= 1
-        # whole again would be 5.5 MB: 4 MB and what was brought before the reset; slices of 256 kB and buffers may be lost
+        # whole again would be 5.5 MB: 4 MB and the bytes before the reset; slices of 256 kB and buffers may be lost
         assert relay.server.counters["sent_bytes"] < 2 * 4_000_000
 
 

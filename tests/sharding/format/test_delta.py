@@ -16,7 +16,7 @@ def changed(old: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
 
 
 def slow_apply(chunk: bytes, patch: bytes) -> bytes:
-    """The format as the docstring tells it, byte by byte."""
+    """Applies a patch by the module's docstring, byte by byte."""
     form, unit = patch[0], patch[1]
     rest, streams = patch[2:], []
     while rest:

@@ -1,4 +1,4 @@
-"""A manifest says one thing to everyone: what its bytes, its hash and its signature do not carry is refused with the reason."""
+"""A manifest has one meaning: bytes that do not match its digest and signature are rejected with the reason."""
 
 import dataclasses
 import json
