@@ -818,7 +818,7 @@ def test_a_learner_that_changes_its_mesh_goes_on_publishing(tmp_path, monkeypatc
     """Chunks that fit the old shards may straddle the new ones: then a snapshot, and deltas again after it."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 200)
     rng = np.random.default_rng(0)
-    tree = {"w": rng.standard_normal((48, 40)).astype(np.float32)}
+    tree = {"w": rng.standard_normal((48, 56)).astype(np.float32)}  # chunks of 112 or 168 bytes
     publisher, have, kinds = broadcast.Publisher(tmp_path, snapshot_every=100), None, []
     for version, layout in enumerate(layout for layout in LAYOUTS.values() for _ in range(2)):
         kinds.append(publisher.publish(jax.device_put(tree, layout()), version).encodings)
