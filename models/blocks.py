@@ -245,7 +245,8 @@ class Normal:
 
     fan_in: int
 
-    def __call__(self, key, shape, dtype):
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        """Returns an array of draws."""
         # 0.8796: standard deviation of a unit normal truncated at +-2
         return (jax.random.truncated_normal(key, -2, 2, shape) * (self.fan_in**-0.5 / 0.8796)).astype(dtype)
 

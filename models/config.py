@@ -161,7 +161,7 @@ def _check(config: ModelConfig) -> None:
     for field in dataclasses.fields(config):
         value, kinds = getattr(config, field.name), KINDS.get(field.type, field.type)
         is_kind = isinstance(value, kinds) and (field.type is bool or not isinstance(value, bool))
-        require(is_kind, field.name, f"must be a {getattr(field.type, '__name__', field.type)}")
+        require(is_kind, field.name, f"must be of type {getattr(field.type, '__name__', field.type)}")
         require(not isinstance(value, float) or math.isfinite(value), field.name, "must be finite")
     for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
         require(getattr(config, name) >= 1, name, "must be at least 1")

@@ -65,7 +65,7 @@ def token_logprobs(
     """
     for name, value in (("chunk", chunk), ("vocab_chunk", vocab_chunk)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} = {value}: must be at least 1")
+            raise ValueError(f"{name} = {value}: set it to at least 1")
     T = tokens_BT.shape[1]
     column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens_BT.shape)
     if predictors_BT is None:
@@ -98,12 +98,9 @@ class _Head:
     def of(cls, config, name, entropy_gradient, chunk, vocab_chunk) -> "_Head":
         vocab_dim = transformer.specs(config)[name].logical_axes.index("vocab")
         mesh = rules.several_devices()
-        if mesh is None:
-            return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap)
-        axes = (
-            tuple(axis for axis in rules.RULES[logical] if mesh.shape[axis] > 1)
-            for logical in ("batch", "sequence", "model", "vocab")
-        )
+        split = () if mesh is None else tuple(axis for axis, size in mesh.shape.items() if size > 1)
+        dims = ("batch", "sequence", "model", "vocab")
+        axes = (tuple(axis for axis in rules.RULES[dim] if axis in split) for dim in dims)
         return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap, *axes)
 
     @property

@@ -75,7 +75,7 @@ def _read_sigmoid_moe(hf: dict, **defaults) -> dict:
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ValueError(
             f"scoring_func {hf.get('scoring_func')!r} with topk_method {hf.get('topk_method')!r} in config.json is not "
-            "supported; 'sigmoid' with 'noaux_tc' is"
+            "supported; only 'sigmoid' with 'noaux_tc' is"
         )
     hf = defaults | hf
     return {

@@ -46,7 +46,7 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
         raise ValueError(f"rope_type {kind!r} in config.json is not supported; default, linear, llama3 and yarn are")
     original = int(stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0)
     if not original and kind != "linear":
-        raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json")
+        raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json; add it")
     factor = stated.get("factor")
     if factor is None and kind == "yarn" and hf.get("max_position_embeddings"):
         factor = hf["max_position_embeddings"] / original

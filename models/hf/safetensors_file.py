@@ -32,7 +32,7 @@ class Reader:
         for path in _paths(folder):
             for name, entry in safetensors_header.read(path).items():
                 if name in self._tensors:
-                    raise ValueError(f"tensor {name} is in both {self._tensors[name][0]} and {path}")
+                    raise ValueError(f"tensor {name} is in both {self._tensors[name][0]} and {path}; remove one")
                 self._tensors[name] = path, entry
             with path.open("rb") as file:
                 self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -107,10 +107,9 @@ def attend_tiles(
 ) -> jax.Array:
     """Returns softmax(scale q k) v, float32 [B, K, G, T, V].
 
-    Args:
-      packing: a tree of arrays [B, T] that describes columns (`attention.Packing`).
-      readable: `readable(packing, columns, packing, columns) -> mask [B, S, S]` of a tile of queries and one of keys. It
-        must be causal by column, and let every query read itself.
+    `packing` is a tree of arrays [B, T] that describes columns (`attention.Packing`). `readable(packing, columns, packing,
+    columns) -> mask [B, S, S]`, of a tile of queries and one of keys, must be causal by column and let every query read
+    itself.
     """
     T = q_BKGTC.shape[3]
     num_tiles = -(-T // TILE)

@@ -167,7 +167,7 @@ def test_one_column_has_nothing_to_score():
 
 
 def test_a_chunk_below_one_is_refused():
-    with pytest.raises(ValueError, match="vocab_chunk = 0: must be at least 1"):
+    with pytest.raises(ValueError, match="vocab_chunk = 0: set it to at least 1"):
         score(TIED, head_of(TIED), HIDDEN_BTD, TEMPERATURE_BT, None, (B, T), (("vocab_chunk", 0),))
 
 
