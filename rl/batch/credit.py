@@ -64,18 +64,16 @@ class Credit:
         advantages_P = advantages.NORMALIZERS[self.normalize](
             [advantages.ADVANTAGES[self.advantage](r) for r in rewards]
         )
-        is_flat = np.array([not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P])
-        taught = np.flatnonzero(~is_flat)  # groups that train the policy
-        factors = dict(
-            zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught.tolist()]), strict=True)
-        )
+        is_flat = [not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P]
+        taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
+        factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
         for i, group in enumerate(groups):
             if i in factors:
                 trees += self._trees(group, advantages_P[i] * factors[i], trains=True)
             elif self.streams:
                 trees += self._trees(group, advantages_P[i], trains=False)
-        return trees, float(is_flat.mean())
+        return trees, float(np.mean(is_flat))
 
     def _trees(
         self, group: Sequence[rollout_lib.Rollout], advantage_G: np.ndarray, *, trains: bool

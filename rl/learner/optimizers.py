@@ -14,7 +14,7 @@ matrix if it has two dims or more and is not a bias. Moments are split exactly a
 Moments in bfloat16 are the *first* moments. The second stays float32: with beta2 = 0.999 it moves by 0.001 of itself a step,
 which is under half a unit of bfloat16 (0.004), and would never change.
 
-optax.contrib.muon is not used (docs/decisions.md): on 8 devices it executes 1.34 times the FLOPs and takes 3.9 times the memory.
+optax.contrib.muon is not used: on 8 devices it executes 1.34 times the FLOPs (docs/decisions/training.md).
 """
 
 import dataclasses

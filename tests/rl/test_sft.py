@@ -1,4 +1,4 @@
-"""What of a conversation trains, where examples come from, and when supervised training ends."""
+"""The trained tokens of a conversation, the sources of examples, and the end of supervised training ends."""
 
 import json
 
@@ -243,7 +243,7 @@ def test_patience_counts_losses_without_a_new_best():
 
 @pytest.mark.slow
 def test_training_stops_when_the_held_out_loss_rises(tmp_path):
-    """Two conversations to learn by heart, two of another kind held out: it stops early, says why, and stays stopped."""
+    """Two conversations to learn by heart, two of another kind held out: it stops early, reports why, and stays stopped."""
     records = [conversation("abc"), conversation("bca"), conversation("XYZ"), conversation("ZZY")]
     path = write(tmp_path / "c.jsonl", records)
     exp = experiment.resolve(
@@ -271,7 +271,7 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
 
 
 def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
-    """It takes a minute on this clock, a step a second: the first step tells the rate of all."""
+    """It takes a minute on this clock, a step a second: the first step sets the rate of all."""
     clock = test_metrics.Clock()
     compile_train_step, jit_train_step = train_step.compile_train_step, train_step.jit_train_step
     compiled = []
@@ -302,7 +302,7 @@ def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
 
 def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
     config = quickstart.get_config()
-    config.model.max_positions = 64  # save writes it; a run may say otherwise
+    config.model.max_positions = 64  # save writes it; a run may set another value
     model = experiment.resolve(config).model
     params = transformer.init(jax.random.key(3), model)
     hf.save(tmp_path / "model", model, params)

@@ -62,13 +62,13 @@ def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
 
 
 def curve(workdir) -> list[dict]:
-    """The metrics of RL steps, without what depends on the clock."""
+    """The metrics of RL steps, without those that depend on the clock."""
     lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == "rl"]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
 def evidence(workdir) -> tuple[int, list[float]]:
-    """How many rollouts of its one worker the last checkpoint's record holds, and the wealth against it."""
+    """The number of rollouts of its one worker in the last checkpoint's record, and the wealth against it."""
     (text,) = (
         text for file in (workdir / "checkpoints" / "6" / "host").iterdir() if "evidence" in (text := file.read_text())
     )
@@ -160,7 +160,9 @@ def test_evaluate_scores_a_checkpoint(finished):
     argv[-1] = "--step=5"
     result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr  # names what exists
+    assert (
+        result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr
+    )  # names the existing ones
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_two_hosts_are_one(straight, tmp_path):
 
 
 def test_adapters_a_reference_and_deltas_over_two_hosts(tmp_path):
-    """What else the hosts do together: merge, score the reference's log-probabilities, publish differences."""
+    """Other work that the hosts share: merge, score the reference's log-probabilities, publish differences."""
     fields = {"lora__rank": 2, "objective__kl_coef": 0.1, "objective__kl_reference": "reference", "rl__num_steps": 3}
     fields |= {"optimizer__learning_rate": 1e-2, "optimizer__warmup_steps": 0, "broadcast__snapshot_every": 3}
     for workdir, num_hosts in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
@@ -126,7 +126,7 @@ def killed(tmp_path_factory):
 
 @pytest.mark.parametrize("num_hosts", [2, 1])
 def test_a_killed_host_ends_the_run_which_resumes(straight, killed, tmp_path, num_hosts):
-    """By the same command, or on one host."""
+    """Resumed by the same command, or on one host."""
     workdir = shutil.copytree(killed, tmp_path / "copy")
     assert "resuming after step" in run(workdir, num_hosts)[0][1]
     assert curve(workdir) == straight
@@ -156,7 +156,7 @@ def test_a_number_that_is_none_stops_both(tmp_path):
 
 
 def test_hosts_that_disagree_do_not_begin(tmp_path):
-    """On how many they are, on the config, and (a mistake of one alone) on whether there is a config."""
+    """The hosts agree on how many they are, on the config, and (a mistake of one alone) on whether there is a config."""
     cases = {
         "count": ({}, {"topology.num_processes": 3}),
         "config": ({}, {"rl.max_off_policy": 3}),

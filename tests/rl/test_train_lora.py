@@ -28,7 +28,7 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
         assert result.returncode == 0, result.stderr
     assert "resuming after step 2" in result.stdout
     assert test_train.curve(resumed) == test_train.curve(straight) and len(test_train.curve(straight)) == 4
-    for line in test_train.curve(straight):  # servers ran what the step computed with
+    for line in test_train.curve(straight):  # servers ran the weights of the step
         assert line["loss/mismatch_kl"] < 1e-6 and line["trust/num_refused"] == 0
 
     base, last = (leaves(broadcast.pull(straight / "weights", version).params) for version in (0, 4))

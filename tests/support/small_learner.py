@@ -78,13 +78,13 @@ def trees():
 
 
 def pack(rows=2, capacity=6):
-    """By default six micro-batches of two rows, of which five are used."""
+    """Packs the trees, by default into six micro-batches of two rows, of which five are used."""
     return packing.pack(trees(), packing.Layout(ROW, rows, capacity))
 
 
 @functools.cache
 def plain_rows():
-    """(tokens, temperature, mask, behavior, A, stream) of every branch in a row of its own, [N, T], with what they extend."""
+    """(tokens, temperature, mask, behavior, A, stream) of every branch in a row of its own, [N, T], with their prompts."""
     pairs = [(tree.prompt, branch) for tree in trees() for branch in tree.branches]
     arrays = {name: np.zeros((len(pairs), ROW), np.float32) for name in ("loss_mask", "behavior_logp", "advantage")}
     tokens_NT, temperature_NT = np.zeros((len(pairs), ROW), np.int32), np.ones((len(pairs), ROW), np.float32)

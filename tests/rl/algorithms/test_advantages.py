@@ -1,4 +1,4 @@
-"""Advantages against `statistics` and loops; what each ignores and what it does not."""
+"""Advantages against `statistics` and loops; the inputs that each ignores."""
 
 import statistics
 

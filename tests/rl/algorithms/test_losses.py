@@ -1,7 +1,7 @@
 """Losses against loops over micro-batches, rows, streams and tokens in Python floats; gradients by central differences.
 
 The loops are written from the papers' formulas, token by token, with `math` alone. A = advantage, r = exp(logp - old).
-What a formula stop-gradients is computed from a copy of logp that the differences do not move.
+Terms under a stop-gradient are computed from a copy of logp that the differences do not move.
 """
 
 import functools
@@ -339,7 +339,7 @@ def test_a_ratio_is_exact_up_to_the_clamp_and_then_has_no_gradient(log_r):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("garbage", [1e4, -1e4, np.inf, -np.inf, np.nan])
 def test_what_the_mask_hides_has_no_gradient(case, garbage):
-    """Prompts and padding carry whatever the arrays hold there; the sampler reports nothing for them."""
+    """Prompts and padding carry arbitrary values; the sampler reports nothing for them."""
     batch = draw_batch(2)
     value, metrics, grad = run(case, batch, 10.0, 5.0)
     hidden = batch[3] == 0
@@ -592,7 +592,7 @@ def difference(function, logp):
 
 
 def check(function, oracle, logp, hidden):
-    """Value and gradient, both also with NaN in what is hidden."""
+    """Value and gradient, both also with NaN in masked tokens."""
     for garbage in (None, np.nan):
         spoiled = logp if garbage is None else np.where(hidden, garbage, logp)
         value, grad = jax.jit(jax.value_and_grad(function))(np.float32(spoiled))

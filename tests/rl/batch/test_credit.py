@@ -1,4 +1,4 @@
-"""Credit: what each token of a group of rollouts weighs in each component, in both layouts of a batch."""
+"""Advantages: the weight of each token of a group in each component, in both layouts of a batch."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.support import tiny
 
 
 def rollout(prompt, sampled, mask, reward):
-    """Tokens `sampled` behind `prompt`; those whose `mask` is 0 were said by the environment."""
+    """Tokens `sampled` after `prompt`; those whose `mask` is 0 are of the environment."""
     tokens = np.array([*prompt, *sampled], np.int32)
     sampled_mask = np.array([False] * len(prompt) + [bool(x) for x in mask])
     return tiny.rollout(
@@ -38,7 +38,7 @@ COLUMNS = ("behavior_logp", "advantage", "temperature")
 
 
 def trained(trees, streams=()):
-    """What a packed batch trains, read off its arrays: (context seen, token, the numbers of `COLUMNS`, the weights of `streams`)."""
+    """The trained tokens of a packed batch, read off its arrays: (context seen, token, the numbers of `COLUMNS`, the weights of `streams`)."""
     batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8, streams=streams))
     absent = ("num_micro_batches", "routed_experts", *packing.OPTIONAL)
     names = [f.name for f in dataclasses.fields(batch) if f.name not in absent]
@@ -103,7 +103,7 @@ def test_a_long_answer_is_worth_less():
 
 
 def test_averages_are_taken_over_what_trains():
-    """ "samples": each sample weighs N / (samples * length), whatever was left out as flat."""
+    """ "samples": each sample weighs N / (samples * length), without the flat groups."""
     trees, _ = credit.Credit("group_mean", average="samples").assign(GROUPS)
     lengths = [int(r.sampled_mask.sum()) for group in (GROUPS[0], GROUPS[2]) for r in group]
     credits = [r.reward - np.mean([s.reward for s in group]) for group in (GROUPS[0], GROUPS[2]) for r in group]

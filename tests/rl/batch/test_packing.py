@@ -143,7 +143,7 @@ def test_rows_are_nearly_as_few_as_can_be(lengths):
     assert 9 * used <= 11 * fewest_rows(lengths, ROW) + 6  # the bound of first-fit decreasing (Dosa 2007), tight
 
 
-# ---- what is in it ---------------------------------------------------------------------------------------------------
+# ---- the content ----------------------------------------------------------------------------------------------------
 
 
 @hypothesis.given(SHAPES, st.sampled_from([1, 3]))
@@ -264,7 +264,7 @@ def test_arrays_of_a_branch_have_one_length():
 
 
 def test_cost_counts_the_keys_that_tokens_read():
-    """By a loop over every pair of a token and an earlier one of its own sequence."""
+    """Compares with a loop over every pair of a token and an earlier one of its own sequence."""
     (tree,) = make_trees([(4, [3, 1, 2])])
     pairs = 0
     for branch in (*tree.branches, None):
@@ -291,7 +291,7 @@ def test_rows_side_by_side_cost_alike(lengths, shards):
     best_single = costs.max(axis=1)
     assert (
         per_shard.max(axis=1) - per_shard.min(axis=1) <= best_single + 1e-9
-    ).all()  # what dealing back and forth gives
+    ).all()  # the result of dealing back and forth
     assert sorted(batch.tokens[batch.tokens > 0]) == list(range(1, sum(lengths) + 1))
 
 
@@ -373,7 +373,7 @@ def test_more_rows_than_the_layout_holds_are_refused():
 @hypothesis.given(SHAPES, st.integers(1, 4))
 @hypothesis.settings(deadline=None)
 def test_the_layout_of_a_run_holds_any_batch_of_it(shapes, rows):
-    """Whatever the lengths, shared prompts or not: `for_streams` promises room for so many streams of such a length."""
+    """All lengths, shared prompts or not: `for_streams` promises room for so many streams of such a length."""
     lengths = [P + length for P, branches in shapes for length in branches]
     layout = packing.Layout.for_streams(len(lengths), max(lengths, default=1), row_length=ROW, rows=rows)
     packing.pack(make_trees(shapes), layout)

@@ -1,4 +1,4 @@
-"""How near a claim of experts is to a router's choice.
+"""The distance of a claim of experts from a router's choice.
 
 Oracles: routers written as loops over experts in float64.
 """
@@ -28,7 +28,7 @@ ROUTERS = {
 
 @functools.partial(jax.jit, static_argnums=1)
 def route(logits_NE, config, correction_E, given_NX=None):
-    """Of a router whose weights are the identity, so that its inputs are its logits."""
+    """The margins of a router whose weights are the identity, so that its inputs are its logits."""
     params = {"router": jnp.eye(E)} | ({"correction": correction_E} if config.router_correction else {})
     given = None if given_NX is None else given_NX[None]
     return moe.route(logits_NE[None], params, dataclasses.replace(config, model_dim=E), experts_BTX=given)

@@ -50,7 +50,7 @@ def streams_of(batch):
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_a_group_is_laid_out_with_what_each_of_its_tokens_ran(share_prompts):
-    """The prompt's last token once per sample: each ran it for itself. What nobody ran is left to the routers."""
+    """The prompt's last token once per sample: each ran it for itself. A token that was not run is left to the routers."""
     credit = credit_lib.Credit(share_prompts=share_prompts, router_replay=claims.CLAIMS)
     (rollouts,) = groups = [group(shared_prompt)]
     trees, _ = credit.assign(groups)

@@ -1,6 +1,6 @@
 """Twenty optimizer steps of a small model, to the digit: a refactor must not move them.
 
-Regenerate, in a commit of its own that says why the numbers moved:
+Regenerate, in a commit of its own that explains why the numbers moved:
 
     python -m pytest tests/rl/learner/test_golden.py --regenerate
 """

@@ -45,7 +45,7 @@ def leaves(tree):
 
 
 def test_merge_adds_the_product_at_every_target():
-    """By a loop over experts, inputs, outputs and ranks for each way a kernel is laid out."""
+    """Compares with a loop over experts, inputs, outputs and ranks for each way a kernel is laid out."""
     params, adapters = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
     merged = leaves(lora.merge(params, adapters, SPECS, CONFIG))
     product = {  # a, b -> change, by the letters of the kernel

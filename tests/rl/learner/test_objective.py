@@ -27,7 +27,7 @@ def counts(mask):
 @pytest.mark.parametrize("name", ["sampler", "reference"])
 @pytest.mark.parametrize("old_logprobs", ["sampler", "learner"])
 def test_the_kl_is_to_the_policy_that_kl_reference_names(name, old_logprobs):
-    """To the sampler's log-probabilities also where the ratios are taken against the learner's own."""
+    """It is to the sampler's log-probabilities, also where the ratios are taken against the learner's own."""
     micro_batch, logp, mask = draw()
     objective = objective_lib.Objective(
         old_logprobs=old_logprobs, kl_coef=0.5, kl_estimator="k2", kl_reference=name, policy_coef=2.0

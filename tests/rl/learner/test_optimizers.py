@@ -1,6 +1,6 @@
 """Optimizers against their papers in float64, one parameter at a time; Muon against a singular value decomposition.
 
-Specs stand for parameters: what is decayed, what is orthogonalised and as which matrix follows from the names of dims.
+Specs replace parameters: decay, orthogonalization and the shape of a matrix follow from the names of dims.
 """
 
 import dataclasses
@@ -268,7 +268,7 @@ def test_the_state_lies_as_its_parameters(name, offload):
     elif name == "sign":
         assert num == 0
     else:
-        assert total < num < 2 * total  # one momentum for what Muon takes
+        assert total < num < 2 * total  # one momentum for the matrices of Muon
 
 
 def test_which_parameters_of_a_model_are_matrices():

@@ -41,7 +41,7 @@ def corrections(params):
 
 
 def loads(model, rows, capacity):
-    """[M, L, E]: per micro-batch, how often each expert was chosen by a token that is no padding, counted one by one."""
+    """[M, L, E]: per micro-batch, how often each expert was chosen by a token that is not padding, counted one by one."""
     batch, params = small.pack(rows, capacity), jax.tree.map(jnp.asarray, small.params_of(model))
     routed = jax.jit(
         lambda tokens, positions, segments, branches: transformer.apply(

@@ -20,13 +20,13 @@ from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-MOE = small.MOE  # a dense layer, then a mixture: what its router reads does not depend on its experts
+MOE = small.MOE  # a dense layer, then an MoE layer: the input of its router does not depend on its experts
 SCAN = dataclasses.replace(MOE, num_layers=4, first_dense_layers=0, scan_layers=True)
 ROW = small.ROW
 
 
 def experts_of(key, length, config):
-    """[length, L, X] drawn by what the tokens are."""
+    """[length, L, X] drawn per token."""
     rng = np.random.default_rng(key)
     rows = router_replay.RouterReplay.of(config).empty(length)
     for t, layer in np.ndindex(rows.shape[:2]):
@@ -109,7 +109,7 @@ axes = small.axes
     ids=["one", "expert_parallel", "context_parallel", "stacked"],
 )
 def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes, rows, capacity):
-    """Against unpacked rows with repeated prompts on one device; and far from what the routers would have made of it."""
+    """Against unpacked rows with repeated prompts on one device; and far from the result of the routers' own choice."""
     choose = drawn_experts(config)
     step, fresh, mesh = small.compiled(config, sizes)
     state, metrics = step(fresh(), packing.place(pack(with_experts(choose), config, rows, capacity), mesh))
@@ -125,7 +125,7 @@ def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes,
 
 
 def test_the_part_that_would_have_been_chosen_otherwise():
-    """By the router's own choice on unpacked rows, counted over the tokens of the trees, a shared prompt once."""
+    """Compares with the router's own choice on unpacked rows, counted over the tokens of the trees, a shared prompt once."""
     choose = drawn_experts(MOE)
     tokens_NT, experts_LNTX = plain_rows(MOE, choose)
     _, routing = jax.jit(transformer.apply, static_argnums=1)(small.params_of(MOE), MOE, tokens_NT)
@@ -134,7 +134,9 @@ def test_the_part_that_would_have_been_chosen_otherwise():
     for tree in small.trees():
         room = 0
         for branch in tree.branches:
-            computes_prompt = room < len(branch.tokens)  # what does not fit beside its siblings has a prompt of its own
+            computes_prompt = room < len(
+                branch.tokens
+            )  # a branch without room next to its siblings has a prompt of its own
             room = (ROW - len(tree.prompt) if computes_prompt else room) - len(branch.tokens)
             span = slice(0 if computes_prompt else len(tree.prompt), len(tree.prompt) + len(branch.tokens))
             differs += (own_NT2[row, span] != given_NT2[row, span]).any(axis=-1).tolist()
@@ -149,7 +151,7 @@ def test_the_part_that_would_have_been_chosen_otherwise():
 
 
 def own_experts(config, params):
-    """What the routers of `params` choose on rows that are not packed."""
+    """The choices of the routers of `params` on rows that are not packed."""
     tokens_NT, *_ = small.plain_rows()
     _, routing = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_NT)
     dtype = router_replay.RouterReplay.of(config).dtype
@@ -176,7 +178,7 @@ def test_replay_of_the_same_weights_is_no_replay():
 
 @pytest.mark.slow
 def test_learners_old_logprobs_run_the_given_experts_too():
-    """With one step on a batch the ratio is against these very parameters: 1, only if both passes ran the same experts."""
+    """The ratio of one step on a batch is against these very parameters: 1, only if both passes ran the same experts."""
     step = train_step.jit_train_step(small.make(MOE, objective=train_step.Objective(old_logprobs="learner")))
     _, fresh, mesh = small.compiled(MOE, ())
     batch = packing.place(pack(with_experts(drawn_experts(MOE)), MOE), mesh)

@@ -100,7 +100,7 @@ def test_packed_sharded_and_accumulated_gradients_equal_the_plain_one(config, si
     norm = math.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(expected)))
     assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for p, g, q in zip(*map(jax.tree.leaves, (small.params_of(config), grads, state.params)), strict=True):
-        np.testing.assert_allclose(q, p - np.float32(0.1) * g, rtol=0, atol=1e-6)  # what sgd promises; one rounding
+        np.testing.assert_allclose(q, p - np.float32(0.1) * g, rtol=0, atol=1e-6)  # the rule of sgd; one rounding
 
 
 def test_what_trains_nothing_changes_nothing():
@@ -134,7 +134,7 @@ def test_nothing_to_learn_is_a_gradient_of_zero():
 
 
 def test_momentum_alone_moves_nothing():
-    """Late in a run all groups of a batch may be flat: no tree is left, and the last direction is no news."""
+    """Late in a run all groups of a batch may be flat: no tree is left, and the last direction must not be repeated."""
     step, fresh, mesh = small.compiled(small.DENSE, ())
     state, _ = step(fresh(), packing.place(small.pack(), mesh))
     before = jax.tree.map(np.array, state)
@@ -177,7 +177,7 @@ def weights_of(tokens):
 
 
 def test_the_objective_is_the_sum_of_its_components():
-    """Entropy bonus, KL to a reference, cross-entropy and distillation beside the policy loss, on two meshes."""
+    """Entropy bonus, KL to a reference, cross-entropy and distillation in addition to the policy loss, on two meshes."""
     objective = train_step.Objective(entropy_coef=0.7, kl_coef=0.3, kl_estimator="k2", kl_reference="reference")
 
     def with_streams(branch, first):
@@ -293,7 +293,7 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
             np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
     assert step._cache_size() == 1
     assert float(metrics["loss/mismatch_kl"]) < 1e-9  # one step: the ratio is against the parameters themselves
-    mask = few.loss_mask > 0  # beside it, how far the sampler is
+    mask = few.loss_mask > 0  # in addition, the distance of the sampler
     log_r = np.asarray(score(fresh().params, packing.place(few, mesh)))[mask] - few.behavior_logp[mask]
     assert float(metrics["loss/sampler_kl"]) == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), rel=1e-4)
 
@@ -311,7 +311,7 @@ def test_after_a_gradient_that_is_not_finite_no_later_step_of_the_batch_is_appli
 
 
 def test_a_loss_of_your_own_is_a_function():
-    """It gets what it names, and learns; what it does not take is refused."""
+    """It gets the arguments that it names, and learns; unknown options are refused."""
 
     def reinforce(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, scale, num_streams, denom):
         return -scale * jnp.sum(jnp.where(mask_BT > 0, logp_BT * advantage_BT, 0.0)) / num_streams, {
@@ -339,7 +339,7 @@ def test_a_loss_of_your_own_is_a_function():
 
 
 def test_a_config_file_may_bring_its_own_loss():
-    """The run is known by the function's name and text: what differs is another run."""
+    """The run is known by the function's name and text: other text is another run."""
 
     def reinforce(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, scale, denom):
         return -scale * (logp_BT * advantage_BT * mask_BT).sum() / denom, {}
@@ -401,7 +401,7 @@ def test_a_stream_that_the_objective_needs_must_be_there():
 
 
 def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
-    """Gathered before it, all of them would be in memory at once: what fsdp is there to prevent."""
+    """Gathered before it, all of them would be in memory at the same time, which fsdp must prevent."""
     step, fresh, mesh = small.compiled(small.DENSE, small.axes(fsdp=8))
     text = step.lower(fresh(), packing.place(small.pack(16, 1), mesh)).compile().as_text()
     inside, outside = 0, 0
@@ -462,7 +462,7 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
 
 
 def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
-    """By a thread of its own, from shapes alone, on eight devices."""
+    """Compiled by a thread of its own, from shapes alone, on eight devices."""
     learner = small.make(sizes=small.axes(fsdp=2, tensor=4), optimizer=optax.sgd(0.1))
     state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
     batch, shapes = (
@@ -523,6 +523,6 @@ def test_parameters_are_born_the_same_on_every_mesh():
     key = jax.random.key(5)
     expected = jax.jit(transformer.init, static_argnums=1)(key, small.DENSE)
     state = train_step.init_state(key, small.make(sizes=small.axes(fsdp=2, tensor=4)))
-    # The bits drawn are equal; the inverse error function behind a normal may be fused otherwise, one unit off.
+    # The bits drawn are equal; the inverse error function of a normal may be fused otherwise, one unit off.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected)
     assert int(state.step) == 0 and not np.asarray(optax.tree.get(state.opt_state, "trace")["embed"]).any()
