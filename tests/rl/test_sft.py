@@ -130,13 +130,13 @@ def test_messages_as_other_tools_write_them(tmp_path):
     assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
     for wrong, words in (
         ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is not text"),
-        ({"role": "user", "content": {"text": "x"}}, "must be a string, or parts of text"),
+        ({"role": "user", "content": {"text": "x"}}, "make it a string, or parts of text"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "make them a JSON object",
         ),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call needs function.name"),
-        ({"role": "assistant", "tool_calls": {}}, "tool_calls must be a list"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name; set function.name"),
+        ({"role": "assistant", "tool_calls": {}}, "tool_calls is not a list"),
     ):
         with pytest.raises(ValueError, match=words):
             sft.read_conversations(write(tmp_path / "wrong.jsonl", [{"messages": [wrong]}]))
@@ -164,8 +164,8 @@ def test_conversations_are_read_and_wrong_lines_named(tmp_path):
             ("{", "is not JSON"),
             ("[1]", "no messages"),
             ('{"messages": []}', "no messages"),
-            ('{"messages": [{"content": "x"}]}', "needs a role"),
-            (json.dumps(conversation("a") | {"tools": "f"}), "tools must be a list"),
+            ('{"messages": [{"content": "x"}]}', "a message has no role"),
+            (json.dumps(conversation("a") | {"tools": "f"}), "tools is not a list"),
         ]
     ):
         path = tmp_path / f"{number}.jsonl"
