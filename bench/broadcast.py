@@ -1,19 +1,19 @@
-"""Weight broadcast, timed on one machine: python -m bench.broadcast [--peer bench_shardcast.sh --peer_python PY]
+"""Times weight broadcasts on one machine: `python -m bench.broadcast [--peer bench_shardcast.sh --peer_python PY]`.
 
-1. `fanout`: a publisher, an origin relay that serves its directory, `depth` relays in a row, `clients` that pull into
-   memory from the last one; all are processes on loopback and run before the clock starts. The clock starts when `publish`
-   is called; a client is done when it holds the verified arrays. With `--peer`, SHARDCAST moves as many bytes in the same run, by
-   the script given: origin, one middle node, as many clients; its clock starts when `broadcast` is called.
-   "busy" is the CPU seconds of all processes over wall time x cores: near 100 %, depth costs what its relays compute, and
-   whether they pipeline cannot be seen. Hence `links`: the same with every relay limited to `--link_mb_per_s` per client.
-2. `tree`: publish to a directory and pull from it, beside a plain copy of a file of the same size; best of three each, and
-   what the digests alone take of it on all cores.
-3. `delta`: an Adam step in bfloat16, every weight moved by the learning rate: size, and speed of one core.
+1. `fanout`: a publisher, an origin relay that serves its directory, `depth` relays in a row, and `clients` that pull into
+   memory from the last one. All are processes on loopback, started before the clock. The clock starts at the call of `publish`; a
+   client is done when it has the verified arrays. With `--peer`, SHARDCAST moves as many bytes in the same run by the given
+   script: origin, one middle node, as many clients. Its clock starts at the call of `broadcast`. "busy" is the CPU seconds of
+   all processes over wall time x cores. Near 100 %, depth costs the computation of its relays, and pipelining is invisible.
+   Hence `links`: the same with every relay limited to `--link_mb_per_s` per client.
+2. `tree`: publish to a directory and pull from it, compared with a plain copy of a file of the same size; best of three each,
+   and the fraction of the digests alone on all cores.
+3. `delta`: an Adam step in bfloat16 that moves every weight by the learning rate: size, and speed of one core.
 
-CPU seconds are of user and system. Ours are counted from the start of the clock; the peer's script counts from the start of
-each process, interpreter and imports included. Nothing is synced to disk on either side while a clock runs; before it starts all
-that is dirty is. Memory that a virtual machine's host has to provide first costs several times the work measured here, for
-whoever comes first: so before each clock starts, as much as the largest needs is touched and given back (`_memory`).
+CPU seconds are user plus system. Ours start with the clock; the peer's script counts from the start of each process, with the
+interpreter and imports. No side syncs to disk while a clock runs; dirty pages are synced before it starts. Memory that a
+virtual machine's host must provide first costs several times the measured work, and the first process would pay for it. So
+before each clock starts, as much as the largest side needs is touched and freed (`_memory`).
 """
 
 import concurrent.futures
@@ -44,29 +44,30 @@ KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
 TENSOR_BYTES = 32 << 20
 PARTS = ("fanout", "links", "tree", "delta")
-HASHED_MB = 128  # to find out how fast the digests are
-MEMORY = 8  # times the weights: what all processes of one row write to files and arrays
-TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # of SHARDCAST's
+HASHED_MB = 128  # sample for the speed of the digests
+MEMORY = 8  # times the weights: bytes that all processes of one row write to files and arrays
+TARGETS = {"last client": 0.25, "CPU s per client": 0.5}  # fractions of SHARDCAST's
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the chosen parts; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.broadcast", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS))
     parser.add_argument("--size_mb", type=int, default=512, help="MiB of random weights for fanout")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 3], help="relays between origin and clients")
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument(
-        "--link_mb_per_s", type=float, default=200.0, help="MB/s from a relay to each client of it, for links"
+        "--link_mb_per_s", type=float, default=200.0, help="MB/s from a relay to each of its clients, for links"
     )
     parser.add_argument("--tree_mb", type=int, default=2048)
     parser.add_argument("--delta_mb", type=int, default=512)
     parser.add_argument("--peer", help="path of bench_shardcast.sh")
-    parser.add_argument("--peer_python", default=sys.executable, help="a Python that has shardcast")
+    parser.add_argument("--peer_python", default=sys.executable, help="Python interpreter with shardcast")
     parser.add_argument("--work", help="where files are written; default: a temporary directory, removed at the end")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
-        parser.error(f"parts {unknown} are none of {', '.join(PARTS)}")
+        parser.error(f"unknown parts {unknown}; choose from {', '.join(PARTS)}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         if "fanout" in args.parts:
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fanout(args, work: pathlib.Path) -> None:
+    """Times a broadcast over relays, for each depth, next to SHARDCAST's if given."""
     rows = {}
     if args.peer:
         rows["SHARDCAST"] = _shardcast(args, work / "shardcast")
@@ -103,6 +105,7 @@ def fanout(args, work: pathlib.Path) -> None:
 
 
 def links(args, work: pathlib.Path) -> None:
+    """Times the same with a limited rate per link."""
     rows = {f"ours, depth {d}": _ours(args, d, work / f"links{d}", args.link_mb_per_s * 1e6) for d in args.depth}
     least_s = (args.size_mb << 20) / args.link_mb_per_s / 1e6
     print(
@@ -209,6 +212,7 @@ def _shardcast(args, work: pathlib.Path) -> dict[str, float]:
 
 
 def tree(size_mb: int, work: pathlib.Path) -> None:
+    """Times publishing to and pulling from a directory."""
     params = random_tree(size_mb)
     plain = work / "plain"
     with open(plain, "wb") as file:
@@ -235,7 +239,7 @@ def tree(size_mb: int, work: pathlib.Path) -> None:
 
 
 def _hash(params: dict[str, np.ndarray]) -> None:
-    """Digests of pieces of 4 MiB on as many threads as there are cores."""
+    """Computes digests of pieces of 4 MiB, on one thread per core."""
     flat = [leaf.view(np.uint8) for leaf in params.values()]
     pieces = [leaf[i : i + (4 << 20)] for leaf in flat for i in range(0, len(leaf), 4 << 20)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -243,6 +247,7 @@ def _hash(params: dict[str, np.ndarray]) -> None:
 
 
 def step(size_mb: int, work: pathlib.Path) -> None:
+    """Times the delta of an Adam step."""
     rng = np.random.default_rng(0)
     shape = (TENSOR_BYTES // 2,)
     before, after = {}, {}
@@ -286,6 +291,7 @@ def step(size_mb: int, work: pathlib.Path) -> None:
 
 
 def random_tree(size_mb: int) -> dict[str, np.ndarray]:
+    """Returns `size_mb` MiB of random bfloat16 weights by name."""
     rng = np.random.default_rng(0)
     count, rest = divmod(size_mb << 20, TENSOR_BYTES)
     sizes = [TENSOR_BYTES] * count + [rest] * bool(rest)
@@ -301,7 +307,7 @@ def _seconds(function) -> float:
 
 
 def _best(size_mb: int, function: Callable, undo: Callable = lambda: None) -> tuple[float, float]:
-    """(Wall seconds, CPU seconds) of the quickest of three calls, each with `size_mb` of memory ready."""
+    """Returns (wall seconds, CPU seconds) of the fastest of three calls, each with `size_mb` of memory ready."""
     measured = []
     for _ in range(3):
         with _memory(size_mb << 20):
@@ -315,9 +321,9 @@ def _best(size_mb: int, function: Callable, undo: Callable = lambda: None) -> tu
 
 @contextlib.contextmanager
 def _memory(num_bytes: int) -> Iterator[None]:
-    """Holds memory that was touched, and gives it back at the end of the block; what was dirty is on disk."""
+    """Touches memory, syncs dirty pages to disk, and frees the memory at the end of the block."""
     with mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a host takes free memory back in large pages; small ones may lie elsewhere
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a host reclaims free memory in large pages
             held.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, num_bytes, mmap.PAGESIZE):
             held[start] = 1
@@ -334,7 +340,7 @@ def _wait(condition, timeout_s: float = 60.0, pause_s: float = 0.02) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
-            raise SystemExit("error: a relay did not start")
+            raise SystemExit("error: a relay did not start within 60 s; see its output above")
         time.sleep(pause_s)
 
 

@@ -1,7 +1,7 @@
-"""One process of bench/broadcast.py: says `ready`, waits for a line, publishes or pulls once, and reports as JSON.
+"""Runs one process of bench/broadcast.py: prints `ready`, waits for a line, publishes or pulls once, and reports as JSON.
 
-It then lives until its input ends, as a learner or a server does: an interpreter that is torn down takes a fifth of a CPU second,
-from those who are still being timed.
+It then runs until its input ends, as a learner or a server does: the exit of an interpreter takes a fifth of a CPU second from
+the processes that are still being timed.
 """
 
 import json
@@ -15,6 +15,7 @@ from sharding.download import source as source_lib
 
 
 def main() -> None:
+    """Runs the role given by the arguments: `publish` or `pull`."""
     role, place = sys.argv[1:3]
     params = bench.random_tree(int(sys.argv[3])) if role == "publish" else None
     source = source_lib.open(place, trusted_key=bench.PUBLIC) if role == "pull" else None

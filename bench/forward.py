@@ -1,4 +1,4 @@
-"""Tokens per second, forward and backward in float32 on a CPU, beside transformers on torch.
+"""Times forward and backward passes in float32 on a CPU, next to transformers on torch.
 
     python -m bench.forward
     python -m bench.forward --peer-python=/path/to/venv/bin/python     # a venv with torch and transformers
@@ -7,7 +7,7 @@
    "100m" (12 layers, D 768, V 32000, tied; 8 rows of 128).
 2. One process per side and model computes the mean negative log-probability of the next tokens and its gradient by every
    parameter. They take turns, one step each, so that a busy machine is busy for both.
-3. Printed: the best and the median step, tokens per second of the best, and the part of the matmul limit that it reaches:
+3. Printed: the best and the median step, tokens per second of the best, and the fraction of the matmul limit that it reaches:
    FLOPs counted as 6 per token and parameter of a matmul, plus 12 L T H C per token for attention, over those of the best
    of our 2048 x 2048 float32 products, one of which is timed after each of our steps. Then the ratio of the two sides.
 
@@ -50,6 +50,7 @@ for line in sys.stdin:
 
 
 def main() -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.forward", description=__doc__)
     parser.add_argument("--models", nargs="*", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=15)
@@ -64,6 +65,7 @@ def main() -> int:
 
 
 def compare(name: str, args) -> None:
+    """Times both sides in turns and prints the result."""
     m = shapes.SHAPES[name] | BATCHES[name]
     sides = {"ours": [sys.executable, "-m", "bench.forward", "--serve", name]}
     if args.peer_python:
@@ -101,7 +103,7 @@ def compare(name: str, args) -> None:
 
 
 def serve(name: str) -> int:
-    """Our side: a line when warm, then a step per line of input."""
+    """Runs our side: prints a line when warm, then runs a step per line of input."""
     import jax
     import jax.numpy as jnp
     import numpy as np

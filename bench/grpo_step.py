@@ -1,10 +1,10 @@
-"""Seconds of a whole GRPO step on a CPU (roll out, assign credit, pack, train, hand the weights back), beside Tunix and TRL.
+"""Times a whole GRPO step on a CPU (rollout, advantages, packing, update, new weights), next to Tunix and TRL.
 
     python -m bench.grpo_step
     python -m bench.grpo_step --tunix /venv/bin/python bench_tunix_grpo.py --trl /venv/bin/python bench_trl_grpo.py
 
 1. A Qwen3-type model of 4.1 M parameters with random weights (4 layers, D 256, 4 + 2 heads of 64, F 1024, V 512, tied, float32); 8
-   prompts of 32 tokens, 8 samples each, temperature 1, no end token; group-normalised advantages of "how many ids are odd"; one AdamW
+   prompts of 32 tokens, 8 samples each, temperature 1, no end token; group-normalized advantages of "how many ids are odd"; one AdamW
    step. The rollout runs through the real engine and scheduler, the update through `learner.train_step`.
 2. `equal`: every sample has 64 tokens. `skewed`: lengths of 1 to 64 tokens drawn from 64 u^3 (mean 16), one of them 64. The peers pad
    to the longest sample and run until it ends, so that their step of equal lengths is also their step of skewed ones.
@@ -12,7 +12,7 @@
    A peer's script prints one JSON line with step_s_median, first_step_s and peak_rss_MiB.
 4. Printed per side: first step (from a model with weights to its first update, compilation included), best and median step,
    CPU seconds, peak memory, ratios to the peers; and GFLOP/s of our update, at 6 FLOPs per parameter and token of the plain
-   streams, beside a 2048 x 2048 float32 product.
+   streams, and that of a 2048 x 2048 float32 product.
 
 Acceptance: a step of equal lengths at most half of either peer's, of skewed ones 0.35; first step no slower than Tunix's; memory
 at most 0.6 of either.
@@ -35,10 +35,11 @@ TARGETS = {"equal": 0.5, "skewed": 0.35, "first_step_s": 1.0, "peak_rss_MiB": 0.
 
 
 def main() -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.grpo_step", description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each side")
     parser.add_argument("--row_length", type=int, default=288, help="a prompt and four samples; 96 shares no prompt")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument(
@@ -67,8 +68,8 @@ def main() -> int:
 
 
 def run(skewed: bool, args) -> dict:
-    """One process of ours: `--steps` whole steps."""
-    import jax  # here, so that the process that waits for the others holds nothing
+    """Runs one process of ours: `--steps` whole steps."""
+    import jax  # here, so that the process that waits for the others uses no memory
     import jax.numpy as jnp
     import numpy as np
 
@@ -105,7 +106,7 @@ def run(skewed: bool, args) -> dict:
     )
 
     def roll_out(number):
-        """One group of trees, trained tokens and reward; a sample of its own length is a request of its own."""
+        """Returns one group's trees, trained tokens and reward. A sample with its own length is a request of its own."""
         futures = []
         for p in range(P):
             prompt = rng.integers(3, model.vocab_size, PROMPT).tolist()
@@ -170,7 +171,7 @@ def run(skewed: bool, args) -> dict:
 
 
 def report(found: dict[str, list[dict]]) -> int:
-    """Prints medians over rounds and the ratios to the peers; 1 if a target was missed."""
+    """Prints medians over rounds and the ratios to the peers; returns 1 if a target was missed."""
     names = ("first_step_s", "step_s_median", "step_s_min", "step_cpu_s_median", "rollout_s", "train_s", "peak_rss_MiB")
     middle = {
         side: {
@@ -196,7 +197,7 @@ def report(found: dict[str, list[dict]]) -> int:
             if peer == "tunix":
                 pairs.append(("first_step_s", TARGETS["first_step_s"]))
             for name, target in pairs:
-                # Side by side, round by round: what slows one round slows both.
+                # Compared round by round: a slow machine slows both sides of a round.
                 ratio = statistics.median(a[name] / b[name] for a, b in zip(found[shape], found[peer], strict=True))
                 missed += ratio > target
                 print(
@@ -210,7 +211,9 @@ def _run(command: list[str]) -> dict:
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode or not lines:
-        raise SystemExit(f"{' '.join(command)} ended with {result.returncode} and no figures:\n{result.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {result.returncode} and without results:\n{result.stderr[-2000:]}"
+        )
     return json.loads(lines[-1])
 
 

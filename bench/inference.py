@@ -1,6 +1,6 @@
-"""Tokens per second of the sampler beside its peers, in one run.
+"""Times the sampler next to its peers, in one run.
 
-    python -m bench.inference --transformers=PYTHON --tunix=PYTHON      interpreters that have them; ours alone without
+    python -m bench.inference --transformers=PYTHON --tunix=PYTHON      interpreters that have them; without, only ours
     python -m bench.inference --parts in_process proofs                 some of it: each part takes under two minutes
 
 The model is the 4 M one of every comparison here (4 layers, 256 dims, 4 heads, 2 key heads, 64 head dims, ffn 1024,
@@ -9,14 +9,14 @@ vocabulary 512, tied, float32), the work 64 requests of 32 prompt tokens and 64 
 
 1. `in_process`: the scheduler, called from this process.
 2. `proofs`: the same with a TOPLOC proof per 32 tokens. The rounds of both alternate.
-3. `http`: the server in a process of its own, asked by this one over loopback, one request per prompt.
+3. `http`: the server in a process of its own, requests over loopback, one request per prompt.
 4. `transformers`, `tunix`: their samplers on a model of the same shape. A batch of theirs runs until its longest row ends;
-   only the tokens that were asked for are counted.
+   only the requested tokens are counted.
 5. `first_token`: at half of the load that `http` measured, requests arriving at random: time from sending to the first
    token.
 
-Every way is warmed up first, the rounds alternate, and the median is printed with the spread, the CPU seconds, and for ours
-the steps used / useful and the parts of the machine's matmul and memory limits (measured in the same run).
+Every part is warmed up first, the rounds alternate, and the median is printed with the spread, the CPU seconds, and for ours
+the steps used / useful and the fractions of the machine's matmul and memory limits (measured in the same run).
 """
 
 import asyncio
@@ -52,28 +52,30 @@ PARTS = ("in_process", "proofs", "http", "transformers", "tunix", "first_token")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Prompts and how many tokens each is to get."""
+    """Prompts, and the number of new tokens of each."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @property
     def num_new(self) -> int:
+        """Number of new tokens of all requests."""
         return sum(self.lengths)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.inference", description=__doc__)
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--lengths", choices=("equal", "skewed"), default="equal")
-    parser.add_argument("--requests", type=int, help="default: 64, or 8 of the 100 M model")
+    parser.add_argument("--requests", type=int, help="number of requests (default: 64, or 8 of the 100 M model)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num_slots", type=int, help="default: 64, or 16 for skewed lengths")
+    parser.add_argument("--num_slots", type=int, help="number of slots (default: 64, or 16 for skewed lengths)")
     parser.add_argument("--steps_per_call", type=int, default=16)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--transformers", metavar="PYTHON", help="an interpreter with torch and transformers")
     parser.add_argument("--tunix", metavar="PYTHON", help="an interpreter with tunix")
-    parser.add_argument("--json", help="also write the results there")
+    parser.add_argument("--json", help="file that also gets the results")
     args = parser.parse_args(argv)
     work = make_work(args.model, args.lengths, args.requests)
     model = shapes.model(args.model)
@@ -124,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_work(model: str, lengths: str, num_requests: int | None) -> Work:
+    """Returns the prompts and lengths of a model's requests."""
     rng = np.random.default_rng(0)
     num = num_requests or (64 if model == "4m" else 8)
     prompt, new = (32, 64) if model == "4m" else (64, 64)
@@ -132,6 +135,7 @@ def make_work(model: str, lengths: str, num_requests: int | None) -> Work:
 
 
 def report(name: str, work: Work, seconds: list[float], cpu: list[float]) -> dict:
+    """Prints and returns the results of one part."""
     rates = sorted(work.num_new / s for s in seconds)
     middle = statistics.median(rates)
     print(
@@ -142,19 +146,22 @@ def report(name: str, work: Work, seconds: list[float], cpu: list[float]) -> dic
 
 
 def compare(name: str, ours: list[float], theirs: list[float]) -> float:
-    """Speed of `in_process` over that of another way: the median over rounds, each of which ran both."""
+    """Returns the speed of `in_process` over that of another part: the median over rounds, each of which ran both."""
     ratio = statistics.median(t / o for o, t in zip(ours, theirs, strict=True))
     print(f"in_process / {name}: {ratio:.2f}" + (f" (proofs on / off: {1 / ratio:.3f})" if name == "proofs" else ""))
     return ratio
 
 
 class InProcess:
+    """The scheduler, called from this process."""
+
     def __init__(self, model, sizes, params, *, proofs: bool = False):
         self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
         self._scheduler = scheduler_lib.Scheduler(self._engine, params, 0, prefix_cache_bytes=0)
         self._proofs = proofs
 
     def run(self, work: Work) -> tuple[float, float]:
+        """Runs all requests once; returns (wall seconds, CPU seconds)."""
         begun, cpu = time.perf_counter(), _cpu_s()
         futures = [
             self._scheduler.submit(scheduler_lib.GenerateRequest(tuple(p), max_tokens=n, seed=i, proofs=self._proofs))
@@ -167,7 +174,7 @@ class InProcess:
         return wall_s, cpu_s
 
     def step_ratio(self, work: Work) -> float:
-        """Decode steps of one round over those of a perfect packing of its lengths, in order, into the slots."""
+        """Returns the decode steps of one round over those of a perfect packing of its lengths, in order, into the slots."""
         before = self._scheduler.stats["decode_steps"]
         self.run(work)
         ends = [0] * self._engine.config.num_slots
@@ -177,10 +184,13 @@ class InProcess:
         return (self._scheduler.stats["decode_steps"] - before) / max(ends)
 
     def close(self) -> None:
+        """Ends the process or thread of this part."""
         self._scheduler.close()
 
 
 class OverHttp:
+    """The server in a process of its own, over loopback."""
+
     def __init__(self, model, sizes, params):
         self._folder = tempfile.TemporaryDirectory()
         root = pathlib.Path(self._folder.name)
@@ -194,11 +204,12 @@ class OverHttp:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         while not (root / "address").exists():
             if self._process.poll() is not None:
-                raise ValueError("the server did not start; its own words are above")
+                raise ValueError("the server did not start; see its output above")
             time.sleep(0.05)
         self._url = (root / "address").read_text()
 
     def run(self, work: Work) -> tuple[float, float]:
+        """Runs all requests once; returns (wall seconds, CPU seconds)."""
         return asyncio.run(self._run(work))
 
     async def _run(self, work: Work) -> tuple[float, float]:
@@ -221,7 +232,7 @@ class OverHttp:
         return time.perf_counter() - begun, _cpu_s() + _cpu_of(self._process.pid) - cpu
 
     def first_token(self, work: Work, requests_per_s: float) -> dict:
-        """Seconds to the first token, requests arriving at random at that rate."""
+        """Returns the seconds to the first token, with requests arriving at random at a given rate."""
         waits = sorted(asyncio.run(self._first_tokens(work, requests_per_s)))
         middle, late = waits[len(waits) // 2], waits[int(len(waits) * 0.95)]
         print(f"first token at {requests_per_s:.1f} requests/s: median {middle * 1e3:.0f} ms, 95 % {late * 1e3:.0f} ms")
@@ -246,33 +257,36 @@ class OverHttp:
             return await asyncio.gather(*tasks)
 
     def close(self) -> None:
+        """Ends the process or thread of this part."""
         self._process.stdin.close()
         self._process.wait()
         self._folder.cleanup()
 
 
 class Peer:
-    """bench/inference_peer.py in another interpreter: one line of JSON in, one out, per round."""
+    """A peer's sampler in another interpreter (bench/inference_peer.py): a line of JSON in and one out, per round."""
 
     def __init__(self, python: str, name: str, model: str):
         command = [python, str(PEER), name, json.dumps(shapes.SHAPES[model])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, work: Work) -> tuple[float, float]:
+        """Runs all requests once; returns (wall seconds, CPU seconds)."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"prompts": work.prompts, "lengths": work.lengths}) + "\n")
             self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise ValueError("the peer ended; its own words are above")
+            raise ValueError("the peer process ended; see its output above")
         return tuple(json.loads(line))
 
     def close(self) -> None:
+        """Ends the process or thread of this part."""
         self._process.kill()
         self._process.communicate()
 
 
 def matmul_fraction(model: config_lib.ModelConfig, work: Work, wall_s: float) -> dict:
-    """Our multiply-adds a second over those of a plain matmul of as many rows, which is the machine's limit."""
+    """Returns our multiply-adds per second over those of a plain matmul of as many rows, the limit of the machine."""
     B, D, F = min(64, len(work.prompts)), model.model_dim, model.ffn_dim
     x, w = jnp.ones((B, D)), jnp.ones((D, F))
     chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, 200, lambda _, y: (y @ w) @ w.T * 1e-6, x))
@@ -287,7 +301,10 @@ def matmul_fraction(model: config_lib.ModelConfig, work: Work, wall_s: float) ->
 
 
 def memory_fraction(model: config_lib.ModelConfig, work: Work, num_slots: int, wall_s: float) -> dict:
-    """Bytes that decoding has to read over those that a plain sum reads in that time: weights once a step, keys once a token."""
+    """Returns the bytes that decoding must read over those that a plain sum reads in that time.
+
+    Decoding reads the weights once per step and the keys once per token.
+    """
     big = jnp.ones((2**26,), jnp.float32)
     total = jax.jit(jnp.sum)
     total(big).block_until_ready()

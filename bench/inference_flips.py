@@ -1,11 +1,11 @@
-"""How often does another server configuration sample another token? python -m bench.inference_flips
+"""Counts tokens that differ between server configurations: `python -m bench.inference_flips`.
 
 1. Random prompts of 4 to 120 tokens are completed by 64 tokens at temperature 1 on the model of bench/inference.py.
 2. The same requests (same seeds) run under other sizes: slots, steps per call, prompts per prefill, chunk of long prompts,
    keys reused or not, another order of arrival. Within one configuration nothing may change a bit (tests/inference/scheduler/test_scheduler.py);
-   between two, programs of other shapes round differently, and where two noised logits nearly tie the token flips.
-3. Printed per variant: flips per million tokens, where a completion counts up to its first flip (behind it the prompts
-   differ), the largest difference of log-probabilities before it, and the part of them that is equal to the bit.
+   between two, programs of other shapes round differently, and where two noised logits nearly tie, the token flips.
+3. Printed per variant: flips per million tokens, where a completion counts up to its first flip (after it the prompts
+   differ), the largest difference of log-probabilities before it, and the fraction of bit-equal ones.
 """
 
 import dataclasses
@@ -27,9 +27,11 @@ NUM_NEW = 64
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
+    """A server configuration."""
+
     sizes: dict
     prefix_cache_bytes: int = 0
-    order: int = 0  # seed of the order of arrival; 0: as they are
+    order: int = 0  # seed of the order of arrival; 0 keeps the order
 
 
 VARIANTS = {
@@ -45,6 +47,7 @@ VARIANTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.inference_flips", description=__doc__)
     parser.add_argument("--model", choices=shapes.SHAPES, default="4m")
     parser.add_argument("--requests", type=int, default=512)
@@ -62,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_requests(count: int) -> list[scheduler_lib.GenerateRequest]:
-    """Half of them continue one of a few beginnings, so that there is something to reuse."""
+    """Returns random requests. Half of them share one of a few prefixes, so that the prefix cache is used."""
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 256, (4, 96)).tolist()
     made = []
@@ -75,6 +78,7 @@ def make_requests(count: int) -> list[scheduler_lib.GenerateRequest]:
 
 
 def complete(model, params, requests, variant: Variant) -> list[scheduler_lib.Completion]:
+    """Runs the requests under a variant."""
     engine = engine_lib.Engine(model, dataclasses.replace(BASE, **variant.sizes), tokenizer_lib.byte_chatml(), params)
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=variant.prefix_cache_bytes)
     order = np.random.default_rng(variant.order).permutation(len(requests)) if variant.order else range(len(requests))
@@ -85,6 +89,7 @@ def complete(model, params, requests, variant: Variant) -> list[scheduler_lib.Co
 
 
 def compare(expected: list[scheduler_lib.Completion], got: list[scheduler_lib.Completion]) -> str:
+    """Formats the differences of two runs of the same requests."""
     num_tokens = num_flips = num_equal = 0
     worst = 0.0
     for one, other in zip(expected, got, strict=True):

@@ -1,9 +1,9 @@
-"""A peer's sampler for bench/inference.py, in an interpreter that has it; imports nothing of ours.
+"""Runs a peer's sampler for bench/inference.py, in an interpreter that has it; imports nothing of ours.
 
     PYTHON bench/inference_peer.py transformers|tunix SHAPE
 
 Reads a line {"prompts", "lengths"} and answers with [seconds, CPU seconds], until its input ends. A batch is all
-prompts at once, sampled at temperature 1 up to the longest length: neither can stop one row earlier by its own length.
+prompts together, sampled at temperature 1 up to the longest length: neither can stop one row earlier by its own length.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 
 
 def main() -> None:
+    """Answers rounds until the input ends."""
     name, shape = sys.argv[1], json.loads(sys.argv[2])
     try:
         run = {"transformers": transformers_sampler, "tunix": tunix_sampler}[name](shape)
@@ -26,6 +27,7 @@ def main() -> None:
 
 
 def transformers_sampler(shape):
+    """Returns a function that samples with transformers."""
     import torch
     import transformers
 
@@ -53,6 +55,7 @@ def transformers_sampler(shape):
 
 
 def tunix_sampler(shape):
+    """Returns a function that samples with Tunix."""
     import jax
     import numpy as np
     from flax import nnx
@@ -74,7 +77,7 @@ def tunix_sampler(shape):
     model = qwen3.Qwen3(config, rngs=nnx.Rngs(jax.random.key(0)))
 
     class Tokenizer:
-        """What their sampler asks of one; our prompts are ids spelled as words."""
+        """The tokenizer that the peer's sampler needs; our prompts are token ids written as words."""
 
         def encode(self, text, **kwargs):
             return [int(word) for word in text.split()]

@@ -1,4 +1,4 @@
-"""How long does a checkpoint take to load, and how much memory, beside safetensors' own reader?
+"""Times the loading of a checkpoint and measures its memory, next to safetensors' own reader.
 
     python -m bench.load
     python -m bench.load --peer-python=/path/to/venv/bin/python     # a venv with torch and safetensors
@@ -6,8 +6,8 @@
 1. A checkpoint of random bfloat16 weights with the dims of Qwen3-0.6B, and layers enough for `--gigabytes`, is written to a
    temporary folder and read once, so that both sides find it in the page cache.
 2. In turns, each in a fresh process: `models.hf.load` onto the CPU device, every kernel transposed into our layout; and
-   `safetensors.torch.load_file` with a copy of each tensor, which is what a program that keeps them has to do.
-3. Printed: seconds (median and best), and the peak of the process's memory above what it held before, over the bytes of
+   `safetensors.torch.load_file` with a copy of each tensor, which a program that keeps them must make.
+3. Printed: seconds (median and best), and the peak of the process's memory above its memory before, over the bytes of
    the checkpoint. Acceptance: at most 1.5 times the peer's seconds, at most 1.3 times the bytes.
 """
 
@@ -61,6 +61,7 @@ print(json.dumps({"seconds": seconds, "bytes": max(peak[0], resident()) - before
 
 
 def main() -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--turns", type=int, default=5)
@@ -94,7 +95,7 @@ def main() -> int:
 
 
 def write(folder: pathlib.Path, gigabytes: float) -> int:
-    """Writes the checkpoint; returns its bytes. One draw serves every parameter: bytes are bytes."""
+    """Writes a checkpoint and returns its bytes. All parameters repeat the same random numbers."""
     config = tiny.published("qwen3_0_6b", scan_layers=False)
     one, two = (transformer.num_params(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
     layers = max(1, round((gigabytes * 1e9 / 2 - (2 * one - two)) / (two - one)))

@@ -1,12 +1,12 @@
-"""What do log-probabilities cost: memory of the chunked path against the full softmax, and time at a small model's shapes?
+"""Measures log-probabilities: memory of the chunked path against the full softmax, and time at a small model's shapes.
 
     python -m bench.logprobs [--tokens=8x4096] [--vocab=152064] [--model=1024] [--turns=20]
 
 1. Memory: both are compiled for [B, T] tokens (forward and backward, bfloat16 hidden states, float32 head) and the
-   compiler's own account is printed; nothing is run. The chunked path is held to a bound, stated beside it, and the
-   command ends with 1 if it is above.
+   compiler's memory analysis is printed; nothing is run. The chunked path must stay below a printed bound, or the
+   command exits with 1.
 2. Time: at the quickstart's shapes (8 x 160 tokens, D 128, V 272) both are run in turns; the medians are printed.
-   "full" is softmax over all logits, rematerialised in the backward pass, as the code was before it was chunked.
+   "full" is softmax over all logits, rematerialized in the backward pass, as the code was before it was chunked.
 
 Letters: B sequences, T tokens, D model, V vocabulary.
 """
@@ -26,11 +26,12 @@ GIB = 2**30
 
 
 def main() -> None:
+    """Runs the benchmark; exits with 1 if the memory bound is exceeded."""
     parser = cli.Parser(prog="python -m bench.logprobs", description=__doc__)
     parser.add_argument("--tokens", default="8x4096", help="B x T of the memory comparison")
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--model", type=int, default=1024, help="D of the memory comparison")
-    parser.add_argument("--turns", type=int, default=20, help="timed turns; 0: no timing")
+    parser.add_argument("--turns", type=int, default=20, help="timed turns; 0 skips the timing")
     args = parser.parse_args()
     B, T = map(int, args.tokens.split("x"))
     fits = memory(B, T, args.model, args.vocab)
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def memory(B: int, T: int, D: int, V: int) -> bool:
-    """Prints temporaries of both; returns whether the chunked one keeps its bound."""
+    """Prints the temporaries of both; returns True if the chunked path is within its bound."""
     config = model(D, V, "bfloat16")
     shapes = (
         {"lm_head": jax.ShapeDtypeStruct((D, V), jnp.float32)},
@@ -64,6 +65,7 @@ def memory(B: int, T: int, D: int, V: int) -> bool:
 
 
 def timing(B: int, T: int, D: int, V: int, turns: int) -> None:
+    """Prints the median times of both."""
     config = model(D, V, "float32")
     rng = np.random.default_rng(0)
     arrays = (
@@ -90,6 +92,8 @@ def timing(B: int, T: int, D: int, V: int, turns: int) -> None:
 
 
 def total(function, config):
+    """Returns a scalar function of the results of `function`, for `jax.grad`; entropy has no gradient."""
+
     def loss(params, hidden_BTD, tokens_BT, temperature_BT):
         logp_BT, entropy_BT = function(params, config, hidden_BTD, tokens_BT, temperature_BT)
         return logp_BT.sum(), entropy_BT.sum()
@@ -102,7 +106,7 @@ def total(function, config):
 
 
 def full_softmax(params, config, hidden_BTD, tokens_BT, temperature_BT):
-    """(logp_BT, entropy_BT) from all logits at once, computed again in the backward pass."""
+    """Returns (logp_BT, entropy_BT) from all logits together, computed again in the backward pass."""
 
     @jax.checkpoint
     def score(params, hidden_BTD, target_BT, temperature_BT):
@@ -116,7 +120,7 @@ def full_softmax(params, config, hidden_BTD, tokens_BT, temperature_BT):
 
 
 def model(D: int, V: int, dtype: str) -> config_lib.ModelConfig:
-    """Only the head counts here; the rest is the smallest there is."""
+    """Returns a model whose head has the given size; the rest, which does not count here, is minimal."""
     return config_lib.ModelConfig(
         vocab_size=V,
         model_dim=D,

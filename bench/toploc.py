@@ -1,4 +1,4 @@
-"""Proofs per second: build and verify of 4096 tokens, beside the published package where it can be imported.
+"""Times TOPLOC proofs: build and verify of 4096 tokens, next to the published package if it can be imported.
 
     python -m bench.toploc
     python -m bench.toploc --reference /path/to/venv/bin/python      # a venv with toploc 0.1.6 and the torch it links
@@ -24,11 +24,13 @@ from tests.support import toploc_reference
 
 
 def activations(num_tokens: int, dim: int, seed: int = 0) -> np.ndarray:
+    """Returns random activations [T, D] in bfloat16."""
     values = np.random.default_rng(seed).standard_normal((num_tokens, dim), np.float32)
     return values.astype(toploc.jnp.bfloat16)
 
 
 def ours(hidden_TD: np.ndarray, repeat: int) -> dict:
+    """Times our build and verify; returns the seconds and the proofs."""
     build, verify = [], []
     for _ in range(repeat + 1):  # the first one fills the table of inverses
         begun = time.perf_counter()
@@ -42,15 +44,17 @@ def ours(hidden_TD: np.ndarray, repeat: int) -> dict:
 
 
 def line(name: str, times: list[float]) -> str:
+    """Formats the best and the median."""
     return f"  {name:<10} best {min(times) * 1e3:7.2f} ms   median {statistics.median(times) * 1e3:7.2f} ms"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.toploc", description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dims", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=3, help="turns between ours and the reference")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of ours and the reference")
     parser.add_argument("--reference", help="Python of an environment with toploc 0.1.6; without it only ours is timed")
     args = parser.parse_args(argv)
     for dim in args.dims:
