@@ -278,7 +278,10 @@ def _time_split(records):
     """Returns seconds by activity, most first. Each other phase is one activity; unnamed time of an RL step is "other"."""
     split: dict[str, float] = collections.defaultdict(float)
     for record in records:
-        parts: dict[str, float] = {k[5:]: v for k, v in record.items() if re.fullmatch(r"time/\w+(?<!_per)_s", k) and math.isfinite(v)}
+        times = record.items()
+        parts: dict[str, float] = {
+            k[5:]: v for k, v in times if re.fullmatch(r"time/\w+(?<!_per)_s", k) and math.isfinite(v)
+        }
         total = parts.pop("step_s", sum(parts.values()))
         if record["phase"] != "rl":
             split[record["phase"]] += total
