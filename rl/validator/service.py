@@ -81,7 +81,7 @@ class Service:
       newest: returns the newest version of that broadcast, or -1.
       secret: decides which requests are replayed.
       state: the decisions of earlier services; closed with this one.
-      ledger: kept by `key` and closed with this service, or None.
+      ledger: kept by `key`, or None; the caller closes it.
       key: signs verdicts.
       slash: stake to take for an offense.
       eject: whether to eject a worker for an offense.
@@ -155,13 +155,11 @@ class Service:
         return latest if isinstance(latest, Status) else self._status(latest, group)
 
     def close(self) -> None:
-        """Drops queued requests, waits for the one being decided, and closes state and ledger."""
+        """Drops queued requests, waits for the one being decided, and closes the state file."""
         self._is_closed = True
         self._readers.close()
         self._decider.shutdown(cancel_futures=True)
         self._state.close()
-        if self._ledger is not None:
-            self._ledger.close()
 
     def _works(self) -> dict[str, balances.Work] | None:
         return None if self._ledger is None else self._ledger.refresh().works

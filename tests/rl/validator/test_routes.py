@@ -38,8 +38,8 @@ def digest_of(data):
 def service(tmp_path):
     """A service over two groups of the cheats' run, and a ledger in which their node has joined."""
     keeper = rollout_lib.WorkerKey.generate()
-    book = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
-    book.append(
+    ledger = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
+    ledger.append(
         events.sign("join", doubles.NODE.worker, doubles.NODE),
         events.sign("stake", doubles.NODE.worker, doubles.NODE, amount=100),
     )
@@ -51,13 +51,14 @@ def service(tmp_path):
         lambda: 9,
         secret=b"s",
         state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
-        ledger=book,
+        ledger=ledger,
         key=keeper,
         slash=30,
         eject=True,
     )
     yield made
     made.close()
+    ledger.close()
 
 
 @functools.cache

@@ -127,7 +127,12 @@ def service(tmp_path, monkeypatch):
     make_ledger(tmp_path)
     made = start(tmp_path)
     yield made
-    made.close()
+    close(made)
+
+
+def close(service):
+    service.close()
+    service._ledger.close()
 
 
 def flops(rollouts):

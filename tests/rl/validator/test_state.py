@@ -36,12 +36,12 @@ def restart(tmp_path, monkeypatch):
 
     def again(**changes):
         if made:
-            made.pop().close()
+            stand.close(made.pop())
         made.append(stand.start(tmp_path, **changes))
         return made[0]
 
     yield again
-    made.pop().close()
+    stand.close(made.pop())
 
 
 def number_asked(service):
@@ -93,7 +93,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     assert (status.status, status.tasks) == ("accept", "1:0")
     status = stand.ask(service, "b.parquet", half)
     assert (status.status, status.tasks) == ("reject", "2:3")  # the sound half is not to be done again
-    service.close()
+    stand.close(service)
     (tmp_path / "state.db").unlink()
     service = stand.start(tmp_path, eject=False)
     for name, rollouts, key in [
@@ -120,7 +120,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     assert status.status == "reject" and status.reason.startswith("ledger: it was taken back")
     assert len(service._ledger.entries()) == num_entries and service._ledger.state.workers[stand.KEY.worker] == before
     assert ledger_lib.verify(service._ledger._path).error is None
-    service.close()
+    stand.close(service)
 
 
 def test_a_file_of_more_groups_than_an_event_names_is_refused_and_no_offence(restart, monkeypatch):
@@ -270,11 +270,11 @@ def test_another_file_than_ours(tmp_path):
 
 def test_without_a_ledger_nothing_waits_for_it(restart):
     service = restart()
-    service._ledger.close()
-    service._ledger = None
+    ledger, service._ledger = service._ledger, None
     part = stand.put(service, "a.parquet", stand.group(0)[:1], node=None)
     assert stand.ask(service, "a.parquet", part).status == "incomplete_group"
     assert not service._state.unsettled
+    service._ledger = ledger
 
 
 # ---- kill ------------------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     replayed = sum(file.status == "accept" and file.checked for file in state.files.values())  # repute spares some
     assert state.tests()[stand.KEY.worker]["num_rollouts"] == stand.G * replayed
     assert not state.unsettled and ledger_lib.verify(tmp_path / "ledger.db").error is None
-    service.close()
+    stand.close(service)
 
 
 def test_one_process_at_a_time(restart, tmp_path):

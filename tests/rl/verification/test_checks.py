@@ -505,6 +505,37 @@ def test_one_claim_that_the_noise_cannot_make_up_for(seed):
     ).accepted
 
 
+@pytest.mark.parametrize("shift", [-0.5, 0.5])
+def test_claims_that_are_all_a_little_wrong_are_rejected_in_one_rollout(shift):
+    """Each alone is possible; together the noise fits log-probabilities half a nat away by far better."""
+    # Mutation seen to fail here: no odds rule in `_claimed_logprob`.
+    for seed in range(10):
+        wrong = drawn(seed, num_tokens=600, claimed=lambda logp: logp + shift)
+        (y_N,) = checks.exponential_noise([wrong])
+        assert y_N.max() < math.log(600 / checks.CHANCE)
+        (verdict,) = checks.claimed_logprobs([wrong])
+        assert str(verdict).startswith("logprob: the noise fits other log-probabilities than those claimed better")
+        assert checks.claimed_logprobs([drawn(seed, num_tokens=600)]) == [checks.OK]
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 5])
+def test_each_epoch_has_its_own_stricter_threshold(epoch):
+    """alpha 6 / (pi k)^2 per epoch k sums to alpha; a fifth of it for each stream."""
+    # Mutation seen to fail here: the factor pi^2 / 6 * epoch^2 left out of the limit.
+    limit = math.log(5 / 0.05) + math.log(math.pi**2 / 6) + 2 * math.log(epoch)
+    for add, none in (("shape", 4 * [0.0]), ("claims", 4 * [0.0])):
+        for change, is_flagged in ((-0.01, False), (0.01, True)):
+            test = sequential_test.SequentialTest(BANDS, alpha=0.05, epoch=10)
+
+            def feed(values, test=test, add=add):
+                values = np.array(values)
+                return test.add(evidence(shape=values)) if add == "shape" else test.add_claims(values)
+
+            for _ in range(10 * (epoch - 1)):
+                assert feed(none) is None
+            assert (feed(4 * [limit + change]) is not None) == is_flagged
+
+
 def test_an_accusation_names_its_stream_and_stays():
     record = sequential_test.SequentialTest(BANDS)
     assert until(record, lambda: evidence(logprob=0.5)) <= 5
