@@ -76,26 +76,22 @@ def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rul
 
 def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks that each sample of the group is present exactly once."""
-    group = _group(rollouts[0], rules)
+    group = _prescribed(rollouts[0], rules)
     count = group.num_samples if group else 0
     found = sorted(rollout.sample for rollout in rollouts)
-    if found == list(range(count)):
-        return OK
-    return Verdict("samples", f"expected 0..{count - 1} once each, got {found[:16]}")
+    return _accept_if(found == list(range(count)), "samples", f"expected 0..{count - 1} once each, got {found[:16]}")
 
 
 def same_prompt(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks that all rollouts have the same prompt."""
-    if len({r.tokens[: r.prompt_length].tobytes() for r in rollouts}) > 1:
-        return Verdict("prompt", "the samples of one group have different prompts")
-    return OK
+    prompts = {rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}
+    return _accept_if(len(prompts) == 1, "prompt", "the samples of one group have different prompts")
 
 
 def same_worker(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks that one worker made all rollouts."""
-    if len({rollout.worker for rollout in rollouts}) > 1:
-        return Verdict("signature", "the samples of one group come from different workers")
-    return OK
+    workers = {rollout.worker for rollout in rollouts}
+    return _accept_if(len(workers) == 1, "signature", "the samples of one group come from different workers")
 
 
 WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
@@ -106,45 +102,41 @@ WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
 
 def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks every field's type and range, for any object. The other checks rely on it."""
-    reason = rollout_lib.validate(rollout)
-    return Verdict("schema", reason) if reason else OK
+    return _reject_for("schema", rollout_lib.validate(rollout))
 
 
 def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks that the key named in `worker` signed the rollout."""
-    return OK if rollout_lib.signature_ok(rollout) else Verdict("signature", "the key in `worker` did not sign this")
+    return _accept_if(rollout_lib.signature_ok(rollout), "signature", "the key in `worker` did not sign this")
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks step, group, task, and sample number, which follow from the run's seed (rl/protocol/task_schedule.py)."""
     if not rules.groups(rollout.step):
         return Verdict("step", f"{rollout.step} is not a step of this run")
-    group = _group(rollout, rules)
+    group = _prescribed(rollout, rules)
     if group is None:
         return Verdict("task", f"group {rollout.task.group} does not belong to step {rollout.step}")
     found = rollout.task
     if (found.env, found.index, found.seed) != (rules.env, group.index, rules.env_seed):
         expected = f"{rules.env} {group.index} of seed {rules.env_seed}"
         return Verdict("task", f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
-    if not 0 <= rollout.sample < group.num_samples:
-        return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
-    return OK
+    last = group.num_samples - 1
+    return _accept_if(0 <= rollout.sample <= last, "samples", f"expected one of 0..{last}, got {rollout.sample}")
 
 
 def seed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks the seed of the sampling noise: a worker cannot sample again until it likes the result."""
     expected = (_group(rollout, rules).seed + rollout.sample) % 2**32
-    if rollout.seed == expected:
-        return OK
-    return Verdict("seed", f"expected {expected} for sample {rollout.sample}, got {rollout.seed}")
+    detail = f"expected {expected} for sample {rollout.sample}, got {rollout.seed}"
+    return _accept_if(rollout.seed == expected, "seed", detail)
 
 
 def temperature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks the sampling temperature."""
     expected = _group(rollout, rules).temperature
-    if abs(rollout.temperature - expected) <= 1e-6:
-        return OK
-    return Verdict("temperature", f"expected {expected}, got {rollout.temperature}")
+    detail = f"expected {expected}, got {rollout.temperature}"
+    return _accept_if(abs(rollout.temperature - expected) <= 1e-6, "temperature", detail)
 
 
 def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -152,17 +144,14 @@ def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
-    if len(rollout.tokens) > rules.max_model_len:
-        return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
-    return OK
+    detail = f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}"
+    return _accept_if(len(rollout.tokens) <= rules.max_model_len, "length", detail)
 
 
 def vocabulary(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks that every token ID is in the vocabulary."""
     top = int(rollout.tokens.max())
-    return (
-        OK if top < rules.vocab_size else Verdict("tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
-    )
+    return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -177,30 +166,27 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
         return Verdict("versions", "they decrease along the sequence")
     bounds = [] if rules.newest is None else [rules.newest]
     newest = min(bounds + [group.step - 1] * (group.split == "train"), default=math.inf)
-    if (high := int(versions.max())) > newest:
-        return Verdict("versions", f"{high} is newer than {newest}, the newest that step {group.step} can have seen")
-    return OK
+    high = int(versions.max())
+    detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"
+    return _accept_if(high <= newest, "versions", detail)
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks that a training rollout names its experts, where the run replays them, in an array that packing can take."""
     required = rules.router_replay and _group(rollout, rules).split == "train"
-    reason = rules.experts.misfit(rollout) if required else None
-    return Verdict("routing", reason) if reason else OK
+    return _reject_for("routing", rules.experts.misfit(rollout) if required else None)
 
 
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks that the model has the experts that the rollout names, if it names any."""
-    reason = None if rollout.routed_experts is None else rules.experts.refusal(rollout)
-    return Verdict("routing", reason) if reason else OK
+    return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks that the noise can have drawn a token of so small a claimed log-probability."""
     least = float(rollout.logprobs.min())
-    if least >= -(math.log(rules.vocab_size) + NOISE_SPAN):
-        return OK
-    return Verdict("logprob", f"{least} of a token is less than the noise can make up for")
+    is_possible = least >= -(math.log(rules.vocab_size) + NOISE_SPAN)
+    return _accept_if(is_possible, "logprob", f"{least} of a token is less than the noise can make up for")
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -220,9 +206,8 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
             "termination", f"finish_reason is {rollout.finish_reason}, and the last token {is_stop} a stop token"
         )
     full = len(sampled) == rules.max_tokens or len(rollout.tokens) == rules.max_model_len
-    if rollout.finish_reason == "length" and not full:
-        return Verdict("termination", f"finish_reason is length after {len(sampled)} of {rules.max_tokens} tokens")
-    return OK
+    detail = f"finish_reason is length after {len(sampled)} of {rules.max_tokens} tokens"
+    return _accept_if(rollout.finish_reason != "length" or full, "termination", detail)
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -232,8 +217,8 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if not _has_one_turn(rollout):
         return Verdict("prompt", "tokens after it were not sampled")
     found = rollout.tokens[: rollout.prompt_length].tolist()
-    same = found == list(rules.prompt(_group(rollout, rules)))
-    return OK if same else Verdict("prompt", "it is not the prompt of its task")
+    is_same = found == list(rules.prompt(_group(rollout, rules)))
+    return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
 AT_LEASE = (task, seed, temperature, lengths, vocabulary, version_window, experts_named)
@@ -273,9 +258,8 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
             "logprob", f"{rollout.logprobs[at]:.3g} claimed for token {at}, its noise needs {least:.3g} at least"
         )
     odds = sequential_test.log_mean_exp(sequential_test.claims_ratio(y_N))
-    if odds < -math.log(CHANCE):
-        return OK
-    return Verdict("logprob", f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1")
+    detail = f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1"
+    return _accept_if(odds < -math.log(CHANCE), "logprob", detail)
 
 
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
@@ -313,9 +297,8 @@ def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
     digest, place = seen_entries(rollout)
     if (rollout.step, digest) in seen:
         return Verdict("duplicate", "this rollout was accepted before")
-    if (rollout.step, place) in seen:
-        return Verdict("duplicate", f"sample {rollout.sample} of group {rollout.task.group} was accepted before")
-    return OK
+    detail = f"sample {rollout.sample} of group {rollout.task.group} was accepted before"
+    return _accept_if((rollout.step, place) not in seen, "duplicate", detail)
 
 
 def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, int]]:
@@ -375,36 +358,25 @@ def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     if one.gap_T is None:
         return OK
     gap_T = np.where(np.isnan(one.gap_T), np.inf, one.gap_T)
-    if (worst := float(gap_T.max())) <= rules.tolerance.routing:
-        return OK
     wrong = int((gap_T > rules.tolerance.routing).sum())
-    return Verdict(
-        "routing",
-        f"{wrong} of {len(gap_T)} tokens name experts that their policy does not choose; those of token "
-        f"{int(gap_T.argmax())} miss by {worst:.3g}",
-    )
+    worst = f"those of token {int(gap_T.argmax())} miss by {gap_T.max():.3g}"
+    detail = f"{wrong} of {len(gap_T)} tokens name experts that their policy does not choose; {worst}"
+    return _accept_if(wrong == 0, "routing", detail)
 
 
 def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     """Checks that the noise of the seed draws the claimed tokens."""
     margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
     wrong = int((margin_N > rules.tolerance.margin).sum())
-    if wrong <= rules.tolerance.max_wrong_tokens:
-        return OK
-    worst = int(margin_N.argmax())
-    return Verdict(
-        "sampling",
-        f"{wrong} of {len(margin_N)} tokens are not those that the seed draws; token {int(one.positions_N[worst])} misses "
-        f"by {margin_N[worst]:.3g}",
-    )
+    worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
+    detail = f"{wrong} of {len(margin_N)} tokens are not those that the seed draws; {worst}"
+    return _accept_if(wrong <= rules.tolerance.max_wrong_tokens, "sampling", detail)
 
 
 def logprob(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     """Checks claimed against replayed log-probabilities."""
     error, limit = float(one.error_N.max()), rules.tolerance.logprob
-    if error <= limit:
-        return OK
-    return Verdict("logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
+    return _accept_if(error <= limit, "logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
 def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
@@ -413,18 +385,16 @@ def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
         return OK
     floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
     probability = float(np.exp(one.logp_N[-1]))
-    if probability >= floor:
-        return OK
-    return Verdict("termination", f"the stop token had a probability of {probability:.2g}, less than {floor:.2g}")
+    detail = f"the stop token had a probability of {probability:.2g}, less than {floor:.2g}"
+    return _accept_if(probability >= floor, "termination", detail)
 
 
 def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     """Checks that the tokens were drawn at the claimed temperature."""
     odds = sequential_test.log_mean_exp(one.tilt_K)
-    if one.rollout.temperature == 0 or odds < -np.log(CHANCE):
-        return OK
     best = sequential_test.TILTS[int(one.tilt_K.argmax())]
-    return Verdict("shape", f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1")
+    detail = f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1"
+    return _accept_if(one.rollout.temperature == 0 or odds < -math.log(CHANCE), "shape", detail)
 
 
 def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
@@ -451,11 +421,26 @@ def evidence(one: Replayed) -> sequential_test.Evidence:
     )
 
 
-def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:
-    """The prescribed group; None only where `task` rejects the rollout."""
+def _accept_if(condition: bool, reason: str, detail: str) -> Verdict:
+    return OK if condition else Verdict(reason, detail)
+
+
+def _reject_for(reason: str, detail: str | None) -> Verdict:
+    return OK if detail is None else Verdict(reason, detail)
+
+
+def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:
+    """Returns the group that the rollout claims to belong to, or None if its step has no such group."""
     groups = rules.groups(rollout.step)
     at = rollout.task.group - groups[0].group if groups else -1
     return groups[at] if 0 <= at < len(groups) else None
+
+
+def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group:
+    """Returns the group of a rollout that passed `task`."""
+    group = _prescribed(rollout, rules)
+    assert group is not None
+    return group
 
 
 def _has_one_turn(rollout: rollout_lib.Rollout) -> bool:

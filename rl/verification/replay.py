@@ -1,22 +1,23 @@
-"""Rollouts run again: one prefill instead of one step per token, with the noise of their seeds.
+"""The replay of rollouts: one prefill instead of a step per token, with the sampling noise of their seeds.
 
-1. Rollouts of one policy version are packed without padding between them: samples of a group are branches of one prompt,
-   which is computed once (as the learner does), and trees share rows. Rows go through the model in blocks of one shape,
-   a call each; only columns that predict a sampled token get logits.
-2. A rollout that spans several versions takes one pass per version over a cache of keys: each position's keys are written
-   by the version that wrote them in the engine, so that it is replayed exactly as it was made.
-3. Where rollouts say which experts ran (router replay), these run here, too, so that a tie between experts that was
-   broken the other way changes nothing that follows; and per token, how far they are from what the routers choose.
-4. Per sampled token: how far the claimed one lies from the argmax of the noised logits, its log-probability, the hidden
-   state behind it, and how likely it is under tempered copies of the distribution (rl/verification/sequential_test.py bets on those).
+1. Rollouts of one policy version are packed without padding: samples of a group are branches of one prompt, which is computed
+   once (as in the learner), and several prompts share a row. Rows run in blocks of one shape, and only columns that predict a sampled
+   token get logits.
+2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
+   wrote them in the engine, so the replay computes the same function.
+3. If rollouts name their experts (router replay), those run here, too: a tie between experts that was broken the other way changes
+   nothing after it. The router margin of each token is measured.
+4. Per sampled token: the margin of the noised argmax over it, its log-probability, the hidden state that predicts it, and its
+   likelihood under tempered distributions (rl/verification/sequential_test.py).
 
 Letters: G rollouts, T padded length, M blocks, B rows of a block, N sampled tokens (of a block, padded), S tokens scored
-together, V vocabulary, D model, K tempered distributions, L mixture layers, X experts per token.
+together, V vocabulary, D model, K tempered distributions, L MoE layers, X experts per token.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,41 +38,44 @@ SCORED_MULTIPLE = 128  # or of so many tokens, where that is more
 LENGTH_MULTIPLE = 64
 
 
+Array = Any  # np.ndarray on the host, jax.Array in a program
+
+
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Row t is about token t where that was sampled: host arrays [G, T] (hidden [G, T, D] bfloat16, tilt [G, T, K])."""
+    """Host arrays [G, T]; column t is about token t if it was sampled (hidden: [G, T, D] bfloat16, tilt: [G, T, K])."""
 
-    margin: np.ndarray  # max of the noised logits minus that of the token, nats
-    logp: np.ndarray  # of the token, under the distribution sampled from
-    tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^sequential.TILTS[k]
-    hidden: np.ndarray  # the state that predicted the token
+    margin: np.ndarray  # largest noised logit minus that of the token, nats
+    logp: np.ndarray  # of the token, in the distribution sampled from
+    tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^TILTS[k]
+    hidden: np.ndarray  # the state that predicts the token
     gap: np.ndarray | None = (
-        None  # of token t, sampled or not: `Routing.margin`, the largest of all layers; None without claims
+        None  # largest router margin of all layers, of every token; None if no rollout names experts
     )
 
 
 @struct.dataclass
 class _Targets:
-    """Sampled tokens, in any order; arrays [..., N]. `column` is where the hidden state that predicts it lies."""
+    """Sampled tokens in any order, [..., N]."""
 
-    column: jax.Array
-    token: jax.Array
-    position: jax.Array  # in its sequence
-    seed: jax.Array
-    temperature: jax.Array
+    column: Array  # where the hidden state that predicts the token is
+    token: Array
+    position: Array  # in its sequence
+    seed: Array
+    temperature: Array
 
 
 @struct.dataclass
 class _Blocks:
-    """Packed rows [M, B, T] as in rl/batch/packing.py, and their targets [M, N], of which the first `num_targets` are some."""
+    """Packed rows [M, B, T] as in rl/batch/packing.py, and their targets [M, N], of which the first `num_targets` are valid."""
 
-    tokens: jax.Array
-    positions: jax.Array
-    segment_ids: jax.Array
-    branch_ids: jax.Array
+    tokens: Array
+    positions: Array
+    segment_ids: Array
+    branch_ids: Array
     targets: _Targets
-    num_targets: jax.Array  # [M]
-    routed_experts: jax.Array | None = None  # [M, B, T, L, X], if any rollout claims them
+    num_targets: Array  # [M]
+    routed_experts: Array | None = None  # [M, B, T, L, X], if any rollout names them
 
 
 def replay(
@@ -81,9 +85,9 @@ def replay(
     rollouts: Sequence[rollout_lib.Rollout],
     max_model_len: int,
 ) -> Replay:
-    """What the rollouts' sampled tokens look like from here; what `weights` raises for a version goes through.
+    """Recomputes well-formed rollouts of at most `max_model_len` tokens; `filters` are top_k, top_p, min_p.
 
-    `filters` are top_k, top_p, min_p. No rollout may be longer than max_model_len.
+    Raises the error that `weights` raises for a version.
     """
     longest = max(len(r.tokens) for r in rollouts)
     assert longest <= max_model_len
@@ -94,7 +98,7 @@ def replay(
         np.zeros(shape, np.float32),
         np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
         np.zeros((*shape, model.model_dim), jnp.bfloat16),
-        np.zeros(shape, np.float32) if _any_claim(rollouts) else None,
+        np.zeros(shape, np.float32) if _any_names_experts(rollouts) else None,
     )
     by_version: dict[int, list[int]] = {}
     mixed = []
@@ -109,11 +113,11 @@ def replay(
 
 
 def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
-    """Which version ran each position but the last: the one that sampled the next token, or else prefilled it."""
+    """Returns the version that ran each position but the last: it sampled the next token, or else prefilled it."""
     return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
 
 
-def _any_claim(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+def _any_names_experts(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
     return any(rollout.routed_experts is not None for rollout in rollouts)
 
 
@@ -127,7 +131,7 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
         mine = block == m
-        if (gap_BT := scores.pop("gap", None)) is not None:
+        if (gap_BT := scores.pop("gap", None)) is not None and out.gap is not None:
             gap_N = np.asarray(gap_BT).reshape(-1)
             for i, first, at, num in spans[m]:
                 out.gap[rows_of_out[i], first : first + num] = gap_N[at : at + num]
@@ -137,24 +141,27 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -
     before = None
     for m in range(len(blocks.tokens)):
         scores = _run_block(model, params, jax.tree.map(lambda x, m=m: x[m], blocks), _filters(filters))
-        if before is not None:  # while this one runs; and no third one is in memory
+        if before is not None:  # while this block runs; a third one is never in memory
             take(m - 1, before)
         before = scores
-    take(m, before)
+    assert before is not None
+    take(len(blocks.tokens) - 1, before)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """bfloat16 as uint16: numpy is slow at moving what it does not know."""
+    """Returns bfloat16 as uint16: numpy copies dtypes of its own faster."""
     return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
 
 
-def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig) -> tuple[_Blocks, np.ndarray, list]:
-    """The blocks, and where each sampled token went: [(rollout, its position, block, target)].
+def _pack(
+    rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
+) -> tuple[_Blocks, np.ndarray, list[list[tuple[int, int, int, int]]]]:
+    """Returns the blocks, the place of each sampled token as rows (rollout, position, block, target), and spans of all tokens.
 
-    And where all tokens went, per block: [(rollout, its position, flat column, how many from there on)].
+    A span is (rollout, first position, flat column, number of tokens), by block.
     """
     longest = max(len(r.tokens) for r in rollouts)
-    step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little that is empty
+    step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little padding
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
     layouts = [(T, _rows(groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
     # Work in tokens: one each, and as much again for every 3 D keys that it reads.
@@ -163,8 +170,8 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
     M = -(-len(rows) // B)
     layout = {name: np.zeros((M, B, T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
     claims = router_replay.RouterReplay.of(model)
-    experts = claims.empty(M, B, T) if _any_claim(rollouts) else None
-    found: list[list[np.ndarray]] = [[] for _ in range(M)]
+    experts = claims.empty(M, B, T) if _any_names_experts(rollouts) else None
+    block_of, columns = [0] * len(rollouts), [np.empty(0, int)] * len(rollouts)  # of each rollout's sampled tokens
     spans: list[list[tuple[int, int, int, int]]] = [[] for _ in range(M)]
     for row, trees in enumerate(rows):
         m, b = divmod(row, B)
@@ -183,51 +190,54 @@ def _pack(rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
                 position = np.flatnonzero(rollouts[i].sampled_mask)
                 column = begin + position - prompt_len - 1
                 column[position == prompt_len] = start + prompt_len - 1  # the prompt's end predicts every first token
-                found[m].append(np.stack([np.full_like(position, i), position, column + b * T]))
+                block_of[i], columns[i] = m, column + b * T
                 spans[m] += [(i, 0, b * T + start, prompt_len), (i, prompt_len, b * T + span.start, length)]
-                if rollouts[i].routed_experts is not None:
+                if experts is not None and rollouts[i].routed_experts is not None:
                     rows_TLX = claims.rows(rollouts[i])
                     experts[m, b, start : start + prompt_len], experts[m, b, span] = np.split(rows_TLX, [prompt_len])
                 begin = span.stop
             at["segment_ids"][start:begin] = segment
             start = begin
-    merged = [np.concatenate(of_block, axis=1) for of_block in found]
-    N = _padded(max(block.shape[1] for block in merged), model)
-    targets = _Targets(
-        *(np.zeros((M, N), dtype) for dtype in (np.int32, np.int32, np.int32, np.uint32)), np.ones((M, N), np.float32)
-    )
-    seeds = np.array([r.seed for r in rollouts], np.uint32)
-    temperatures = np.array([r.temperature for r in rollouts], np.float32)
-    lengths = np.array([len(r.tokens) for r in rollouts])
-    joined, first = np.concatenate([r.tokens for r in rollouts]), np.cumsum(lengths) - lengths
-    places = []
-    for m, (which, position, column) in enumerate(merged):
-        n = np.arange(len(which))
-        targets.column[m, n], targets.position[m, n] = column, position
-        targets.token[m, n] = joined[first[which] + position]
-        targets.seed[m, n], targets.temperature[m, n] = seeds[which], temperatures[which]
-        places.append(np.stack([which, position, np.full_like(which, m), n], axis=1))
-    counts = np.array([block.shape[1] for block in merged], np.int32)
-    blocks = _Blocks(**layout, targets=targets, num_targets=counts, routed_experts=experts)
-    return blocks, np.concatenate(places), spans
+    which, sampled = _sampled_tokens(rollouts, np.concatenate(columns))
+    block = np.array(block_of)[which]
+    counts = np.bincount(block, minlength=M)
+    N = _padded(int(counts.max()), model)
+    targets = jax.tree.map(lambda x: np.zeros((M, N), x.dtype), sampled)
+    n = np.zeros(len(which), int)
+    for m in range(M):
+        n[block == m] = np.arange(counts[m])
+        for into, values in zip(jax.tree.leaves(targets), jax.tree.leaves(sampled), strict=True):
+            into[m, : counts[m]] = values[block == m]
+    blocks = _Blocks(**layout, targets=targets, num_targets=counts.astype(np.int32), routed_experts=experts)
+    return blocks, np.stack([which, sampled.position, block, n], axis=1), spans
+
+
+def _sampled_tokens(rollouts: Sequence[rollout_lib.Rollout], column_N: np.ndarray) -> tuple[np.ndarray, _Targets]:
+    """Returns the rollout of each sampled token [N], and all of them as targets, in order."""
+    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
+    which = np.repeat(np.arange(len(rollouts)), [len(position) for position in positions])
+    tokens = np.concatenate([r.tokens[position] for r, position in zip(rollouts, positions, strict=True)])
+    seeds = np.array([rollout.seed for rollout in rollouts], np.uint32)
+    temperatures = np.array([rollout.temperature for rollout in rollouts], np.float32)
+    position_N = np.concatenate(positions).astype(np.int32)
+    return which, _Targets(column_N.astype(np.int32), tokens, position_N, seeds[which], temperatures[which])
 
 
 def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
-    """N: a multiple of the parts in which they are scored, and those of SCORED_MULTIPLE."""
+    """Returns N, so that each part that is scored together is a multiple of SCORED_MULTIPLE."""
     parts = _num_parts(num_targets, model)
     return parts * SCORED_MULTIPLE * -(-num_targets // (parts * SCORED_MULTIPLE))
 
 
 def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
-    return -(
-        -num_targets // max(SCORED_MULTIPLE, SCORED_ENTRIES // model.vocab_size // SCORED_MULTIPLE * SCORED_MULTIPLE)
-    )
+    multiple = SCORED_ENTRIES // model.vocab_size // SCORED_MULTIPLE * SCORED_MULTIPLE
+    return -(-num_targets // max(SCORED_MULTIPLE, multiple))
 
 
 def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Per prompt (its length, [(rollout, tokens behind the prompt)]).
+    """Returns (length, [(rollout, tokens after the prompt)]) per prompt.
 
-    With a claim, what is shared ends before the prompt's last token, which each sample ran for itself.
+    With named experts, the shared prompt ends before its last token, which each sample ran separately.
     """
     groups: dict[tuple[bytes, bytes | None], tuple[int, list[tuple[int, int]]]] = {}
     for i, rollout in enumerate(rollouts):
@@ -241,7 +251,7 @@ def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[
 
 
 def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[tuple[int, list[int]]]]:
-    """Rows of trees (prompt length, rollouts), first-fit decreasing; a tree that is longer than a row is split."""
+    """Returns rows of trees (prompt length, rollouts), first-fit decreasing; a tree that is longer than a row is split."""
     trees = []
     for prompt_len, branches in groups:
         size = T + 1
@@ -266,7 +276,7 @@ def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
-    """One block's scores [N, ...], and with claims the gap of every token, [B, T]."""
+    """Returns one block's scores [N, ...], and the gap of every token [B, T] if experts are named."""
     hidden_BTD, routing = transformer.apply(
         params,
         model,
@@ -278,11 +288,11 @@ def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
     )
     hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[block.targets.column]
     scores = _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
-    return scores if block.routed_experts is None else scores | {"gap": routing.margin.max(axis=0)}
+    return scores if routing is None or routing.margin is None else scores | {"gap": routing.margin.max(axis=0)}
 
 
 def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
-    """`_score` of N tokens, S at a time, up to `num_targets`."""
+    """Returns the scores of the first `num_targets` of N tokens, computed S at a time."""
     N = len(targets.token)
     S = N // _num_parts(N, model)
     assert N % S == 0
@@ -290,8 +300,8 @@ def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters
         return _score(model, params, hidden_ND, targets, filters)
 
     def some(i, out):
-        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * S, S), (hidden_ND, targets))
-        scores = _score(model, params, *part, filters)
+        hidden_SD, part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * S, S), (hidden_ND, targets))
+        scores = _score(model, params, hidden_SD, part, filters)
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * S, 0), out, scores)
 
     shapes = jax.eval_shape(
@@ -302,7 +312,7 @@ def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters
 
 
 def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
-    """What the module's docstring lists, of S tokens and the hidden states before them."""
+    """Returns the arrays of `Replay` for S tokens, given the hidden states that predict them."""
     repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
     sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
     logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
@@ -330,43 +340,39 @@ def _filters(filters: dict[str, float]) -> dict[str, np.ndarray]:
 def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -> None:
     G, T = 1 << (len(rollouts) - 1).bit_length(), out.margin.shape[1]
     tokens_GT, writer_GT = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
+    claims = router_replay.RouterReplay.of(model)
+    experts = claims.empty(G, T) if _any_names_experts(rollouts) else None
     for i, rollout in enumerate(rollouts):
         n = len(rollout.tokens)
         tokens_GT[i, :n], writer_GT[i, : n - 1] = rollout.tokens, writers(rollout)
-    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
-    which, position = np.repeat(np.arange(len(rollouts)), [len(p) for p in positions]), np.concatenate(positions)
-    sampler_version, rows = writer_GT[which, position - 1], np.asarray(rows_of_out)
-    seeds = np.array([r.seed for r in rollouts], np.uint32)
-    temperatures = np.array([r.temperature for r in rollouts], np.float32)
-    cache, experts = kv_cache.create(model, G, T), None
-    if _any_claim(rollouts):
-        claims = router_replay.RouterReplay.of(model)
-        experts = claims.empty(G, T)
-        for i, rollout in enumerate(rollouts):
-            if rollout.routed_experts is not None:
-                experts[i, : len(rollout.tokens)] = claims.rows(rollout)
+        if experts is not None and rollout.routed_experts is not None:
+            experts[i, :n] = claims.rows(rollout)
+    columns = [i * T + np.flatnonzero(rollout.sampled_mask) - 1 for i, rollout in enumerate(rollouts)]
+    which, sampled = _sampled_tokens(rollouts, np.concatenate(columns))
+    sampler_version, rows = writer_GT.reshape(-1)[sampled.column], np.asarray(rows_of_out)
+    cache = kv_cache.create(model, G, T)
     for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
         params = weights(version)
         hidden_ND, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
-        if gap_GT is not None:
+        if out.gap is not None and gap_GT is not None:
             i, t = np.nonzero(writer_GT == version)
             out.gap[rows[i], t] = np.asarray(gap_GT)[i, t]
-        i, t = which[sampler_version == version], position[sampler_version == version]
-        if not len(i):  # it prefilled a prompt, no more
+        mine = sampler_version == version
+        if not mine.any():  # it prefilled a prompt only
             continue
-        targets = _Targets(i * T + t - 1, tokens_GT[i, t], t, seeds[i], temperatures[i])
-        N = _padded(1 << (len(i) - 1).bit_length(), model)
-        targets = jax.tree.map(lambda x, N=N: np.concatenate([x, np.zeros(N - len(x), x.dtype)]), targets)
-        scores = _run_scores(model, params, hidden_ND, targets, np.int32(len(i)), _filters(filters))
+        i, t, count = which[mine], sampled.position[mine], int(mine.sum())
+        N = _padded(1 << (count - 1).bit_length(), model)
+        targets = jax.tree.map(lambda x, mine=mine, N=N: np.resize(x[mine], N), sampled)
+        scores = _run_scores(model, params, hidden_ND, targets, np.int32(count), _filters(filters))
         for name in ("margin", "logp", "tilt", "hidden"):
-            getattr(out, name)[rows[i], t] = np.asarray(scores[name])[: len(i)]
+            getattr(out, name)[rows[i], t] = np.asarray(scores[name])[:count]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
-    """One version's pass: its keys go where it wrote; other positions keep theirs. Hidden states of all positions, flat.
+    """Runs one version: its keys go where it wrote, other positions keep theirs.
 
-    And with claims the gap of every token, [G, T].
+    Returns the hidden states of all positions [G T, D], the cache, and the gap of every token [G, T] if experts are named.
     """
     G, T = tokens_GT.shape
     attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
@@ -375,7 +381,8 @@ def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
     hidden_GTD, cache, routing = transformer.extend(
         params, model, tokens_GT, positions_GT, cache, attend, experts_LBTX=given
     )
-    return hidden_GTD.reshape(G * T, -1), cache, None if given is None else routing.margin.max(axis=0)
+    gap_GT = None if routing is None or routing.margin is None else routing.margin.max(axis=0)
+    return hidden_GTD.reshape(G * T, -1), cache, gap_GT
 
 
 @functools.partial(jax.jit, static_argnums=0)

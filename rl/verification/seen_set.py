@@ -1,14 +1,15 @@
-"""A set of what was accepted or counted, by step, that forgets old steps."""
+"""A set of accepted or counted entries, by step, that forgets old steps."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 
 class SeenSet:
-    """Entries of the newest `keep_steps` steps; those of older steps are dropped when a newer one is added."""
+    """Hashable entries of the newest `keep_steps` steps; those of older steps are dropped when a newer one is added."""
 
     def __init__(self, keep_steps: int = 16):
         self.keep_steps = keep_steps
-        self._by_step: dict[int, set[Hashable]] = {}
+        self._by_step: dict[int, set[Any]] = {}
 
     @property
     def newest(self) -> int:
@@ -19,16 +20,16 @@ class SeenSet:
         """Returns True if entries of the step are not kept any more."""
         return bool(self._by_step) and step <= self.newest - self.keep_steps
 
-    def __contains__(self, item: tuple[int, Hashable]) -> bool:
+    def __contains__(self, item: tuple[int, Any]) -> bool:
         step, entry = item
         return entry in self._by_step.get(step, ())
 
-    def add(self, step: int, *entries: Hashable) -> None:
+    def add(self, step: int, *entries: Any) -> None:
         """Adds entries of one step."""
         self._by_step.setdefault(step, set()).update(entries)
         for old in [old for old in self._by_step if self.is_over(old)]:
             del self._by_step[old]
 
-    def __iter__(self) -> Iterator[tuple[int, Hashable]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yields (step, entry)."""
         return ((step, entry) for step, entries in self._by_step.items() for entry in entries)

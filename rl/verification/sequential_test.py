@@ -77,6 +77,7 @@ class SequentialTest:
         if self.num_rollouts and self.num_rollouts % self._epoch_length == 0:
             self._restart(REPLAY_STREAMS)
         self.num_rollouts += 1
+        assert self._bands is not None
         for name in ("margin", "logprob", "proof"):
             m, x = getattr(self._bands, name), getattr(evidence, name)
             gain = ((x if x < 1 else 1.0) - m) / m  # NaN counts as 1: it would stop the bets for ever
