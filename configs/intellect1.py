@@ -13,7 +13,7 @@ Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 t
 pretraining is not repeated here; this starts from INTELLECT-1-Instruct. The RL constants are PRIME-RL's defaults of August
 2026: AdamW 1e-6 (0.9, 0.999) with weight decay 0.01, gradients clipped at 1, groups of 16, masked importance sampling.
 
-Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and rollout servers of one v5e host each
+Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and inference servers of one v5e host each
 (8 chips, tensor parallel).
 
 Estimate of rl.plan: parameters, gradients, and moments take 2.4 GiB of 15.75 per chip; a step in which

@@ -16,7 +16,7 @@ one step of lag, rollouts dropped after eight policies, evaluation every 15 of a
 science, logic, search, software) are not included; GSM8K from `env.options.path` stands in.
 
 Hardware: a learner on v5p:4x4x8 (128 chips), everything split over all of them (fsdp), one row of 65,536 tokens per chip,
-inputs of the layers offloaded to the hosts and, as there, no expert parallelism; rollout servers of one v5p host each (4 chips:
+inputs of the layers offloaded to the hosts and, as there, no expert parallelism; inference servers of one v5p host each (4 chips:
 heads, experts and vocabulary split over them).
 
 Estimate of rl.plan: parameters, gradients, and moments take 9.4 GiB of 95.74 per chip; a step in which

@@ -13,8 +13,8 @@ Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Consta
 (AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) with its rules of thumb for sizes: batches of at least 64 prompts'
 worth, groups of at least 8.
 
-Hardware: v5e:2x4 (8 chips, one host) for the learner, parameters and batch split over all of them (fsdp), and as much for a
-rollout server (tensor parallel).
+Hardware: v5e:2x4 (8 chips, one host) for the learner, parameters and batch split over all of them (fsdp), and as much for an
+inference server (tensor parallel).
 
 Estimate of rl.plan: parameters, gradients, and moments take 1.1 GiB of 15.75 per chip; a step in which
 every rollout is as long as it may be (1.0 M tokens) takes at least 6.0 s, and a server decodes at most 26,800 tokens/s.

@@ -13,7 +13,7 @@ Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts
 (AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) and loss (binary total-variation mask, arXiv 2602.04879). GSM8K from
 `env.options.path` stands in for its tasks.
 
-Hardware: a learner on v5p:2x4x4 (32 chips), everything split over all of them (fsdp), no expert parallelism; rollout servers
+Hardware: a learner on v5p:2x4x4 (32 chips), everything split over all of them (fsdp), no expert parallelism; inference servers
 of one v5p host each (4 chips, tensor parallel).
 
 Estimate of rl.plan: parameters, gradients, and moments take 14.2 GiB of 95.74 per chip; a step in which

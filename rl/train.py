@@ -84,7 +84,7 @@ def train(
         hosts.broadcast()
         publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
         if hosts.is_first:
-            progress.note("starting the rollout server and its workers")
+            progress.note("starting the inference server and its workers")
             rollouts = stack.enter_context(
                 launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
             )

@@ -227,7 +227,7 @@ class Orchestrator:
             if self._servers:
                 asyncio.run(self._load_on_servers(version))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            self.fail(ValueError(f"a rollout server did not load policy version {version}: {error}"))
+            self.fail(ValueError(f"an inference server did not load policy version {version}: {error}"))
             return
         except BaseException as error:  # a bug: no caller looks at this thread's future
             self.fail(error)

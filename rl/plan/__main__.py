@@ -51,7 +51,7 @@ def define_flags() -> None:
     command_line.define(needs_workdir=False)
     flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
     flags.DEFINE_string(
-        "server_topology", None, "topology of one rollout server; one host of the learner's kind by default"
+        "server_topology", None, "topology of one inference server; one host of the learner's kind by default"
     )
     flags.DEFINE_float("effort", plan.EFFORT, "effort of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
     names = [*lowered_programs.LEARNER, *lowered_programs.SERVER]

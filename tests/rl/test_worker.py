@@ -1,4 +1,4 @@
-"""The rollout worker end to end: against an orchestrator and a rollout server that this file plays, over real sockets.
+"""The rollout worker end to end: against an orchestrator and an inference server that this file plays, over real sockets.
 
 The played server answers each prompt with the right text for even seeds and with a wrong one for odd seeds.
 """

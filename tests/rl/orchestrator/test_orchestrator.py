@@ -698,7 +698,7 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
     orchestrator.connect([url])
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
-    with pytest.raises(ValueError, match="a rollout server did not load policy version 0: "):
+    with pytest.raises(ValueError, match="an inference server did not load policy version 0: "):
         waiting.result(WAIT_S)
     assert lease(orchestrator) == []
 

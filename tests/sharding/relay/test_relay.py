@@ -656,7 +656,7 @@ def test_half_an_object_is_never_exposed(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_after_two_relays_follows_the_learner(pub, tmp_path):
-    """The chain of topology.mode = "remote" works: a learner's directory, an origin, two relays in a row, and a rollout server.
+    """The chain of topology.mode = "remote" works: a learner's directory, an origin, two relays in a row, and an inference server.
 
     The second version is deltas. The server answers as one that gets the same weights from memory.
     """
