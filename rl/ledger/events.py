@@ -24,9 +24,9 @@ VALIDATOR_KINDS = ("accept", "invalidate", "slash", "eject")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One signed statement about the worker `node`. `fields` by kind:
+    """One signed statement about the worker `node`.
 
-    open (validators: list of keys, window_ms), join (), stake (amount), submit (work: SHA-256 hex, units),
+    Fields by kind: open (validators: list of keys, window_ms), join (), stake (amount), submit (work: SHA-256 hex, units),
     accept (work, checked: whether it was replayed), invalidate (work, units, reason), slash (amount, reason), eject (reason).
     A verdict on work may add run and tasks: those that are finished with it (rl/ledger/task_ranges.py).
     """

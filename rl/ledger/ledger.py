@@ -152,7 +152,7 @@ class Ledger:
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
-    """Checks every entry of a file, whatever bytes it contains. Raises OSError if there is no file.
+    """Checks every entry of a file, for any bytes that it contains. Raises OSError if the file does not exist.
 
     Args:
       path: the file.
@@ -160,7 +160,7 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
       head: "SEQ:HASH" noted earlier; the ledger must contain it. ValueError if it is not of this form.
     """
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"there is no ledger at {path}; give the path of a ledger file")
+        raise FileNotFoundError(f"no ledger at {path}; give the path of a ledger file")
     if head is not None and not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
         raise ValueError(f"head {head!r} must be SEQ:HASH; copy it from the output of verify")
     state, good, last = balances.State(), 0, bytes(32)

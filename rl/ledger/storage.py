@@ -152,7 +152,7 @@ def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: byt
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
     """Opens the file; views and triggers in it are never run. Raises ValueError if its tables are not those of a ledger."""
     if check_schema and not path.is_file():
-        raise FileNotFoundError(f"there is no ledger at {path}; create one with rl.ledger.ledger.Ledger.create")
+        raise FileNotFoundError(f"no ledger at {path}; create one with rl.ledger.ledger.Ledger.create")
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     connection.text_factory = bytes  # text of a damaged file need not be UTF-8
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)

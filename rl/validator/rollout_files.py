@@ -53,4 +53,4 @@ def read(path: pathlib.Path, sha: str) -> bytes:
 
 def _check_hash(path: pathlib.Path, found: str, sha: str) -> None:
     if found != sha:
-        raise ValueError(f"file: the SHA-256 of {path.name} is {found}, not {sha}; give the hash of the file")
+        raise ValueError(f"file: {path.name} does not have the SHA-256 {sha}; give the hash of the file")

@@ -7,7 +7,7 @@ A check takes (subject, rules) and returns a `Verdict`; `first_failure` runs a t
 3. `WITH_WEIGHTS`: a replay (rl/verification/replay.py) of a rollout that passed WITHOUT_WEIGHTS. Routing is first: a false
    claim about experts must not change the result of the checks after it.
 
-No check raises, whatever an untrusted worker wrote, and none does I/O: `Rules` holds the functions that call an environment.
+No check raises for the content of a rollout, and none does I/O: `Rules` holds the functions that call an environment.
 
 INTELLECT-2 requires P(EOS) > 0.1 at the end. An honest policy samples an EOS of probability 0.05 once in twenty chances, so that
 rule rejects honest rollouts at temperature 1; `Rules.min_stop_probability` can set it. The default bounds chance: over T
@@ -409,7 +409,7 @@ WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
 
 
 def evidence(one: Replayed) -> sequential_test.Evidence:
-    """Returns what an accepted rollout adds to the sequential test of its worker."""
+    """Returns the contribution of an accepted rollout to the sequential test of its worker."""
     k = min(128, one.hidden_ND.size)
     proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]
     return sequential_test.Evidence(

@@ -65,7 +65,7 @@ class EvidenceLog:
             return {"records": tests, "counted": [[step, *entry] for step, entry in sorted(self._seen) if step > after]}
 
     def restore(self, state: dict) -> None:
-        """Continues from what `state` returned, in this process or an earlier one."""
+        """Continues from a result of `state`, of this process or an earlier one."""
         self.restore_states(state["records"])
         with self._lock:
             self._seen = seen_set.SeenSet()

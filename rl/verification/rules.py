@@ -39,7 +39,7 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Everything that the run prescribes for a rollout; nothing of it is taken from a worker."""
+    """Everything that the run prescribes for a rollout; a worker's claims change none of it."""
 
     env: str
     env_seed: int
@@ -60,7 +60,7 @@ class Rules:
 
     @classmethod
     def of(cls, config) -> "Rules":
-        """Returns the rules that follow from a resolved config alone: those of AT_LEASE, and what a replay needs."""
+        """Returns the rules that follow from a resolved config alone: those of AT_LEASE and of a replay."""
 
         @functools.lru_cache(16)
         def groups(step: int) -> list[task_schedule.Group]:

@@ -34,7 +34,7 @@ TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colde
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
 REPLAY_STREAMS = ("margin", "logprob", "proof", "shape")
 STREAMS = (*REPLAY_STREAMS, "claims")
-MAX_LOG_EVIDENCE = 700.0  # exp of it is finite
+MAX_LOG_EVIDENCE = 700.0  # so that exp is finite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@
 2. `check_with_weights`: one replay (rl/verification/replay.py) with the published weights of every version that the rollouts
    name. Each claimed token must be the argmax of the noised logits, up to a margin; log-probabilities, temperature, the ending, and
    the TOPLOC proofs must fit.
-3. What passes is added to the sequential test of its worker (rl/verification/evidence_log.py), where small deviations add up.
+3. Rollouts that pass are added to the sequential test of its worker (rl/verification/evidence_log.py), where small deviations add up.
 
 The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator asks `GroupChecks` for
 one reason per group. The group is rejected with its worst member, since advantages compare its members.
@@ -47,7 +47,7 @@ class Validator:
     Args:
       model: config of the policy.
       weights: version -> params; raises ValueError or OSError for a version that is not available.
-      rules: what the run prescribes.
+      rules: the rules of the run.
       evidence: the sequential tests to add accepted rollouts to; by default those of claims only.
     """
 

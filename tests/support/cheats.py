@@ -20,11 +20,13 @@ REGIMES = {  # dtype of generation, of replay
 
 @dataclasses.dataclass(frozen=True)
 class Caught:
+    """The time until a cheat was caught."""
+
     num_rollouts: int
-    rate: float  # of rollouts refused by themselves
+    rate: float  # of rollouts rejected on their own
     reasons: dict[str, int]
-    mean_until: float  # rollouts of one node until one was refused, over starting points
-    worst_until: float  # inf where some starting point saw none
+    mean_until: float  # rollouts of one worker until one was rejected, over starting points
+    worst_until: float  # inf if a starting point saw none
 
 
 def play(
@@ -35,7 +37,7 @@ def play(
     regime: str = "float32",
     prompts: int = 16,
 ) -> Caught:
-    """Fresh nodes start at every 8th rollout, so that statistics begin at nothing each time."""
+    """Checks rollouts of a cheat; a new worker starts at every 8th one, so that its sequential test starts empty."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step, mixture = [], 3, cheat in doubles.MIXTURES
     while len(rollouts) < num_rollouts:
@@ -56,17 +58,17 @@ def play(
         evidence += found.values()
     until = []
     for begin in range(0, max(len(rollouts) - 64, 1), 8):
-        record, count = sequential_test.SequentialTest(bands), float("inf")
+        test, count = sequential_test.SequentialTest(bands), float("inf")
         for n in range(begin, len(rollouts)):
-            if not alone[n].accepted or record.add(evidence[n]):
+            if not alone[n].accepted or test.add(evidence[n]):
                 count = n - begin + 1
                 break
         until.append(count)
-    refused = [verdict for verdict in alone if not verdict.accepted]
+    rejected = [verdict for verdict in alone if not verdict.accepted]
     return Caught(
         len(rollouts),
-        len(refused) / len(rollouts),
-        dict(collections.Counter(verdict.reason for verdict in refused)),
+        len(rejected) / len(rollouts),
+        dict(collections.Counter(verdict.reason for verdict in rejected)),
         float(np.mean(until)),
         float(np.max(until)),
     )
@@ -75,7 +77,7 @@ def play(
 def calibrated(
     num_rollouts: int, regime: str, mixture: bool = False
 ) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Limits for a regime, from honest rollouts that are not among those judged."""
+    """Returns limits for a regime, from honest rollouts of other tasks."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step = [], 10**5
     validator = doubles.make_validator(dtype=replay_dtype, mixture=mixture)

@@ -1,9 +1,9 @@
-"""Workers that cheat, one function per way to cheat that we know; what they hand in is judged by bench/cheats.py and by tests.
+"""Workers that cheat, one function per known way to cheat; bench/cheats.py and tests check their rollouts.
 
-1. A model of 2 layers and 32 dims with random weights, or a mixture in its place, generates the prescribed groups of a run through the
+1. A model of 2 layers and 32 dims with random weights, or an MoE model in its place, generates the prescribed groups of a run through the
    real scheduler (`Double.generate`).
-2. Each double changes what it asks for, or what it writes down, and signs it.
-3. Doubles that can, do the rest right: after changing tokens they recompute log-probabilities and proofs by a prefill of their own, as
+2. Each double changes its requests or its claims, and signs the result.
+3. Doubles that can do so get the rest right: after changing tokens they recompute log-probabilities and proofs by a prefill of their own, as
    a cheat with the weights would (`prove_again`).
 """
 
@@ -39,7 +39,7 @@ MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
 
 @functools.cache
 def experiment(dtype: str = "float32", prompts: int = 16, mixture: bool = False) -> experiment_lib.Experiment:
-    """A run on the tests' model, or a mixture in its place: 16 groups of 8 a step."""
+    """Returns a run on the tests' model, or an MoE model in its place: 16 groups of 8 per step."""
     c = base.get_config()
     for name, value in dataclasses.asdict(tiny.model(dtype=dtype, **(MIXTURE if mixture else {}))).items():
         if name in c.model:
@@ -135,7 +135,7 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
 
 
 def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, **changes) -> rollout_lib.Rollout:
-    """Other tokens behind the same prompt, all of one version; the reward as the environment gives it."""
+    """Returns the rollout with other tokens after the same prompt, all of one version, and their true reward."""
     mask = np.arange(len(tokens)) >= rollout.prompt_length
     group = next(group for group in double.groups if group.group == rollout.task.group)
     rewards = prescribed(double.prompts).score(group, [tokens[mask].tolist()])[0].scores
@@ -161,7 +161,7 @@ def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Ro
     return [rollout for group in groups for rollout in group]
 
 
-# ---- the doubles: each gives the rollouts of one batch --------------------------------------------------------------
+# ---- the doubles: each returns the rollouts of one batch --------------------------------------------------------------
 
 
 def honest(double: Double) -> list[rollout_lib.Rollout]:
@@ -169,7 +169,7 @@ def honest(double: Double) -> list[rollout_lib.Rollout]:
 
 
 def older_weights(double: Double) -> list[rollout_lib.Rollout]:
-    """One version behind what it claims."""
+    """Weights one version older than claimed."""
     return flat(double.generate(weights(double.version - 1)))
 
 
@@ -198,7 +198,7 @@ def another_model(double: Double) -> list[rollout_lib.Rollout]:
 
 
 def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
-    """Generated from a prompt with one letter changed, handed in under the prescribed one."""
+    """Generated from a prompt with one letter changed, submitted under the prescribed one."""
 
     def change(request):
         tokens = list(request.tokens)
@@ -340,7 +340,7 @@ def future_version(double: Double) -> list[rollout_lib.Rollout]:
 
 
 def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
-    """As `honest`, of a model with experts, which are named."""
+    """Honest rollouts of an MoE model, which name their experts."""
     return flat(double.generate())
 
 

@@ -1,4 +1,4 @@
-"""The ledger: what was acknowledged stays, what was touched shows, and balances are those of a fold written twice."""
+"""The ledger: acknowledged entries stay, changed bytes are found, and balances equal those of a second implementation."""
 
 import collections
 import dataclasses
@@ -76,7 +76,7 @@ def filled(path):
     return ledger
 
 
-# ---- what a ledger says ---------------------------------------------------------------------------------------------
+# ---- contents ---------------------------------------------------------------------------------------------
 
 
 def test_a_story_and_its_balances(tmp_path):
@@ -125,7 +125,7 @@ def test_reputation_grows_with_verified_work_and_falls_fast(tmp_path):
         events.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=1))
         events.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(number), checked=number % 2 == 0))
     ledger.append(*events)
-    assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32)  # only what was verified counts
+    assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32)  # only replayed work counts
     ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(0), units=1, reason="x"))
     assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32 + 64)
     ledger.append(ledger_events.sign("eject", ANN.worker, JUDGE, reason="x"))
@@ -195,7 +195,7 @@ def test_events_and_entries_are_spelled_as_ever():
     assert storage.hash_of(7, 1234, b"p" * 32, spelled, b"s" * 64) == hashlib.sha256(preimage).digest()
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ STEPS = st.lists(
 @hypothesis.example([("submit", ANN, 1, 5, 0), ("slash", ANN, 0, 3, 60)])  # pending, and its window is over
 @hypothesis.example([("submit", ANN, 1, 5, 0), ("accept", ANN, 1, 1, 9), ("slash", ANN, 0, 3, 41)])  # at its very end
 def test_balances_windows_and_duplicates_are_those_of_a_recount(steps):
-    # Mutations seen to fail here: <= for < at the window's end; a slash that spares what is pending.
+    # Mutations seen to fail here: <= for < at the window's end; a slash that spares pending work.
     state, oracle, now, submitted = balances.State(), Oracle(50), 0, collections.Counter()
     state.apply(ledger_events.sign("open", KEEPER.worker, KEEPER, validators=[JUDGE.worker], window_ms=50), 0)
     for kind, node, number, amount, wait in [("join", ANN, 0, 1, 0), *steps]:
@@ -483,7 +483,7 @@ def test_removed_reordered_and_added_entries_are_seen(tmp_path):
         assert report.error and report.bad_seq == seq, (statements, report)
         with pytest.raises((ValueError, sqlite3.Error)):
             reopen(tmp_path / "bad.db")
-    # An older copy, and another ledger, are good in themselves: only what was noted elsewhere tells.
+    # An older copy, and another ledger, are good in themselves: only a head noted elsewhere shows it.
     older = make(tmp_path / "older.db")
     assert ledger_lib.verify(tmp_path / "older.db").error is None
     assert ledger_lib.verify(tmp_path / "older.db", head=head).bad_seq == 1
@@ -535,7 +535,7 @@ def test_a_kill_during_writes_loses_nothing_that_was_acknowledged(tmp_path):
     for lines in (1, 20):
         processes = [
             subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
-        ]  # two writers at once
+        ]  # two writers at the same time
         for process in processes:
             for _ in range(lines):
                 seq, hash_ = process.stdout.readline().split()
@@ -543,7 +543,7 @@ def test_a_kill_during_writes_loses_nothing_that_was_acknowledged(tmp_path):
         for process in processes:
             process.send_signal(signal.SIGKILL)
         for process in processes:
-            for line in process.stdout.read().splitlines():  # what it had said before it died
+            for line in process.stdout.read().splitlines():  # its output before it died
                 if len(line.split()) == 2 and len(line.split()[1]) == 64:
                     acknowledged[int(line.split()[0])] = line.split()[1]
             process.wait()
@@ -601,7 +601,7 @@ def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_a_ledger_is_opened_while_others_append(tmp_path, monkeypatch):
-    """An entry that comes between the reading of the last one and of the head is no missing entry."""
+    """An entry that comes between the reading of the last one and of the head is not a missing entry."""
     first, late = make(tmp_path / "ledger.db"), [ledger_events.sign("join", ANN.worker, ANN)]
     checked = storage.checked
 

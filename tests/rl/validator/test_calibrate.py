@@ -1,4 +1,4 @@
-"""Calibration: limits and bands hold what was measured, and are read back."""
+"""Calibration: limits and bands fit the measurements, and are read back."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_the_calibrate_command(tmp_path, capsys):
     assert body["measured"]["version"] == 4 and verifier.load_bands(tmp_path / "bands.json")
     assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
     assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
-    for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # told before anything is generated
+    for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # refused before anything is generated
         assert commands.run("rl.validator", *command, *mistake) == 1
     assert (
         commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--slash", "-1")

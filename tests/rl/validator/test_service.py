@@ -1,7 +1,7 @@
-"""What a request at the validation service may cost whom: each file is settled for itself, and an asker's word costs nothing.
+"""Payment and penalties of a request at the validation service: each file is settled separately, and a client's claims cost a worker nothing.
 
-The judge is a stand-in without weights (signatures are real, the replay says what the test wants), so that every case is
-a question of who pays: two groups of four samples, two nodes with a stake each, a ledger and files on disk.
+The validator is a stand-in without weights: signatures are real, and the test sets the result of the replay. There are two groups of four
+samples, two workers with a stake each, a ledger, and files on disk.
 """
 
 import concurrent.futures
@@ -105,7 +105,7 @@ def make_ledger(folder):
 
 
 def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
-    """A service on what is in `folder`."""
+    """Starts a service on the files in `folder`."""
     return service_lib.Service(
         Validator(rules),
         tiny.model(),
@@ -231,7 +231,7 @@ def test_a_cheat_in_one_half_costs_its_node_both(service):
     assert (node.num_invalidated, node.num_slashes, node.ejected) == (2, 1, True)
 
 
-# ---- an asker's word costs nothing ----------------------------------------------------------------------------------
+# ---- a client's claims cost nothing ----------------------------------------------------------------------------------
 
 
 def test_a_part_of_a_group_asked_alone_costs_nothing(service):
@@ -248,7 +248,7 @@ def test_a_part_of_a_group_asked_alone_costs_nothing(service):
 
 
 def test_what_was_not_replayed_is_not_taken_for_done(service):
-    """A forged group beside a sound one, asked with half a group of another node: the sound task can come again."""
+    """A forged group, a good one, and half a group of another worker in one request: the good task can be submitted again."""
     forged = [dataclasses.replace(rollout, reward=1.0) for rollout in group(0)]
     shas = [
         put(service, "a-0.parquet", forged + group(1)),
@@ -340,7 +340,7 @@ def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
 
 
 def test_what_became_final_while_it_was_looked_over_stays_so(service):
-    """Asked alone and in company at once: one verdict, one payment."""
+    """Requested alone and in a group at the same time: one verdict, one payment."""
     judge, gate = service._validator.check_without_weights, threading.Barrier(2)
 
     def together(rollouts, *, newest):

@@ -1,4 +1,4 @@
-"""What a restart may not undo: a service is closed, broken or killed, and another goes on with its state file.
+"""A restart must not undo decisions: a service is closed, broken, or killed, and another continues with its state file.
 
 The judge is the stand-in of tests/rl/validator/test_service.py; the ledger and the files are real, and so is the kill.
 """
@@ -45,7 +45,7 @@ def restart(tmp_path, monkeypatch):
 
 
 def number_asked(service):
-    """Counts what reaches the replay from now on."""
+    """Returns a list that collects the rollouts replayed from now on."""
     asked, replay = [], service._validator.check_with_weights
     service._validator.check_with_weights = lambda rollouts: asked.extend(rollouts) or replay(rollouts)
     return asked
@@ -84,7 +84,7 @@ def test_work_is_not_paid_twice_across_a_restart(restart):
 
 
 def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
-    """What was accepted follows from the ledger: under other hashes, other nodes, and in files that were refused for another part."""
+    """Finished tasks follow from the ledger: under other hashes, of other workers, and in files that were rejected for another group."""
     service = restart(eject=False)
     one = stand.put(service, "a.parquet", stand.group(0))
     service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.task.group == 2 else checks.OK
@@ -109,7 +109,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     again = stand.put(service, "f.parquet", stand.group(2, stand.OTHER, step=2), stand.OTHER)  # was never done
     service._validator.verdict = lambda rollout: checks.OK
     assert stand.ask(service, "f.parquet", again).status == "accept" and stand.paid(service, again)
-    # The old files again: what the ledger says of them, and nothing happens.
+    # The old files again: their status is that of the ledger, and nothing happens.
     num_entries, before = (
         len(service._ledger.entries()),
         dataclasses.replace(service._ledger.state.workers[stand.KEY.worker]),
@@ -281,7 +281,7 @@ def test_without_a_ledger_nothing_waits_for_it(restart):
 
 
 def judge_until_killed(folder):
-    """A process of its own: prints each verdict when it is told. Groups whose number divides by 3 are refused."""
+    """Runs in a separate process and prints each verdict when it is reported. Groups whose number divides by 3 are refused."""
     keys = [rollout_lib.WorkerKey.load(folder / f"{name}.key") for name in ("keeper", "node")]
     service = stand.start(folder, keeper=keys[0], rules=MANY, eject=False)
     service._validator.verdict = lambda r: checks.OK if r.task.group % 3 else checks.Verdict("sampling", "no")
@@ -296,7 +296,7 @@ def judge_until_killed(folder):
 
 
 def run_and_kill(folder, count, rng):
-    """What a process told before it was killed, some time after its `count`-th verdict."""
+    """Returns the verdicts of a process that is killed some time after its `count`-th one."""
     code = f"import pathlib; from tests.rl.validator import test_state as t; t.judge_until_killed(pathlib.Path({str(folder)!r}))"
     told = []
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

@@ -20,7 +20,7 @@ def ffn(width):
 
 
 def experts(num_shared=0):
-    """The router, two chosen experts, and what runs on every token."""
+    """The router, two chosen experts, and the shared experts."""
     return [(D, 8)] + 2 * ffn(16) + (ffn(16 * num_shared) if num_shared else [])
 
 

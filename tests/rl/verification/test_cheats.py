@@ -10,7 +10,7 @@ from rl.verification import rules as rules_lib
 from rl.verification import sequential_test
 from tests.support import cheats, doubles
 
-# What refuses each first. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
+# The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
 REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}
 REASONS = {
     "wrong_task": {"prompt", "task"},
@@ -20,13 +20,13 @@ REASONS = {
     "inflated_reward": {"reward"},
     "unsigned_change": {"signature"},
     "future_version": {"versions"},
-    "other_expert": {"routing", "logprob"},  # near a tie, what follows from it shows first
+    "other_expert": {"routing", "logprob"},  # near a tie, later differences are found first
     "other_experts": {"routing"},
 }
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
 
-DEAR = {
+SLOW = {
     "half_the_layers",
     "another_model",
     "int8_weights",
@@ -45,7 +45,7 @@ def test_honest_rollouts_pass(honest):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in doubles.CHEATS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in doubles.CHEATS]
 )
 def test_each_cheat_is_caught(name):
     caught = cheats.play(doubles.CHEATS[name], 16, prompts=2)
@@ -63,7 +63,7 @@ def test_no_false_alarm_and_every_cheat_within_32_rollouts_on_one_backend():
         assert caught.worst_until <= 32, (name, caught)
 
 
-# Weights that differ by no more than bfloat16 rounds: docs/performance.md says how many rollouts they take.
+# Weights that differ by no more than bfloat16 rounds: docs/performance.md has the number of rollouts they take.
 WITHIN_ROUNDING = {"older_weights", "int8_weights"}
 
 
@@ -90,7 +90,7 @@ def test_two_thousand_honest_rollouts_of_all_variants_pass_at_the_default_limits
     for name in ("same", "small_batch", "single_steps", "long_calls", "float32", "tensor_parallel"):
         variant = calibrate.VARIANTS[name]
         rollouts = calibrate.variant_rollouts(doubles.experiment(), doubles.weights(0), 0, variant, 352, doubles.NODE)
-        refused = [verdict for verdict in validator.check_with_weights(rollouts) if not verdict.accepted]
-        assert not refused, (name, refused)
+        rejected = [verdict for verdict in validator.check_with_weights(rollouts) if not verdict.accepted]
+        assert not rejected, (name, rejected)
         count += len(rollouts)
     assert count >= 2000

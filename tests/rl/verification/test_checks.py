@@ -1,4 +1,4 @@
-"""Each check against records made by hand, and the sequential tests against simulation and their own inequality."""
+"""Each check on rollouts made by hand; sequential tests against simulation and their own inequality."""
 
 import dataclasses
 import math
@@ -99,7 +99,7 @@ def cheap(rollout, newest=2):
     return checks.rewards([rollout], RULES)[0] if verdict.accepted else verdict
 
 
-# ---- from the record alone ------------------------------------------------------------------------------------------
+# ---- without weights ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -211,7 +211,7 @@ def test_duplicates_and_replays_of_what_was_accepted():
     accept(make(0), make(1))
     assert "this rollout was accepted before" in str(checks.duplicate(make(1), seen))
     assert "sample 1 of group 30 was accepted before" in str(checks.duplicate(make(1, output=(STOP,)), seen))
-    assert checks.duplicate(make(2), seen).accepted  # the same text under its own seed is no offence
+    assert checks.duplicate(make(2), seen).accepted  # the same text under its own seed is allowed
     accept(make(step=7))
     assert "step 3 is over" in str(checks.duplicate(make(2), seen)) and checks.duplicate(make(2, step=4), seen).accepted
     assert {step for step, _ in seen} == {7}
@@ -233,7 +233,7 @@ def test_a_group_is_its_samples_once_each():
 
 
 def test_a_lease_takes_its_own_group_only():
-    """The orchestrator's question: the group that was leased, whatever else the step has, at versions that are published."""
+    """Accepts the leased group, but not another one of its step, at published versions."""
     group = groups(3)[0]
     rules = RULES.at_lease(group, newest=2)
     whole = [make(i) for i in range(4)]
@@ -326,7 +326,7 @@ def test_each_replayed_rule_names_itself(changes, said):
 
 
 def test_the_published_rule_for_endings_is_there():
-    """P(EOS) > 0.1 refuses what honest sampling does once in twenty."""
+    """P(EOS) > 0.1 rejects an ending that honest sampling makes once in twenty."""
     likely = dict(logp_N=np.log(np.array([0.5, 0.5, 0.05])))
     assert checks.stopping(scored(**likely), RULES).accepted
     strict = dataclasses.replace(RULES, min_stop_probability=0.1)
@@ -357,7 +357,7 @@ def until(record, draw, limit=2000):
 
 @pytest.mark.parametrize("stream", ["margin", "logprob", "proof"])
 def test_wealth_is_the_average_of_products(stream):
-    """By hand: two rollouts, the first above the band, the second at 0."""
+    """Compares with a calculation by hand: two rollouts, the first above the band, the second at 0."""
     record, m = sequential_test.SequentialTest(BANDS), getattr(BANDS, stream)
     for x in (3 * m, 0.0):
         record.add(evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x}))
@@ -384,7 +384,7 @@ def test_honest_nodes_are_accused_no_more_often_than_promised(alpha):
 
 
 def test_the_tilts_are_a_fair_game_and_find_another_temperature():
-    """The mean of prod q/p over draws from p is 1, whatever p; draws at another temperature make it grow."""
+    """The mean of prod q/p over draws from p is 1, for any p; draws at another temperature make it grow."""
     rng = np.random.default_rng(1)
     logits = 2 * rng.standard_normal((64, 20))  # 64 positions
 
@@ -420,7 +420,7 @@ def test_a_cheat_after_long_honesty_is_found_as_soon_as_a_fresh_one():
 
 
 def drawn(seed, num_tokens=40, *, claimed=lambda logp_NV: logp_NV, temperature=1.0, sharp=3.0):
-    """A rollout of one turn drawn from random distributions by the sampler's own noise; `claimed` of what is written down."""
+    """A rollout of one turn drawn from random distributions by the sampler's own noise; `claimed` maps log-probabilities to claims."""
     rng = np.random.default_rng(seed)
     logits_NV = sharp * rng.standard_normal((num_tokens, 200))
     logp_NV = logits_NV / temperature - np.log(np.exp(logits_NV / temperature).sum(-1, keepdims=True))

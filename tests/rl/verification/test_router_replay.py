@@ -1,4 +1,4 @@
-"""The validator runs the experts that a rollout names, and holds them against the routers as they stand under them."""
+"""The validator runs the experts that a rollout names, and compares them with the choice of the routers."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def weights(version):
 
 
 class Updating(engine_lib.Engine):
-    """Before the second call of `generate` version 1 is sent; it is in force from the next on."""
+    """Sends version 1 before the second call of `generate`; it is used from the next call on."""
 
     scheduler, calls = None, 0
 
@@ -93,7 +93,7 @@ def test_honest_claims_are_accepted_with_and_beside_others(updated):
 @pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("where", ["prompt", "prompt's last", "first", "last"])
 def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
-    """Of one token, in either mixture; those beside it are not blamed."""
+    """Changes one token in either MoE layer; its neighbors pass."""
     rollouts = list(honest(updated))
     t = {"prompt": 1, "prompt's last": 4, "first": 5, "last": len(rollouts[2].tokens) - 2}[where]
     for layer in (0, 2):
@@ -106,7 +106,7 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
 
 @pytest.mark.slow
 def test_stacked_layers_are_replayed_as_single_ones():
-    """Of one version in packed rows, of two over a cache of keys."""
+    """Rollouts of one version replay in packed rows, those of two over a KV cache."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
     stacking = validator(model=stacked, weights=lambda version: transformer.stack(weights(version), stacked))
     for updated in (False, True):
@@ -119,7 +119,7 @@ def test_stacked_layers_are_replayed_as_single_ones():
 
 
 def test_a_claim_of_experts_at_random_is_refused_for_that():
-    """What poisons most: the learner would run these. It is not mistaken for text that was not sampled."""
+    """The learner would run these. The reason is routing, and not text that was not sampled."""
     (rollout, *_) = honest()
     rows = claims.good_claim(len(rollout.tokens) - 1)
     (verdict,) = check([dataclasses.replace(rollout, routed_experts=rows)])
@@ -131,7 +131,7 @@ def test_a_claim_of_experts_at_random_is_refused_for_that():
 
 @pytest.mark.slow
 def test_near_ties_are_forgiven_up_to_the_tolerance_and_measured():
-    """In the last layer of the last token that was run, the second choice against the third: their logits' difference.
+    """Swaps the second choice for the third in the last layer of the last token: the margin is the difference of their logits.
 
     Nothing that was sampled later reads it, but for one token's log-probability, so that `routing` is asked alone.
     """

@@ -1,4 +1,4 @@
-"""What a rollout says of its experts: in the record and its file, of a model, in a server's reply."""
+"""Claims of experts: in a rollout and its file, checked against a model, in a server's reply."""
 
 import base64
 import dataclasses
@@ -20,7 +20,7 @@ from rl.verification import rules as rules_lib
 from tests.support import claims, tiny
 from tests.support import rollouts as rollouts_lib
 
-# ---- the record ------------------------------------------------------------------------------------------------------
+# ---- the rollout ------------------------------------------------------------------------------------------------------
 
 
 def claim(dtype=np.uint8, layers=3, high=200, seed=0):
@@ -67,7 +67,7 @@ def test_a_claim_of_wrong_form_is_no_record(value, words):
 
 
 def with_columns(data, shape, more=()):
-    """A good row with these two columns behind it."""
+    """Returns a good row with these two columns added."""
     table = pq.read_table(pa.BufferReader(parquet.to_bytes([rollouts_lib.make()])))
     columns = [("routed_experts", pa.array([data], pa.binary())), ("routed_experts_shape", shape), *more]
     for name, column in columns:
@@ -117,7 +117,7 @@ def test_any_bytes_in_the_columns_are_a_record_or_a_refusal():
             assert record.routed_experts is None or record.routed_experts.tobytes() == data
 
 
-# ---- what a claim can be, of a model ---------------------------------------------------------------------------------
+# ---- claims that a model can make ---------------------------------------------------------------------------------
 
 
 def changed(at, value):
@@ -159,7 +159,7 @@ def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
 
 
 def test_rows_hold_mixtures_and_leave_the_last_token_to_the_router():
-    """In one byte below 256 experts; at 256 all values of a byte are experts."""
+    """Rows take one byte below 256 experts; at 256 all values of a byte are experts."""
     rollout = rollouts_lib.make(routed_experts=claims.good_claim())
     rows = claims.CLAIMS.rows(rollout)
     assert rows.shape == (10, 2, 2) and rows.dtype == np.uint8 and (rows[-1] == 255).all()

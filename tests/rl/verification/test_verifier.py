@@ -1,4 +1,4 @@
-"""The validator accepts what the scheduler honestly made, also across versions, and refuses each way to cheat, by name.
+"""The validator accepts honest rollouts of the scheduler, also across versions, and rejects each way to cheat, by name.
 
 The weights are 32 wide and the same machine replays, so honest margins are rounding: nothing is forgiven.
 """
@@ -54,7 +54,7 @@ def weights(version):
 
 
 class Updating(engine_lib.Engine):
-    """Before the n-th `generate` call, an update is sent; it is in force from the next call on."""
+    """Sends an update before the n-th `generate` call; it is used from the next call on."""
 
     updates, scheduler, calls = {}, None, 0
 
@@ -99,7 +99,7 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
 
 
 def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
-    """Why the replay rejects a group, or None."""
+    """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
     return verifier.GroupChecks(verifier.Validator(MODEL, weights, rules)).check_with_weights(rollouts)
 
@@ -158,7 +158,7 @@ def test_the_replay_scores_tempered_distributions():
 
 @pytest.mark.parametrize("model_dim", [8, 256, 4096])
 def test_every_sampled_token_is_packed_behind_its_own_prefix(model_dim):
-    """What the predicting column may read, by segment and branch, spells the rollout up to there; none is left out."""
+    """The tokens that a predicting column may read, by segment and branch, are the rollout up to there; no column is missing."""
     rng = np.random.default_rng(model_dim)
     for _ in range(15):
         rollouts = []
@@ -412,7 +412,7 @@ def batch(step=3):
 
 
 def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
-    """Where all else of the group is sound; and the replay does not ask the scorer again."""
+    """The group is otherwise good; and the replay does not call the scorer again."""
     asked, validator = [], doubles.make_validator(prompts=2)
     score = validator.rules.score
 
@@ -442,7 +442,7 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
 
 
 def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
-    """Killed behind the first group of a step: that comes again, and the record ends as it does without the kill."""
+    """Repeats the first group of a step after a kill; the evidence ends as it does without the kill."""
     first, second = list(batch()[:8]), list(batch()[8:])
 
     def bring(validator, group):
