@@ -191,19 +191,24 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Returns limits and bands that fit all measurements."""
-    worst = {name: SAFETY * max(getattr(m, name) for m in measured) for name in ("margin", "logprob", "routing")}
-    proofs = {
-        name: min(
-            getattr(CEILING, name), max(getattr(MIN_PROOFS, name), SAFETY * max(getattr(m, name) for m in measured))
-        )
-        for name in ("exp_mismatches", "mantissa_mean", "mantissa_median")
-    }
+
+    def worst(name: str) -> float:
+        return SAFETY * max(getattr(m, name) for m in measured)
+
+    def proof_limit(name: str) -> float:
+        return min(getattr(CEILING, name), max(getattr(MIN_PROOFS, name), worst(name)))
+
+    proofs = toploc.Thresholds(
+        exp_mismatches=math.ceil(proof_limit("exp_mismatches")),
+        mantissa_mean=proof_limit("mantissa_mean"),
+        mantissa_median=proof_limit("mantissa_median"),
+    )
     tolerance = rules_lib.Tolerance(
-        margin=max(MIN_TOLERANCE.margin, worst["margin"]),
+        margin=max(MIN_TOLERANCE.margin, worst("margin")),
         max_wrong_tokens=0,
-        logprob=max(MIN_TOLERANCE.logprob, worst["logprob"]),
-        proofs=toploc.Thresholds(**proofs | {"exp_mismatches": math.ceil(proofs["exp_mismatches"])}),
-        routing=max(MIN_TOLERANCE.routing, worst["routing"]),
+        logprob=max(MIN_TOLERANCE.logprob, worst("logprob")),
+        proofs=proofs,
+        routing=max(MIN_TOLERANCE.routing, worst("routing")),
     )
     bands = {
         name: max(getattr(FLOORS, name), BAND_SAFETY * max(m.bound[name] for m in measured))

@@ -22,7 +22,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from rl.verification import sequential_test, verifier
-from sharding import broadcast, rules
+from sharding import broadcast
 from tests.support import bare_rules, doubles, tiny
 
 MODEL = tiny.model()
@@ -37,14 +37,7 @@ HONEST = scheduler_lib.GenerateRequest(PROMPT, num_samples=4, max_tokens=50, see
 
 @functools.cache
 def params(version):
-    rng = np.random.default_rng(version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    return jax.tree.map(jnp.asarray, tiny.params(MODEL, version))
 
 
 def weights(version):
