@@ -14,74 +14,41 @@ def get_config() -> config_dict.ConfigDict:
     # A Hugging Face folder or hub ID to start from, of the architecture below; "": random parameters.
     c.init_from = ""
 
-    # The policy. A Qwen3-type decoder; models/config.py explains the fields.
+    # The policy: a Qwen3-type decoder. models/config.py explains each field and lists the choices.
     c.model = m = config_dict.ConfigDict()
     m.vocab_size = 272  # byte-level tokenizer: 265 entries, padded so that tensor axes up to 16 divide it
-    m.model_dim = 128
-    m.num_layers = 3
-    m.num_heads = 4
-    m.num_kv_heads = 2
-    m.head_dim = 32
-    m.ffn_dim = 384
-    m.rope_theta = 10000.0
-    m.norm_eps = 1e-6
-    m.qk_norm = True
-    m.tie_embeddings = True
-    m.num_experts = 0  # 0: dense
-    m.experts_per_token = 0
-    m.expert_ffn_dim = 0
-    m.first_dense_layers = 0
-    m.norm_topk = True
+    m.update(model_dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384)
+    m.update(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True)
+    m.update(num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
     m.param_dtype = "float32"
     m.dtype = "float32"  # "bfloat16" on accelerators
     m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "offload"
     m.family = "qwen3"  # the model family whose tensor names a saved checkpoint has
     m.max_positions = 0  # positions the model was trained for; 0: unknown
-    m.norm = "rms"  # "rms_float32" (gpt-oss), "rms_plus_one" (Gemma)
-    m.post_norms = False  # a second norm after attention and feed-forward layer
-    m.scale_embeddings = False  # embeddings times sqrt(model_dim)
-    m.activation = "silu"  # "gelu", "clamped" (gpt-oss)
-    m.clamp_limit = 7.0
-    m.clamp_alpha = 1.702
-    m.ffn_bias = False
-    m.final_softcap = 0.0  # 0: off
-    m.qkv_bias = False
-    m.out_bias = False
-    m.sinks = False  # a learned logit per head in the softmax
-    m.window = 0  # tokens a sliding layer reads
-    m.layer_pattern = "F"  # repeated over the layers: F full, S sliding
-    m.attention_scale = 0.0  # 0: head_dim ** -0.5
-    m.attention_softcap = 0.0  # 0: off
-    m.rope_dim = 0  # dims of a head that rotate; 0: all
-    m.rope_interleaved = False
-    m.rope_local_theta = 0.0  # of sliding layers; 0: as in the others
-    m.rope_scaling = "none"  # "linear", "llama3", "yarn"
-    m.rope_factor = 1.0
-    m.rope_original_positions = 0
-    m.rope_low_freq = 1.0
-    m.rope_high_freq = 4.0
-    m.rope_beta_fast = 32.0
-    m.rope_beta_slow = 1.0
-    m.rope_truncate = True
-    m.rope_attention_factor = 0.0  # 0: derived from the factor
-    m.rope_mscale = 0.0
-    m.rope_mscale_all_dim = 0.0
-    m.kv_latent_dim = 0  # 0: ordinary attention; else multi-head latent attention
-    m.q_latent_dim = 0
-    m.value_dim = 0  # 0: head_dim
-    m.router = "softmax"  # "sigmoid" (GLM, DeepSeek), "topk_softmax" (gpt-oss)
-    m.router_bias = False
-    m.router_correction = False  # added to the scores for the selection only
-    m.router_groups = 1
-    m.router_groups_kept = 1
-    m.routed_scale = 1.0
-    m.num_shared_experts = 0
-    m.expert_bias = False
+    # Blocks.
+    m.update(norm="rms", post_norms=False, scale_embeddings=False)
+    m.update(activation="silu", clamp_limit=7.0, clamp_alpha=1.702, ffn_bias=False, final_softcap=0.0)
+    # Attention.
+    m.update(qkv_bias=False, out_bias=False, sinks=False, window=0, layer_pattern="F")
+    m.update(attention_scale=0.0, attention_softcap=0.0)  # 0: head_dim ** -0.5, and no cap
+    # Rotary positions.
+    m.update(rope_dim=0, rope_interleaved=False, rope_local_theta=0.0)
+    m.update(rope_scaling="none", rope_factor=1.0, rope_original_positions=0)
+    m.update(rope_low_freq=1.0, rope_high_freq=4.0)  # of "llama3"
+    m.update(rope_beta_fast=32.0, rope_beta_slow=1.0, rope_truncate=True, rope_attention_factor=0.0)  # of "yarn"
+    m.update(rope_mscale=0.0, rope_mscale_all_dim=0.0)
+    # Multi-head latent attention, if kv_latent_dim is above 0.
+    m.update(kv_latent_dim=0, q_latent_dim=0, value_dim=0)
+    # Mixture of experts.
+    m.update(router="softmax", router_bias=False, router_correction=False, router_groups=1, router_groups_kept=1)
+    m.update(routed_scale=1.0, num_shared_experts=0, expert_bias=False)
     m.mixture_every = 1  # layer n is an MoE layer if n + 1 is a multiple of this ...
     m.dense_layers = ()  # ... and n is not listed here
+    # Execution.
     m.scan_layers = False  # stack equal layers and scan them: compile time is flat in depth
     m.attention = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU)
     m.grouped_matmul = "auto"  # "ragged_dot", "megablox" (TPU)
+
     c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub ID
     c.tokenizer_date = "2026-01-01"  # the date for chat templates: prompts must not depend on the day of the run
 

@@ -4,48 +4,32 @@
     python -m rl.train --config=configs/intellect1.py --workdir=/shared/intellect1 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
 
-Run the second command on every host of the slice, with the work directory on a shared disk (see configs/intellect2.py).
-
-First: `hf download PrimeIntellect/INTELLECT-1-Instruct --local-dir checkpoints/INTELLECT-1-Instruct`, and the train.jsonl and
-test.jsonl of github.com/openai/grade-school-math in data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
+configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is PrimeIntellect/INTELLECT-1-Instruct.
 
 Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 tokens, pretrained by DiLoCo on 1 T tokens). Its
-pretraining is not repeated here; this starts from INTELLECT-1-Instruct. The RL constants are PRIME-RL's defaults of August
-2026: AdamW 1e-6 (0.9, 0.999) with weight decay 0.01, gradients clipped at 1, groups of 16, masked importance sampling.
+pretraining is not repeated here. The RL constants are PRIME-RL's defaults of August 2026: AdamW 1e-6 (0.9, 0.999) with weight
+decay 0.01, gradients clipped at 1, groups of 16, masked importance sampling.
 
 Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and inference servers of one v5e host each
 (8 chips, tensor parallel).
 
-Estimate of rl.plan: parameters, gradients, and moments take 2.4 GiB of 15.75 per chip; a step in which
-every rollout is as long as it may be (4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
-Both assume the chips' full rate: bounds, not measurements.
+Estimate: parameters, gradients, and moments take 2.4 GiB of 15.75 per chip; a step in which every rollout is as long as it may be
+(4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
 """
 
-from configs import base, presets
+from configs import tpu_gsm8k
 
 
 def get_config():
     """Returns the config of this experiment."""
-    c = base.get_config()
-    presets.use(c, "intellect_1")
-    c.init_from = c.tokenizer = "checkpoints/INTELLECT-1-Instruct"
-    c.env.name = "gsm8k"
-    c.env.options.path = "data/gsm8k"
+    c = tpu_gsm8k.get_config("intellect_1", "INTELLECT-1-Instruct", "v5e:8x8")
     c.rl.num_steps = 200
     c.rl.prompts_per_step = 64
     c.rl.samples_per_prompt = 16
     c.rl.loss = "masked_importance_sampling"
     c.train.row_length = 8192
     c.train.rows = 64  # one row per chip
-    c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
-    c.optimizer.learning_rate = 1e-6
-    c.optimizer.beta2 = 0.999
-    c.optimizer.weight_decay = 0.01
     c.sampling.max_tokens = 2048
     c.inference.num_slots = 64
     c.inference.max_model_len = 4096
-    c.inference.steps_per_call = 16
-    c.trust.logprob_tolerance = 0.05  # bfloat16
-    c.topology.mode = "remote"
-    c.plan.topology = "v5e:8x8"
     return c

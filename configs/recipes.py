@@ -20,6 +20,7 @@ def get_config(name: str = "intellect2"):
             f"recipe {name!r} does not exist; write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
         )
     c = quickstart.get_config()
+    c.rl.prompts_per_step = 16  # of INTELLECT-2 and -3: 256
     RECIPES[name](c)
     return c
 
@@ -31,7 +32,7 @@ def intellect2(c):
     c.loss_options.two_sided_clip.clip_high = 0.2
     c.loss_options.two_sided_clip.delta = 4.0  # bounds the loss of A < 0
     c.rl.advantage = "group_mean_std"  # ddof 1, epsilon 1e-6
-    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16  # there 256 x 16
+    c.rl.samples_per_prompt = 16
     c.objective.old_logprobs = "learner"  # recomputed before the first of ...
     c.objective.optimizer_steps = 8  # ... 8 steps, there on 512 samples each
     c.train.rows = 2  # so that a batch has 8 micro-batches
@@ -52,7 +53,7 @@ def intellect3(c):
     c.loss_options.masked_importance_sampling.ratio_high = 5.0
     c.loss_options.masked_importance_sampling.stream_low = 1e-5  # a token below it drops the whole rollout
     c.rl.advantage = "group_mean"
-    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16  # there 256 x 16
+    c.rl.samples_per_prompt = 16
     c.rl.max_lag = 1
     c.rl.max_off_policy = 8
     c.optimizer.name = "muon"
@@ -68,7 +69,7 @@ def prime2026(c):
     c.loss_options.dppo_tv.high = 0.2
     c.loss_options.dppo_tv.kl_tau = 1e-3
     c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
-    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16
+    c.rl.samples_per_prompt = 16
     c.rl.max_lag = 1  # TARGET_LAG
     c.rl.max_off_policy = 8
     c.optimizer.learning_rate = 5e-4  # there 1e-6
@@ -90,7 +91,7 @@ def scalerl(c):
     c.rl.advantage = "group_mean"
     c.rl.normalize = "batch_std"
     c.rl.average = "prompts"
-    c.rl.prompts_per_step, c.rl.samples_per_prompt = 16, 16
+    c.rl.samples_per_prompt = 16
     c.rl.max_lag = 8  # PipelineRL with k = 8
     c.rl.max_off_policy = 8
     c.optimizer.learning_rate = 2e-4  # at this size, 5e-4 moves too far in eight versions

@@ -1,0 +1,32 @@
+"""The fields that experiments on TPU slices share: a published model in bfloat16, trained on GSM8K, servers elsewhere.
+
+Before the first start of such an experiment, download its checkpoint, `hf download ORG/NAME --local-dir checkpoints/NAME`, and
+train.jsonl and test.jsonl of github.com/openai/grade-school-math to data/gsm8k. Servers and workers elsewhere need the tokenizer
+at the same path.
+
+Run `rl.train` on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each other.
+The work directory and `init_from` are on a disk that all share. 10.0.0.2 is the first host, which prints the commands for servers
+and workers and waits for them. If one host ends, all end, and the same command resumes.
+
+Estimates in the experiments are from `rl.plan`. They assume the chips' full rate: bounds, not measurements.
+"""
+
+from configs import base, presets
+
+
+def get_config(model: str, checkpoint: str, topology: str):
+    """Returns a config for the preset `model`, with weights in checkpoints/CHECKPOINT, on the slice `topology`."""
+    c = base.get_config()
+    presets.use(c, model)
+    c.init_from = c.tokenizer = f"checkpoints/{checkpoint}"
+    c.env.name = "gsm8k"
+    c.env.options.path = "data/gsm8k"
+    c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
+    c.optimizer.learning_rate = 1e-6  # this and the next two are PRIME-RL's defaults of August 2026
+    c.optimizer.beta2 = 0.999
+    c.optimizer.weight_decay = 0.01
+    c.inference.steps_per_call = 16
+    c.trust.logprob_tolerance = 0.05  # bfloat16
+    c.topology.mode = "remote"
+    c.plan.topology = topology
+    return c
