@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.rl import test_train
+from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -40,7 +40,7 @@ def quickstart(workdir: pathlib.Path) -> list[str]:
 
 
 def test_the_quickstart_is_what_the_tests_of_training_run(tmp_path):
-    assert test_train.command(tmp_path)[: -len(test_train.TINY)] == quickstart(tmp_path)
+    assert tiny_run.command(tmp_path)[: -len(tiny_run.TINY)] == quickstart(tmp_path)
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from inference.rollouts import parquet
 from rl import launch
 from rl.reporting import metrics
 from sharding import broadcast
-from tests.rl import test_train
-from tests.support import proxy
+from tests.support import proxy, tiny_run
 
 NUM_STEPS = 4
 
@@ -35,7 +34,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
         "rl.num_steps": NUM_STEPS,
     }
     start = Starter(tmp_path, request)
-    learner = start("learner", *test_train.command(workdir, **overrides)[1:])
+    learner = start("learner", *tiny_run.command(workdir, **overrides)[1:])
     said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
     proxy.wait_until(lambda: re.search(said, learner.text()) or learner.poll() is not None, 200, "what to start")
     first, key, orchestrator = re.search(said, learner.text()).groups()
@@ -84,12 +83,12 @@ def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_pa
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
     workdir, server_port, relay_port = tmp_path / "run", free_port(), free_port()
     overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
-    assert test_train.run(workdir, **overrides).returncode == 0
+    assert tiny_run.run(workdir, **overrides).returncode == 0
     key = broadcast.read_manifest(workdir / "weights", 2).public_key
     overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
     overrides |= {"topology.relay_port": relay_port}
     start = Starter(tmp_path, request)
-    scorer = start("scorer", *test_train.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
+    scorer = start("scorer", *tiny_run.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
     said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
     proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
     (orchestrator,) = re.search(said, scorer.text()).groups()
@@ -127,7 +126,7 @@ class Starter:
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONUNBUFFERED": "1"}
         with open(log, "w") as file:
             process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=test_train.ROOT, env=environment, stdout=file, stderr=file
+                [sys.executable, *arguments], cwd=tiny_run.ROOT, env=environment, stdout=file, stderr=file
             )
 
         def end():

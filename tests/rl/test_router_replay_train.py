@@ -21,8 +21,7 @@ from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
-from tests.rl import test_train
-from tests.support import claims, groups, tiny
+from tests.support import claims, groups, tiny, tiny_run
 
 
 def test_a_run_that_replays_records_asks_and_packs(tmp_path):
@@ -105,9 +104,9 @@ def test_the_quickstart_of_a_mixture_replays_its_routers(tmp_path, devices):
     env = {}
     if devices == 8:
         env, overrides = {"JAX_NUM_CPU_DEVICES": "8"}, overrides | {"mesh__fsdp": 2, "mesh__expert": 4}
-    result = test_train.run(tmp_path / "w", config="quickstart_moe", env=env, **overrides)
+    result = tiny_run.run(tmp_path / "w", config="quickstart_moe", env=env, **overrides)
     assert result.returncode == 0, result.stderr
-    steps = test_train.curve(tmp_path / "w")
+    steps = tiny_run.curve(tmp_path / "w")
     assert len(steps) == 6
     for step in steps:
         assert step["trust/num_refused"] == 0
@@ -123,6 +122,6 @@ def test_the_quickstart_of_a_mixture_replays_its_routers(tmp_path, devices):
 def test_a_dense_run_says_so_in_one_line(tmp_path):
     argv = [sys.executable, "-m", "rl.train", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'w'}"]
     argv += ["--config.train.router_replay=True"]
-    result = subprocess.run(argv, cwd=test_train.ROOT, capture_output=True, text=True, env=os.environ, timeout=200)
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, env=os.environ, timeout=200)
     assert result.returncode == 1 and "Traceback" not in result.stderr and "no router to replay" in result.stderr
     assert quickstart.get_config().train.router_replay is False

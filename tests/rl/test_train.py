@@ -5,11 +5,9 @@ A run here is the quickstart with fewer steps and tasks: same model function, en
 
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -23,48 +21,7 @@ from rl.batch import packing
 from rl.reporting import metrics
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-TINY = {
-    "model.model_dim": 32,
-    "model.num_layers": 1,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 16,
-    "model.ffn_dim": 64,
-    "warmup.num_steps": 3,
-    "warmup.tasks_per_step": 8,
-    "rl.num_steps": 6,
-    "rl.prompts_per_step": 4,
-    "rl.samples_per_prompt": 4,
-    "evaluation.num_tasks": 8,
-    "checkpoint.every": 2,
-    "inference.num_slots": 16,
-    "inference.prefill_batch": 4,
-    "env.options.reward": "lcs",  # an untrained model scores 0 on "exact", and no advantage means no gradient
-    "trust.check_fraction": 0.5,
-}
-
-
-def command(workdir, config="quickstart", module="rl.train", **overrides) -> list[str]:
-    fields = TINY | {key.replace("__", "."): value for key, value in overrides.items()}
-    return [
-        *(sys.executable, "-m", module, f"--config=configs/{config}.py", f"--workdir={workdir}"),
-        *(f"--config.{key}={value}" for key, value in fields.items()),
-    ]
-
-
-def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | (env or {})
-    return subprocess.run(
-        command(*args, **kwargs), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
-def curve(workdir) -> list[dict]:
-    """The metrics of RL steps, without those that depend on the clock."""
-    lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == "rl"]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+from tests.support import tiny_run
 
 
 def evidence(workdir) -> tuple[int, list[float]]:
@@ -80,14 +37,14 @@ def evidence(workdir) -> tuple[int, list[float]]:
 def finished(tmp_path_factory):
     """An uninterrupted synchronous run."""
     workdir = tmp_path_factory.mktemp("run") / "w"
-    result = run(workdir)
+    result = tiny_run.run(workdir)
     assert result.returncode == 0, result.stderr
     return workdir, result
 
 
 def test_a_run_learns_validates_and_reports(finished):
     workdir, result = finished
-    steps = curve(workdir)
+    steps = tiny_run.curve(workdir)
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
     for step in steps:
         assert step["trust/num_accepted"] == 16 and step["trust/num_refused"] == 0
@@ -105,7 +62,7 @@ def test_a_run_learns_validates_and_reports(finished):
 
 def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     workdir, log = tmp_path / "w", open(tmp_path / "log", "w")
-    process = subprocess.Popen(command(workdir), cwd=ROOT, stdout=log, stderr=log)
+    process = subprocess.Popen(tiny_run.command(workdir), cwd=tiny_run.ROOT, stdout=log, stderr=log)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
         if (workdir / "metrics.jsonl").exists() and sum(
@@ -116,11 +73,11 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     log.close()
-    assert len(curve(workdir)) < 6, "the run ended before it was killed"
-    result = run(workdir)
+    assert len(tiny_run.curve(workdir)) < 6, "the run ended before it was killed"
+    result = tiny_run.run(workdir)
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stdout
-    assert curve(workdir) == curve(finished[0])
+    assert tiny_run.curve(workdir) == tiny_run.curve(finished[0])
     (num_claims, wealth), (expected, expected_wealth) = evidence(workdir), evidence(finished[0])
     assert num_claims == expected == 6 * 16  # each rollout once, before and after the kill
     np.testing.assert_allclose(wealth, expected_wealth, rtol=1e-9)  # groups of a step are added in any order
@@ -131,14 +88,16 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
 def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_path, phase):
     """A rate of 1e30 makes the first step's parameters useless: the second step finds out."""
     rate = {"rl": "optimizer__learning_rate", "warm-up": "warmup__learning_rate"}[phase]
-    result = run(tmp_path / "w", checkpoint__every=100, optimizer__warmup_steps=0, **{rate: 1e30})
+    result = tiny_run.run(tmp_path / "w", checkpoint__every=100, optimizer__warmup_steps=0, **{rate: 1e30})
     assert result.returncode == 1 and "Traceback" not in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     if phase == "warm-up":
         assert re.search(r"is (nan|inf) at warm-up step [23]; .* or lower warmup.learning_rate", line)
     else:
         step = int(re.search(r"is (?:nan|inf) at step (\d+); ", line)[1])
-        assert f"the last good checkpoint is step {step - 1}" in line and len(curve(tmp_path / "w")) == step - 1
+        assert (
+            f"the last good checkpoint is step {step - 1}" in line and len(tiny_run.curve(tmp_path / "w")) == step - 1
+        )
         assert packing.load(tmp_path / "w" / "failed_batch.npz").tokens.shape[0]
         assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1] == step - 1
 
@@ -146,19 +105,19 @@ def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_
 @pytest.mark.slow
 def test_evaluate_scores_a_checkpoint(finished):
     workdir, _ = finished
-    argv = [*command(workdir, module="rl.evaluate"), "--step=4"]
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    argv = [*tiny_run.command(workdir, module="rl.evaluate"), "--step=4"]
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     entries = json.loads((workdir / "evaluations.json").read_text())
     assert [entry["step"] for entry in entries] == [0, 4, 6]
     assert {"avg@1", "pass@1", "num_tasks"} <= entries[1]["scores"].keys()
 
     argv[-1] = "--step=last"
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 1 and "give a step, newest, or best" in result.stderr
 
     argv[-1] = "--step=5"
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert (
         result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr
@@ -170,8 +129,11 @@ def test_other_questions_of_a_finished_run_are_kept_apart(finished):
     workdir, _ = finished
     before, entries = ((workdir / name).read_bytes() for name in ("config.json", "evaluations.json"))
     asked = {"evaluation.samples_per_task": 2, "evaluation.temperature": 0.5, "evaluation.num_tasks": 3}
-    argv = [*command(workdir, module="rl.evaluate"), *(f"--config.{name}={value}" for name, value in asked.items())]
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    argv = [
+        *tiny_run.command(workdir, module="rl.evaluate"),
+        *(f"--config.{name}={value}" for name, value in asked.items()),
+    ]
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     (kept,) = json.loads((workdir / "other_evaluations.json").read_text())
     assert kept["changed"] == asked and kept["scores"]["num_tasks"] == 3 and "pass@2" in kept["scores"]
@@ -190,8 +152,8 @@ def test_export_writes_a_folder_that_loads(finished, tmp_path):
     """The best by held-out score: of the run's two, and 4 if it was scored before."""
     workdir, _ = finished
     output = tmp_path / "exported"
-    argv = [*command(workdir, module="rl.export"), "--step=best", f"--output={output}"]
-    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    argv = [*tiny_run.command(workdir, module="rl.export"), "--step=best", f"--output={output}"]
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     best = checkpoint.best_step(workdir / "checkpoints")
     assert f"step {best} of" in result.stdout
@@ -202,14 +164,14 @@ def test_export_writes_a_folder_that_loads(finished, tmp_path):
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved), strict=True):
         np.testing.assert_array_equal(a, b)
     assert tokenizer.load(output).encode("abc") == tokenizer.load("byte_chatml").encode("abc")
-    again = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert again.returncode == 1 and "Traceback" not in again.stderr and str(output) in again.stderr
 
 
 def test_another_config_is_refused_in_the_same_workdir(finished):
     workdir, _ = finished
     before = (workdir / "config.json").read_bytes()
-    result = run(workdir, optimizer__learning_rate=1e-2)
+    result = tiny_run.run(workdir, optimizer__learning_rate=1e-2)
     assert result.returncode == 1
     assert "optimizer.learning_rate was 0.0005, now 0.01" in result.stderr and "--workdir" in result.stderr
     assert (workdir / "config.json").read_bytes() == before
@@ -217,9 +179,9 @@ def test_another_config_is_refused_in_the_same_workdir(finished):
 
 @pytest.mark.slow
 def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
-    result = run(tmp_path / "w", rl__max_lag=1, rl__loss="masked_importance_sampling")
+    result = tiny_run.run(tmp_path / "w", rl__max_lag=1, rl__loss="masked_importance_sampling")
     assert result.returncode == 0, result.stderr
-    steps = curve(tmp_path / "w")
+    steps = tiny_run.curve(tmp_path / "w")
     assert len(steps) == 6 and all(step["sync/lag_max"] <= 1 and step["trust/num_refused"] == 0 for step in steps)
     assert any(step["sync/lag"] > 0 for step in steps)
 
@@ -236,15 +198,15 @@ def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
 )
 def test_both_quickstarts_train_on_eight_devices(tmp_path, config, mesh):
     env = {"JAX_NUM_CPU_DEVICES": "8"} if mesh else {}
-    result = run(tmp_path / "w", config, env=env, **mesh)
+    result = tiny_run.run(tmp_path / "w", config, env=env, **mesh)
     assert result.returncode == 0, result.stderr
-    steps = curve(tmp_path / "w")
+    steps = tiny_run.curve(tmp_path / "w")
     assert len(steps) == 6 and all(step["loss/mismatch_kl"] < 1e-6 for step in steps)
 
 
 @pytest.mark.slow
 def test_a_learning_rate_of_zero_changes_nothing(tmp_path):
-    result = run(tmp_path / "w", optimizer__learning_rate=0.0)
+    result = tiny_run.run(tmp_path / "w", optimizer__learning_rate=0.0)
     assert result.returncode == 0, result.stderr
     scores = [e["scores"] for e in json.loads((tmp_path / "w" / "evaluations.json").read_text())]
     assert scores[0] == scores[-1]
@@ -259,7 +221,7 @@ def test_a_full_disk_ends_in_one_line(tmp_path):
     if mounted.returncode:
         pytest.skip("tmpfs cannot be mounted here")
     try:
-        result = run(disk / "w")
+        result = tiny_run.run(disk / "w")
         assert result.returncode == 1, result.stdout
         assert "Traceback" not in result.stderr and result.stderr.count("error: ") == 1
         assert "space" in result.stderr.lower()

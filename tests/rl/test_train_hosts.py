@@ -18,7 +18,7 @@ import pytest
 from rl.batch import packing
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
-from tests.rl import test_train
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 6
@@ -36,7 +36,7 @@ def start(workdir, num_hosts=2, own=({}, {}), **overrides):
         env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_NUM_CPU_DEVICES": str(2 // num_hosts)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(
-            subprocess.Popen(test_train.command(workdir, **fields), cwd=test_train.ROOT, env=env, text=True, **pipes)
+            subprocess.Popen(tiny_run.command(workdir, **fields), cwd=tiny_run.ROOT, env=env, text=True, **pipes)
         )
     return processes
 

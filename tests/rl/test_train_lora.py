@@ -12,7 +12,7 @@ from rl.experiment import experiment
 from rl.learner import lora, train_step
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
-from tests.rl import test_train
+from tests.support import tiny_run
 
 pytestmark = pytest.mark.slow
 FIELDS = {"lora.rank": 4, "lora.alpha": 8.0, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0}
@@ -24,11 +24,11 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
     """Stopped after step 2 and carried on to 4, against 4 steps in one go."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for workdir, num_steps in ((straight, 4), (resumed, 2), (resumed, 4)):
-        result = test_train.run(workdir, rl__num_steps=num_steps, **FIELDS)
+        result = tiny_run.run(workdir, rl__num_steps=num_steps, **FIELDS)
         assert result.returncode == 0, result.stderr
     assert "resuming after step 2" in result.stdout
-    assert test_train.curve(resumed) == test_train.curve(straight) and len(test_train.curve(straight)) == 4
-    for line in test_train.curve(straight):  # servers ran the weights of the step
+    assert tiny_run.curve(resumed) == tiny_run.curve(straight) and len(tiny_run.curve(straight)) == 4
+    for line in tiny_run.curve(straight):  # servers ran the weights of the step
         assert line["loss/mismatch_kl"] < 1e-6 and line["trust/num_refused"] == 0
 
     base, last = (leaves(broadcast.pull(straight / "weights", version).params) for version in (0, 4))
@@ -42,9 +42,9 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
             kernel = kernel + 8.0 / 4 * np.einsum(PRODUCTS[kind], a, b)
         np.testing.assert_allclose(last[name], kernel, atol=1e-6, err_msg=name)  # one float32 sum of size 1
 
-    argv = [*test_train.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]
+    argv = [*tiny_run.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]
     argv.append(f"--output={tmp_path / 'exported'}")
-    result = subprocess.run(argv, cwd=test_train.ROOT, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     assert_same(leaves(hf.load(tmp_path / "exported")[1]), last)
 
@@ -52,7 +52,7 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
 def saved_state(directory, step):
     """The train state as the config of the run describes it, on one device."""
     config = quickstart.get_config()
-    config.update_from_flattened_dict(test_train.TINY | FIELDS)
+    config.update_from_flattened_dict(tiny_run.TINY | FIELDS)
     exp, mesh = experiment.resolve(config), mesh_lib.create({}, jax.devices()[:1])
     assert exp.lora == lora.LoraConfig(4, 8.0)
     with checkpoint.Checkpointer(directory) as checkpointer:

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from sharding.system import cli
-from tests.rl import test_train
-from tests.support import commands
+from tests.support import commands, tiny_run
 
 COMMANDS = (
     "bench.broadcast",
@@ -68,7 +67,7 @@ def test_a_mistyped_option_is_reported_before_a_missing_one(capsys):
 @pytest.mark.parametrize("name", ["rl.train", "rl.sft", "rl.evaluate", "rl.export", "rl.plan"])
 def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     def run(*argv):
-        return subprocess.run([sys.executable, "-m", name, *argv], cwd=test_train.ROOT, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-m", name, *argv], cwd=tiny_run.ROOT, capture_output=True, text=True)
 
     helped, mistyped, missing = run("--help"), run("--wrokdir=x"), run()
     assert helped.returncode == 0 and "--config:" in helped.stdout and "--config.FIELD=VALUE" in helped.stdout

@@ -1,0 +1,50 @@
+"""Shared by the tests of whole runs: the quickstart with a smaller model, fewer steps and tasks, as a command."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from rl.reporting import metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TINY = {
+    "model.model_dim": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 16,
+    "model.ffn_dim": 64,
+    "warmup.num_steps": 3,
+    "warmup.tasks_per_step": 8,
+    "rl.num_steps": 6,
+    "rl.prompts_per_step": 4,
+    "rl.samples_per_prompt": 4,
+    "evaluation.num_tasks": 8,
+    "checkpoint.every": 2,
+    "inference.num_slots": 16,
+    "inference.prefill_batch": 4,
+    "env.options.reward": "lcs",  # an untrained model scores 0 on "exact", and no advantage means no gradient
+    "trust.check_fraction": 0.5,
+}
+
+
+def command(workdir, config="quickstart", module="rl.train", **overrides) -> list[str]:
+    fields = TINY | {key.replace("__", "."): value for key, value in overrides.items()}
+    return [
+        *(sys.executable, "-m", module, f"--config=configs/{config}.py", f"--workdir={workdir}"),
+        *(f"--config.{key}={value}" for key, value in fields.items()),
+    ]
+
+
+def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | (env or {})
+    return subprocess.run(
+        command(*args, **kwargs), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def curve(workdir) -> list[dict]:
+    """The metrics of RL steps, without those that depend on the clock."""
+    lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == "rl"]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
