@@ -120,7 +120,9 @@ def killed(tmp_path_factory):
     begun_s = time.monotonic()
     results = finish(processes)
     assert time.monotonic() - begun_s < 15 and [code for code, _, _ in results] == [1, -signal.SIGKILL]
-    assert re.search(r"error: host 1 of 2 \(\S+\): its process ended without an error report \(killed", the_error(results))
+    assert re.search(
+        r"error: host 1 of 2 \(\S+\): its process ended without an error report \(killed", the_error(results)
+    )
     return workdir
 
 

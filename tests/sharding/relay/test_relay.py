@@ -160,6 +160,20 @@ def test_a_full_disk_deletes_old_versions_and_never_the_newest(pub, tmp_path):
         opened.close()
 
 
+def test_a_full_disk_deletes_no_base_of_the_newest(pub, tmp_path):
+    room = sum(map(len, [*proxy.contents(0).values(), *proxy.deltas(1).values()])) + 10_000
+    with (
+        proxy.running(pub, options=FAST) as origin,
+        proxy.running(origin.url, tmp_path / "a", max_bytes=room, options=FAST) as relay,
+    ):
+        proxy.publish(pub, 0, proxy.contents(0))
+        proxy.publish(pub, 1, proxy.deltas(1), base=0)
+        proxy.wait_until(proxy.holds(relay, 0, 1))
+        proxy.publish(pub, 2, proxy.deltas(2), base=1)  # does not fit, and needs both
+        proxy.wait_until(lambda: relay.mirror.counters["failed_objects"] >= 2)
+        assert relay.store.complete() == [0, 1] and relay.mirror.counters["evicted_for_room"] == 0
+
+
 def test_a_relay_outlives_its_upstream(pub, tmp_path):
     objects = proxy.contents(0)
     proxy.publish(pub, 0, objects)
@@ -365,6 +379,18 @@ def test_ranges(relay, range_, status, body):
 )
 def test_unlisted_files_are_not_served(relay, path):
     assert get(relay, path)[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/v00000000/tensors/t2/c.0", "/versions", "/absent"])
+def test_the_answer_to_a_head_request_has_no_body(relay, path):
+    """Read from the socket: http.client would discard a body."""
+    host, port = relay.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
+        received = b""
+        while data := connection.recv(10_000):
+            received += data
+    assert received.startswith(b"HTTP/1.1 ") and received.endswith(b"\r\n\r\n") and b"Content-Length: " in received
 
 
 def test_head_and_other_methods(relay):
