@@ -16,7 +16,7 @@ from rl.learner import train_step
 from rl.protocol import task_schedule
 from rl.reporting import metrics
 from sharding import mesh as mesh_lib
-from tests.rl.reporting import test_metrics
+from tests.support import clock as clock_lib
 
 CHATML = tokenizer_lib.load("byte_chatml")
 TURNS = [
@@ -272,7 +272,7 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
 
 def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
     """It takes a minute on this clock, a step a second: the first step sets the rate of all."""
-    clock = test_metrics.Clock()
+    clock = clock_lib.Clock()
     compile_train_step, jit_train_step = train_step.compile_train_step, train_step.jit_train_step
     compiled = []
 

@@ -12,6 +12,7 @@ import tensorboardX.proto.event_pb2 as event_pb2
 from tensorboardX import record_writer
 
 from rl.reporting import metrics
+from tests.support import clock as clock_lib
 
 
 def test_lines_are_exact_sorted_and_finite_json(tmp_path):
@@ -88,7 +89,7 @@ def test_other_hosts_write_and_print_nothing(tmp_path, capsys):
 
 
 def test_plain_lines_first_last_and_at_most_one_per_interval(capsys):
-    clock = Clock()
+    clock = clock_lib.Clock()
     progress = metrics.Progress(clock=clock)
     progress.note("compiling train_step for [8, 256] ...")
     with progress.phase("rl", total=20) as bar:
@@ -104,7 +105,7 @@ def test_plain_lines_first_last_and_at_most_one_per_interval(capsys):
 
 
 def test_rate_after_resume_counts_only_own_steps_and_no_compilation(capsys):
-    clock = Clock()
+    clock = clock_lib.Clock()
     with metrics.Progress(clock=clock).phase("rl", total=150, initial=100) as bar:
         clock.now += 60.0  # compiles
         bar.update(101, {})
@@ -153,13 +154,6 @@ def test_format_value(value, text):
 
 def test_format_seconds():
     assert [metrics.format_seconds(s) for s in (0.4, 59.6, 161, 3761)] == ["0:00", "1:00", "2:41", "1:02:41"]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def _events(path):
