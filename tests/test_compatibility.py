@@ -39,7 +39,8 @@ from rl.reporting import metrics
 from rl.validator import calibrate
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
-from rl.verification import verifier
+from rl.verification import evidence_log, verifier
+from rl.verification import rules as rules_lib
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
@@ -105,26 +106,23 @@ def test_rollout_files(name):
 @pytest.mark.parametrize(("workdir", "names"), [("run", ("plain", "tampered")), ("routed", ("routed",))])
 def test_rollouts_pass_the_validator_again(tmp_path, workdir, names):
     """Tasks, prompts, noise, log-probabilities, experts and proofs, replayed on the weights that were published then."""
-    judge, _ = judge_of(unpacked(workdir, tmp_path / "run"))
+    validator, _ = make_validator(unpacked(workdir, tmp_path / "run"))
     for name in names:
-        found = judge.judge(parquet.read(FIXTURES / f"{name}.parquet"), newest=0)
+        rollouts = parquet.read(FIXTURES / f"{name}.parquet")
+        found = validator.check_without_weights(rollouts, newest=0)
+        passed = [i for i, verdict in enumerate(found) if verdict.accepted]
+        for i, verdict in zip(passed, validator.check_with_weights([rollouts[i] for i in passed]), strict=True):
+            found[i] = verdict
         assert [verdict.reason for verdict in found] == EXPECTED["rollouts"][name]["verdicts"], found
 
 
-def judge_of(workdir, bands=None):
-    """A validator of a run as `rl.validator serve` makes it, and the experiment."""
+def make_validator(workdir, bands=None):
+    """Returns a validator of a run, as `rl.validator serve` makes it, and the experiment."""
     exp = calibrate.load_experiment(str(workdir))
-    tolerance, limits = verifier.load_bands(bands) if bands else (verifier.Tolerance.of(exp.config.trust), None)
-    judge = verifier.Validator(
-        exp.model,
-        verifier.published(workdir / "weights"),
-        calibrate.filters_of(exp.config),
-        tolerance,
-        max_model_len=exp.config.inference.max_model_len,
-        rules=verifier.rules_of(exp.config, exp.tokenizer),
-        bands=limits,
-    )
-    return judge, exp
+    tolerance, limits = verifier.load_bands(bands) if bands else (rules_lib.Tolerance.of(exp.config.trust), None)
+    rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
+    weights = verifier.published(workdir / "weights")
+    return verifier.Validator(exp.model, weights, rules, evidence_log.EvidenceLog(limits)), exp
 
 
 # ---- published weights -----------------------------------------------------------------------------------------------
@@ -233,11 +231,11 @@ def test_ledger(judged):
     state = ledger.state
     assert (state.keeper, sorted(state.validators)) == (expected["keeper"], expected["validators"])
     assert state.window_ms == expected["window_ms"]
-    assert {name: dataclasses.asdict(node) for name, node in state.nodes.items()} == expected["nodes"]
+    assert {name: dataclasses.asdict(node) for name, node in state.workers.items()} == expected["nodes"]
     assert plain({sha: dataclasses.asdict(work) for sha, work in state.works.items()}) == expected["works"]
-    assert {name: state.reputation(name) for name in state.nodes} == expected["reputations"]
+    assert {name: state.reputation(name) for name in state.workers} == expected["reputations"]
     for when, now_ms in expected["times"].items():
-        balances = {name: dataclasses.asdict(state.balance(name, now_ms)) for name in state.nodes}
+        balances = {name: dataclasses.asdict(state.balance(name, now_ms)) for name in state.workers}
         assert balances == expected["balances"][when], when
     runs = {run for run, _, _ in expected["done"]}
     done = [[run, step, group] for run in runs for step in range(8) for group in range(1100)]
@@ -269,36 +267,35 @@ def test_validator_state(judged):
     with contextlib.closing(state):
         assert plain({sha: dataclasses.asdict(status) for sha, status in state.files.items()}) == expected["files"]
         assert [[name, is_group, list(job)] for (name, is_group), job in state.names.items()] == expected["names"]
-        assert sorted(state.unsettled) == expected["unsettled"] and state.records() == expected["records"]
+        assert sorted(state.unsettled) == expected["unsettled"] and state.tests() == expected["records"]
         assert state.seen.newest == expected["newest_seen"]
     tolerance, bands = verifier.load_bands(judged / "bands.json")
     assert dataclasses.asdict(tolerance) == expected["tolerance"] and dataclasses.asdict(bands) == expected["bands"]
 
 
 def test_the_validation_service_goes_on(judged, tmp_path):
-    """With the files, the ledger and the state of the service before: nothing is judged, paid or punished twice."""
+    """Continues with old files, ledger, and state: no file is checked, paid, or punished twice."""
     expected, run = EXPECTED["validator"], unpacked("run", tmp_path / "run")
-    judge, exp = judge_of(run, judged / "bands.json")
+    validator, exp = make_validator(run, judged / "bands.json")
     secret = run_directory.secret(run, exp.config.seed)
     assert validator_state.identity(secret, KEEPER.worker) == expected["identity"]
     (judged / "files").mkdir()
     for step in (1, 2):
         shutil.copy(run / "rollouts" / f"step_{step}" / "accepted.parquet", judged / "files" / f"step-{step}.parquet")
     shutil.copy(judged / "files" / "step-1.parquet", judged / "files" / "again.parquet")
-    book = ledger_lib.Ledger(judged / "ledger.db", KEEPER)
+    ledger = ledger_lib.Ledger(judged / "ledger.db", KEEPER)
     service = validator_service.Service(
-        judge,
-        verifier.rules_of(exp.config, exp.tokenizer),
+        validator,
         exp.model,
         judged / "files",
         lambda: 2,
         secret=secret,
         state=validator_state.State(judged / "validator.db", expected["identity"], keep_steps=expected["keep_steps"]),
-        book=book,
+        ledger=ledger,
         key=KEEPER,
         slash=30,
     )
-    with contextlib.closing(service):
+    with ledger, contextlib.closing(service):
         for name, answer in expected["answers"].items():
             assert plain(dataclasses.asdict(service.status(name))) == answer
         answer, deadline = service.submit("again.parquet", [expected["shas"]["1"]]), time.monotonic() + 60
@@ -306,8 +303,8 @@ def test_the_validation_service_goes_on(judged, tmp_path):
             time.sleep(0.01)
             answer = service.status("again.parquet")
         assert plain(dataclasses.asdict(answer)) == expected["answers"]["step-1.parquet"]
-        assert judge.record_states(expected["records"]) == expected["records"]
-    assert len(book.entries()) == len(EXPECTED["ledger"]["entries"])
+        assert validator.evidence.states(expected["records"]) == expected["records"]
+        assert len(ledger.entries()) == len(EXPECTED["ledger"]["entries"])
 
 
 # ---- working directory -------------------------------------------------------------------------------------------------
@@ -368,10 +365,9 @@ def test_checkpoints_of_a_working_directory(workdir):
     assert checkpoint.complete_steps(workdir / "checkpoints") == expected["steps"]
     assert checkpoint.best_step(workdir / "checkpoints") == expected["best"]["step"]
     mesh = mesh_lib.create({}, jax.devices()[:1])
-    optimizer = train_step.make_optimizer(exp.optimizer, exp.model, exp.lora)
     for name, wanted in (("checkpoints", expected["state"]), ("warmup", expected["warmup"])):
         with checkpoint.Checkpointer(workdir / name, keep=9) as checkpointer:
-            step, state, host = checkpointer.restore(train_step.abstract_state(exp.model, optimizer, mesh, exp.lora))
+            step, state, host = checkpointer.restore(train_step.abstract_state(exp.learner(mesh)))
         named, _ = jax.tree_util.tree_flatten_with_path(state)
         found = {
             jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf).tobytes() for path, leaf in named
