@@ -11,8 +11,8 @@ The digest is not checked here: `run` returns which relay delivered which bytes,
 
 import collections
 import concurrent.futures
-import dataclasses
 import time
+from typing import NamedTuple
 
 from sharding.download import range_get, relay_selector, request_pool
 from sharding.format import journal
@@ -20,17 +20,12 @@ from sharding.format import journal
 MAX_RUNNING = 8  # requests for one object
 
 
-@dataclasses.dataclass(frozen=True)
-class ReceivedRange:
+class ReceivedRange(NamedTuple):
     """The relay that delivered the bytes [start, stop) of an object."""
 
     start: int
     stop: int
     relay: range_get.Relay
-
-    def is_equal(self, data: bytes, other: bytes) -> bool:
-        """Returns True if two copies of the object agree in this range."""
-        return data[self.start : self.stop] == other[self.start : self.stop]
 
 
 class ObjectDownload:

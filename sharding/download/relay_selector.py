@@ -43,9 +43,7 @@ class RelaySelector:
             ready = [r for r in allowed if r.ready_s(version) <= now_s]
             if ready:
                 measured = [r.bytes_per_s for r in ready if r.bytes_per_s is not None]
-                fastest = max(
-                    measured, default=1.0
-                )  # also taken for relays without a measurement, so that they get one
+                fastest = max(measured, default=1.0)  # also of relays without a measurement, so that they get one
                 weights = [r.success * (fastest if r.bytes_per_s is None else r.bytes_per_s) for r in ready]
                 floor = max(EXPLORE * max(weights), 1e-9)
                 return self._random.choices(ready, [max(w, floor) for w in weights])[0]
@@ -54,6 +52,13 @@ class RelaySelector:
         relay = min(allowed, key=lambda r: r.ready_s(version))
         time.sleep(min(1.0, max(0.0, relay.ready_s(version) - time.monotonic())))
         return relay
+
+    def select_several(self, most: int, version: int, avoid: set[range_get.Relay]) -> list[range_get.Relay]:
+        """Returns up to `most` relays that are not in `avoid`; sleeps as `select` does if none is ready."""
+        found: list[range_get.Relay] = []
+        while len(found) < most and (relay := self.select(version, avoid.union(found), wait=not found)):
+            found.append(relay)
+        return found
 
     def observe(self, relay: range_get.Relay, succeeded: bool | None, num_bytes: int, seconds: float) -> None:
         """Updates the averages with a request. `succeeded` is None for an aborted one, which measures only the speed."""

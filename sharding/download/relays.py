@@ -47,7 +47,7 @@ class Relays:
         self._options = options or range_get.Options()
         self.relays = [range_get.Relay(url, self._options) for url in urls]
         self._selector = relay_selector.RelaySelector(self.relays, self._options.seed)
-        self._pool = request_pool.RequestPool(self._options, len(urls))
+        self._pool = request_pool.RequestPool(self._options.parallel, len(urls))
         self._concurrency = concurrency.AdaptiveConcurrency(FEW_READS, QUICK_S)
         self._trusted_key = trusted_key
         self._lock = threading.Lock()  # protects the following
@@ -144,99 +144,62 @@ class Relays:
         with self._lock:
             if version in self._manifests:
                 return self._manifests[version]
-        found = self._agreed_manifest(version) if self._trusted_key is None else self._signed_manifest(version)
+        found = self._download_manifest(version)
         with self._lock:
             self._manifests[version] = found
             while len(self._manifests) > 16:
                 self._manifests.popitem(last=False)
         return found
 
-    def _signed_manifest(self, version: int) -> _Manifest:
-        """Returns the first manifest with the trusted signature. Asks a few relays at a time, since one may hang."""
+    def _download_manifest(self, version: int) -> _Manifest:
+        """Returns the first manifest with the trusted signature, or, without a key, the only one that any relay has.
+
+        With a key, a few relays are requested at a time, since one may hang. Without, none can be trusted if two differ.
+        """
         deadline_s = time.monotonic() + self._options.patience_s
         num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
         while True:
-            relays: list[range_get.Relay] = []
-            given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
-            while len(relays) < PARALLEL_MANIFESTS:
-                relay = self._selector.select(version, given_up | set(relays), wait=not relays)
-                if relay is None:
-                    break
-                relays.append(relay)
-            replies = self._request_manifest(relays, version, deadline_s, first=True)
-            for relay, reply in replies.items():
-                parsed = self._parse(relay, reply, version)
-                if isinstance(parsed, manifest_lib.Manifest):
-                    return reply, parsed
-                if isinstance(parsed, journal.CorruptSource):
-                    num_corrupt[relay] += 1
-                    error = error or parsed
-                num_missing[relay] += isinstance(reply, range_get.Missing)
-            if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
-                raise error or self._no_version(version)
-            self._check_deadline(version, deadline_s, error)
-            time.sleep(0.02)
-
-    def _agreed_manifest(self, version: int) -> _Manifest:
-        """Returns the manifest of all relays that have one. Without a key, none can be trusted if two differ."""
-        deadline_s = time.monotonic() + self._options.patience_s
-        while True:
-            replies = self._request_manifest(self.relays, version, deadline_s)
+            if self._trusted_key is None:
+                relays = self.relays
+            else:
+                given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
+                relays = self._selector.select_several(PARALLEL_MANIFESTS, version, given_up)
             valid: dict[bytes, tuple[range_get.Relay, manifest_lib.Manifest]] = {}
-            error = None
-            for relay, reply in replies.items():
-                parsed = valid[reply][1] if reply in valid else self._parse(relay, reply, version)
-                if isinstance(parsed, manifest_lib.Manifest):
-                    valid[reply] = relay, parsed
-                error = error or (parsed if isinstance(parsed, journal.CorruptSource) else None)
-            if len(valid) > 1:
+            for relay, reply in self._request_manifest(relays, version, deadline_s).items():
+                if isinstance(reply, range_get.Failed):
+                    num_missing[relay] += isinstance(reply, range_get.Missing)
+                elif reply not in valid:
+                    try:
+                        valid[reply] = relay, manifest_lib.parse(reply, version=version, trusted_key=self._trusted_key)
+                    except journal.CorruptSource as corrupt:
+                        self._selector.record_corrupt(relay, str(corrupt))
+                        num_corrupt[relay] += 1
+                        error = error or journal.CorruptSource(f"{relay.url}: {corrupt}")
+            if len(valid) > 1 and self._trusted_key is None:
                 urls = ", ".join(relay.url for relay, _ in valid.values())
                 raise journal.CorruptSource(
                     f"{urls} have different manifests of version {version}: pass the trusted key"
                 )
-            if valid:
-                ((data, (_, parsed)),) = valid.items()
-                return data, parsed
-            if all(isinstance(reply, range_get.Missing) for reply in replies.values()):
-                raise self._no_version(version)
-            if error is not None and not any(type(reply) is range_get.Failed for reply in replies.values()):
-                raise error
-            self._check_deadline(version, deadline_s, error)
-            time.sleep(0.2)
-
-    def _parse(self, relay: range_get.Relay, reply: bytes | range_get.Failed, version: int) -> Any:
-        """Returns the manifest in a reply, the CorruptSource that is wrong with it, or None for a failed request."""
-        if isinstance(reply, range_get.Failed):
-            return None
-        try:
-            return manifest_lib.parse(reply, version=version, trusted_key=self._trusted_key)
-        except journal.CorruptSource as error:
-            self._selector.record_corrupt(relay, str(error))
-            return journal.CorruptSource(f"{relay.url}: {error}")
-
-    def _no_version(self, version: int) -> FileNotFoundError:
-        return journal.no_version(version, self._selector.urls(), self._union().complete)
-
-    def _check_deadline(self, version: int, deadline_s: float, error: Exception | None) -> None:
-        if time.monotonic() > deadline_s:
-            reasons = self._selector.reasons()
-            raise error or journal.Unavailable(f"the manifest of version {version} did not come in time: {reasons}")
+            for data, (_, manifest) in valid.items():
+                return data, manifest
+            if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
+                raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
+            if time.monotonic() > deadline_s:
+                reasons = self._selector.reasons()
+                raise error or journal.Unavailable(f"the manifest of version {version} did not come in time: {reasons}")
+            time.sleep(0.2 if self._trusted_key is None else 0.02)
 
     def _request_manifest(
-        self, relays: list[range_get.Relay], version: int, deadline_s: float, first: bool = False
-    ) -> dict[range_get.Relay, Any]:
-        """Returns the body, or a Failed, by relay.
-
-        Aborts the relays that are far slower than the first body; with `first`, all others.
-        """
+        self, relays: list[range_get.Relay], version: int, deadline_s: float
+    ) -> dict[range_get.Relay, bytes | range_get.Failed]:
+        """Returns the body or the error by relay. Aborts relays far slower than the first body; with a key, all others."""
         path = f"/{journal.dirname(version)}/manifest.json"
         gets = [range_get.Get(relay, path, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
         calls = {self._pool.submit(get): get for get in gets}
-        replies, waiting, begun_s = {}, set(calls), time.monotonic()
-        until_s = min(
-            deadline_s, begun_s + self._options.patience_s / 4
-        )  # one relay that hangs must not use up the time
-        while waiting and not (first and any(isinstance(reply, bytes) for reply in replies.values())):
+        replies, waiting, begun_s, has_body = {}, set(calls), time.monotonic(), False
+        # One relay that hangs must not use up the time.
+        until_s = min(deadline_s, begun_s + self._options.patience_s / 4)
+        while waiting and not (has_body and self._trusted_key is not None):
             done, waiting = request_pool.wait_first(waiting, until_s)
             if not done:
                 break
@@ -244,17 +207,19 @@ class Relays:
                 relay, seconds = calls[future].relay, time.monotonic() - begun_s
                 try:
                     replies[relay], _ = future.result()
-                    self._selector.observe(relay, True, 0, seconds)
-                    until_s = min(until_s, time.monotonic() + max(0.5, 2 * seconds))
                 except range_get.Failed as error:
                     replies[relay] = error
                     self._selector.record_failure(relay, error, 0, seconds)
+                    continue
+                has_body = True
+                self._selector.observe(relay, True, 0, seconds)
+                until_s = min(until_s, time.monotonic() + max(0.5, 2 * seconds))
         for future in waiting:
             get = calls[future]
             get.abort()
-            replies[get.relay] = range_get.Failed(f"{path} did not come in time")
-            if not (first and len(replies) > len(waiting)):  # not for being slower than the first body
-                self._selector.record_failure(get.relay, replies[get.relay], 0, time.monotonic() - begun_s)
+            replies[get.relay] = error = range_get.Failed(f"{path} did not come in time")
+            if not (has_body and self._trusted_key is not None):  # not for being slower than the first body
+                self._selector.record_failure(get.relay, error, 0, time.monotonic() - begun_s)
         return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
@@ -313,9 +278,8 @@ class Relays:
     def _read(self, version: int, entry: journal.Object, target: range_get.Target) -> None:
         deadline_s = time.monotonic() + self._options.patience_s + entry.size / MIN_BYTES_PER_S
         path = f"/{journal.dirname(version)}/{entry.path}"
-        mixed: list[
-            tuple[bytes, list[object_download.ReceivedRange]]
-        ] = []  # wrong copies that several relays delivered
+        # Wrong copies that several relays delivered.
+        mixed: list[tuple[bytes, list[object_download.ReceivedRange]]] = []
         num_corrupt, only = collections.Counter(), None
         while True:
             download = object_download.ObjectDownload(
@@ -324,33 +288,28 @@ class Relays:
             try:
                 received = download.run()
             except range_get.Failed:  # of the relay `only`
-                received = None
-            actual = None if received is None else target.digest()
+                received = []
+            actual = target.digest() if received else ""
             if actual == entry.digest:
                 right = target.copy() if mixed else b""
-                for relay in {r.relay for wrong, ranges in mixed for r in ranges if not r.is_equal(wrong, right)}:
+                for relay in {r for wrong, ranges in mixed for i, j, r in ranges if wrong[i:j] != right[i:j]}:
                     self._selector.record_corrupt(relay, f"{path} differs from the published object")
                 self._pool.count("num_bytes", entry.size)
                 self._pool.count("num_objects")
                 return
-            if received is not None:
-                self._pool.count("num_bad_objects")
-                relays = {r.relay for r in received}
-                if len(relays) > 1:
-                    mixed.append((target.copy(), received))
-                else:
-                    (relay,) = relays
-                    num_corrupt[relay] += 1
-                    self._selector.record_corrupt(relay, f"{path} has digest {actual}, not {entry.digest}")
+            relays = {relay for _, _, relay in received}
+            self._pool.count("num_bad_objects", bool(relays))
+            if len(relays) > 1:
+                mixed.append((target.copy(), received))
+            for relay in relays if len(relays) == 1 else ():
+                num_corrupt[relay] += 1
+                self._selector.record_corrupt(relay, f"{path} has digest {actual}, not {entry.digest}")
             honest = [r for r in self.relays if not num_corrupt[r]]
+            name = f"object {entry.path} of version {version}"
             if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
-                raise journal.CorruptSource(
-                    f"object {entry.path} of version {version} is wrong on every relay: {self._selector.reasons()}"
-                )
+                raise journal.CorruptSource(f"{name} is wrong on every relay: {self._selector.reasons()}")
             if time.monotonic() > deadline_s:
-                raise journal.Unavailable(
-                    f"object {entry.path} of version {version} did not come in time: {self._selector.reasons()}"
-                )
+                raise journal.Unavailable(f"{name} did not come in time: {self._selector.reasons()}")
             only = self._selector.select(version, set(num_corrupt) if honest else ())
 
     # ---- the rest
@@ -361,11 +320,10 @@ class Relays:
 
     def close(self) -> None:
         """Ends every call that is running, and makes later ones raise Unavailable."""
-        self._pool.mark_closed()
+        self._pool.close()
         with self._lock:
             polls = [get for get, _ in self._polls.values()]
         for get in polls:
             get.abort()
         for relay in self.relays:
             relay.close()
-        self._pool.shut_down()

@@ -1,6 +1,5 @@
 """The threads that run the requests of one client of relays, and its counters."""
 
-import collections
 import concurrent.futures
 import threading
 import time
@@ -16,26 +15,24 @@ COUNTERS = ("num_bytes", "num_objects", "num_bad_objects", "num_resumed", "num_h
 class RequestPool:
     """Runs requests in threads. Thread-safe."""
 
-    def __init__(self, options: range_get.Options, num_relays: int):
-        def executor(num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-            return concurrent.futures.ThreadPoolExecutor(num_threads, f"weights-{name}")
-
-        # Separate pools: hedges must not queue after requests that hang, nor small replies after ranges.
-        self._ranges, self._hedges = executor(options.parallel, "range"), executor(options.parallel, "hedge")
-        self._small = executor(4 * num_relays + 4, "small")
+    def __init__(self, parallel: int, num_relays: int):
+        # Separate threads: hedges must not queue after requests that hang, nor small replies after ranges.
+        sizes = {"range": parallel, "hedge": parallel, "small": 4 * num_relays + 4}
+        self._threads = {name: concurrent.futures.ThreadPoolExecutor(n, f"weights-{name}") for name, n in sizes.items()}
         self._lock = threading.Lock()
-        self._counters = collections.Counter()
+        self._counters = dict.fromkeys(COUNTERS, 0)
         self.is_closed = False
 
     def submit(
         self, get: range_get.Get, handler: Callable[[range_get.Get], Any] = range_get.Get.run
     ) -> concurrent.futures.Future:
         """Returns the future of `handler(get)`. Raises Unavailable after `close`."""
-        pool = self._small if get.target is None else self._hedges if get.is_hedge else self._ranges
-        with self._lock:  # an executor that was shut down would raise a RuntimeError
-            if self.is_closed:
-                raise journal.Unavailable("the source was closed")
-            return pool.submit(handler, get)
+        try:
+            return self._threads["small" if get.target is None else "hedge" if get.is_hedge else "range"].submit(
+                handler, get
+            )
+        except RuntimeError as error:  # it was shut down
+            raise journal.Unavailable("the source was closed") from error
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds `amount` to one of `COUNTERS`."""
@@ -45,17 +42,13 @@ class RequestPool:
     def counters(self) -> dict[str, int]:
         """Returns the value of each of `COUNTERS`."""
         with self._lock:
-            return {name: self._counters[name] for name in COUNTERS}
+            return dict(self._counters)
 
-    def mark_closed(self) -> None:
-        """Makes `submit` raise from now on; requests that run go on."""
-        with self._lock:
-            self.is_closed = True
-
-    def shut_down(self) -> None:
-        """Lets the threads end when their requests have ended. Does not block."""
-        for pool in (self._small, self._ranges, self._hedges):
-            pool.shutdown(wait=False)
+    def close(self) -> None:
+        """Makes `submit` raise from now on. The threads end when their requests have ended. Does not block."""
+        self.is_closed = True
+        for threads in self._threads.values():
+            threads.shutdown(wait=False)
 
 
 def wait_first(

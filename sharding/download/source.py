@@ -4,14 +4,13 @@
 and an object is hashed before the read returns. Imports no jax, and tensorstore only for a bucket: relays start without them.
 """
 
-import builtins
 import collections
 import os
 import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sharding.download import range_get, relays
@@ -82,16 +81,20 @@ def read(source: Reader, version: int, entry: journal.Object) -> bytearray:
 class _Storage:
     """The methods that directories and buckets share: polling, and parsing of manifests."""
 
-    _scan: Callable[[], journal.Listing]
-    _is_complete: Callable[[int], bool]
-    _new_entries: Callable[[int], list[journal.Object]]
-    _read_manifest: Callable[[int], bytes]
-
     def __init__(self, place: str, trusted_key: str | None, poll_s: float):
         self._place = place if place.endswith("/") else f"{place}/"
         self._trusted_key, self._poll_s = trusted_key, poll_s
         self._is_closed = False
         self._counters = collections.Counter()
+
+    def _scan(self) -> journal.Listing:
+        raise NotImplementedError
+
+    def _new_entries(self, version: int) -> list[journal.Object]:
+        raise NotImplementedError
+
+    def _read_manifest(self, version: int) -> bytes:
+        raise NotImplementedError
 
     def versions(self) -> list[int]:
         """Returns the complete versions, ascending."""
@@ -109,7 +112,7 @@ class _Storage:
         """Returns (new entries of the journal, True if the manifest exists); blocks up to `wait_s` for one of these."""
         deadline_s = time.monotonic() + wait_s
         while True:
-            is_complete = self._is_complete(version)  # before the journal: then no entry can be missed
+            is_complete = version in self._scan().complete  # before the journal: then no entry can be missed
             entries = self._new_entries(version)
             if entries or is_complete or not self._sleep(deadline_s):
                 return entries, is_complete
@@ -159,7 +162,7 @@ class Directory(_Storage):
         target = range_get.Target.of(entry, into)
         full = self.root / journal.dirname(version) / entry.path
         try:
-            with builtins.open(full, "rb", buffering=0) as file:
+            with full.open("rb", buffering=0) as file:
                 actual_size = os.fstat(file.fileno()).st_size
                 if actual_size != entry.size:
                     raise journal.CorruptSource(f"object {full} has {actual_size} bytes, not {entry.size}")
@@ -177,6 +180,21 @@ class Directory(_Storage):
         if actual != entry.digest:
             self._counters["num_bad_objects"] += 1
             raise journal.CorruptSource(f"object {full} has digest {actual}, not {entry.digest}")
+
+    def _new_entries(self, version: int) -> list[journal.Object]:
+        position, line = self._cursors.get(version, (0, b""))
+        try:
+            with (self.root / journal.dirname(version) / "objects.jsonl").open("rb") as file:
+                file.seek(position - len(line))
+                if file.read(len(line)) != line:  # another publisher has begun this version again
+                    position = file.seek(0)
+                data = file.read(journal.MAX_JOURNAL_BYTES)
+        except FileNotFoundError:
+            return []
+        entries, used = journal.parse_journal(data)
+        if entries:
+            self._cursors[version] = (position + used, data[:used].splitlines(keepends=True)[-1])
+        return entries
 
     def _scan(self) -> journal.Listing:
         complete, partial = [], []
@@ -196,28 +214,9 @@ class Directory(_Storage):
                 partial.append(version)
         return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
 
-    def _is_complete(self, version: int) -> bool:
-        return (self.root / journal.dirname(version) / "manifest.json").exists()
-
-    def _new_entries(self, version: int) -> list[journal.Object]:
-        try:
-            with builtins.open(self.root / journal.dirname(version) / "objects.jsonl", "rb") as file:
-                position, line = self._cursors.get(version, (0, b""))
-                file.seek(position - len(line))
-                if file.read(len(line)) != line:  # another publisher has begun this version again
-                    position, line = 0, b""
-                    file.seek(0)
-                data = file.read(journal.MAX_JOURNAL_BYTES)
-                entries, used = journal.parse_journal(data)
-        except FileNotFoundError:
-            return []
-        if entries:
-            self._cursors[version] = (position + used, data[:used].splitlines(keepends=True)[-1])
-        return entries
-
     def _read_manifest(self, version: int) -> bytes:
         try:
-            with builtins.open(self.root / journal.dirname(version) / "manifest.json", "rb") as file:
+            with (self.root / journal.dirname(version) / "manifest.json").open("rb") as file:
                 return file.read(journal.MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise journal.no_version(version, self.root, self._scan().complete) from error
@@ -260,19 +259,14 @@ class Bucket(_Storage):
         with self._lock:
             newest = max(self._complete, default=-1)
         keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
-        found = collections.defaultdict(set)
-        for key in keys:
-            name, _, path = key.decode().partition("/")
-            version = journal.parse_dirname(name)
-            if version is not None and path in ("manifest.json", "objects.jsonl"):
-                found[version].add(path)
-        new = {v for v, paths in found.items() if "manifest.json" in paths}
+        paths = [key.decode().partition("/") for key in keys]
+        found, partial = (
+            {version for name, _, path in paths if path == file and (version := journal.parse_dirname(name)) is not None}
+            for file in ("manifest.json", "objects.jsonl")
+        )
         with self._lock:
-            self._complete |= new
-            return journal.Listing(tuple(sorted(self._complete)), tuple(sorted(set(found) - new)))
-
-    def _is_complete(self, version: int) -> bool:
-        return self._get(f"{journal.dirname(version)}/manifest.json") is not None
+            self._complete |= found
+            return journal.Listing(tuple(sorted(self._complete)), tuple(sorted(partial - found)))
 
     def _new_entries(self, version: int) -> list[journal.Object]:
         data = self._get(f"{journal.dirname(version)}/objects.jsonl") or b""
