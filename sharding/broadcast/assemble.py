@@ -13,16 +13,18 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from sharding.download import source as source_lib
-from sharding.format import chunks, delta, journal, manifest
+from sharding.format import chunks, delta, journal, manifest, tree
 
 IN_FLIGHT_BYTES = 256 << 20
 NUM_THREADS = max(2, min(16, os.cpu_count() or 1))
@@ -33,6 +35,7 @@ MAX_CHAIN = 1000  # versions between a delta and its snapshot
 
 Region = chunks.Region
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
+Job = tuple[int, Callable[[], tuple[Any, Sequence[concurrent.futures.Future]]]]  # (bytes of memory, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +72,11 @@ class TensorRequest:
         num_items = sum(math.prod(s.stop - s.start for s in region) for region in self.regions)
         return num_items * manifest.ITEM_BYTES[self.tensor.dtype]
 
-    def chunks(self) -> Iterator[tuple[int, Region]]:
-        """Yields (number, region) of each chunk that overlaps a region of the request."""
-        for i, (_, chunk_region) in enumerate(self.tensor.chunk_regions()):
+    def chunks(self) -> Iterator[tuple[int, str, Region]]:
+        """Yields (number, object path, region) of each chunk that overlaps a region of the request."""
+        for i, (path, chunk_region) in enumerate(self.tensor.chunk_regions()):
             if any(_overlaps(chunk_region, region) for region in self.regions):
-                yield i, chunk_region
-
-
-class BaseNotLocal(Exception):
-    """Raised if this host lacks a part of the base that it needs; handled inside sharding/broadcast."""
+                yield i, path, chunk_region
 
 
 def load(source: source_lib.Source, version: int, key: str | None = None) -> manifest.Manifest:
@@ -92,24 +91,22 @@ def load(source: source_lib.Source, version: int, key: str | None = None) -> man
 
 
 def make_plan(
-    source: source_lib.Source,
-    target: manifest.Manifest,
-    base: Pulled | None = None,
-    base_leaves: dict[str, Any] | None = None,
-    key: str | None = None,
+    source: source_lib.Source, target: manifest.Manifest, base: Pulled | None = None, key: str | None = None
 ) -> Plan:
-    """Returns the plan with the fewest bytes to read. `base_leaves` are the arrays of `base` by name."""
+    """Returns the plan with the fewest bytes to read. A `base` of another model is ignored."""
+    base_leaves = {} if base is None else tree.flatten(base.params, chunks.check_array)[0]
+    expected = {t.name: (t.shape, t.dtype) for t in target.tensors}
+    if {n: (tuple(a.shape), a.dtype.name) for n, a in base_leaves.items()} != expected:
+        base = None
     if base is not None and base.digest == target.digest:
         unchanged = (dataclasses.replace(t, deltas=(None,) * len(t.chunks)) for t in target.tensors)
-        return Plan((dataclasses.replace(target, tensors=tuple(unchanged)),), None, base_leaves or {})
+        return Plan((dataclasses.replace(target, tensors=tuple(unchanged)),), None, base_leaves)
     chain, to_snapshot = [target], None
     while True:
         last = chain[-1]
         if base is not None and (last.delta_of, last.digest_before) == (base.version, base.digest):
-            if to_snapshot is None or _delta_bytes(chain) <= _delta_bytes(to_snapshot[:-1]) + _array_bytes(
-                to_snapshot[-1]
-            ):
-                return Plan(tuple(chain), None, base_leaves or {})
+            if to_snapshot is None or _num_bytes(chain, None) <= _num_bytes(to_snapshot[:-1], to_snapshot[-1]):
+                return Plan(tuple(chain), None, base_leaves)
             break
         if last.base is None and to_snapshot is None:
             to_snapshot = list(chain)
@@ -138,38 +135,44 @@ def read(
 ) -> Iterator[tuple[TensorRequest, Any]]:
     """Yields (request, `place(request, arrays)`) in order, with one verified array per region.
 
-    Raises CorruptSource naming the object or chunk that is wrong, FileNotFoundError for a version that was deleted meanwhile, and
-    BaseNotLocal.
+    Raises CorruptSource naming the object or chunk that is wrong, and FileNotFoundError for a version that was deleted
+    meanwhile, or a base of which this host's devices lack a part.
     """
     num_threads = NUM_THREADS if isinstance(source, source_lib.Directory) else NUM_REQUESTS
     with concurrent.futures.ThreadPoolExecutor(num_threads, "weights") as pool:
         reader = _Reader(source, plan, requests, progress)
 
-        def submit(request: TensorRequest) -> tuple[list[np.ndarray], list[concurrent.futures.Future]]:
+        def start(request: TensorRequest) -> tuple[Any, list[concurrent.futures.Future]]:
             kind = chunks.dtype(request.tensor.dtype)
             arrays = [_empty([s.stop - s.start for s in region], kind) for region in request.regions]
-            return arrays, [pool.submit(reader.read_chunk, request, arrays, i, r) for i, r in request.chunks()]
+            calls = [pool.submit(reader.read_chunk, request, arrays, *chunk) for chunk in request.chunks()]
+            return (request, arrays), calls
 
-        running = collections.deque()
-        num_bytes = 0
-        waiting = collections.deque(requests)
-        try:
-            while waiting or running:
-                while waiting and (not running or num_bytes + waiting[0].num_bytes <= IN_FLIGHT_BYTES):
-                    request = waiting.popleft()
-                    num_bytes += request.num_bytes
-                    running.append((request, *submit(request)))
-                request, arrays, futures = running.popleft()
-                for future in futures:
+        for request, arrays in in_order((r.num_bytes, functools.partial(start, r)) for r in requests):
+            result = place(request, arrays)
+            del arrays
+            yield request, result
+
+
+def in_order(jobs: Iterable[Job]) -> Iterator[Any]:
+    """Starts the jobs and yields their values in order, each when its futures are done.
+
+    Jobs run ahead as long as those in progress need at most `IN_FLIGHT_BYTES`. Raises the first error of a future.
+    """
+    running, num_bytes = collections.deque(), 0
+    try:
+        for size, start in itertools.chain(jobs, [(math.inf, None)]):
+            while running and num_bytes + size > IN_FLIGHT_BYTES:
+                for future in running[0][2]:
                     future.result()
-                result = place(request, arrays)
-                num_bytes -= request.num_bytes
-                del arrays
-                yield request, result
-        finally:
-            for _, _, futures in running:
-                for future in futures:
-                    future.cancel()
+                num_bytes -= running[0][0]
+                yield running.popleft()[1]  # no reference stays here: the memory can be freed
+            if start is not None:
+                running.append((size, *start()))
+                num_bytes += size
+    finally:
+        for future in itertools.chain.from_iterable(futures for _, _, futures in running):
+            future.cancel()
 
 
 def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
@@ -189,22 +192,20 @@ class _Reader:
     ):
         self._source, self._plan, self._progress = source, plan, progress
         self._deltas = [{t.name: t.deltas or () for t in m.tensors} for m in plan.chain]
-        if plan.snapshot is not None:
-            self._snapshot_objects = {o.path: o for o in plan.snapshot.objects}
-            self._snapshot_tensors = {t.name: t for t in plan.snapshot.tensors}
+        self._snapshot_objects = {o.path: o for o in plan.snapshot.objects} if plan.snapshot is not None else {}
         self._lock = threading.Lock()
         self._delta_objects: dict[tuple[int, int], concurrent.futures.Future] = {}
         self._num_uses = collections.Counter()  # of each object of deltas, that are still to come
         self._done_bytes = self._total_bytes = 0
         for request in requests:
-            for i, _ in request.chunks():
+            for i, _, _ in request.chunks():
                 for link, (number, _, _) in self._patches(request.tensor.name, i):
                     self._num_uses[link, number] += 1
                 if plan.snapshot is not None:
                     self._total_bytes += request.tensor.chunk_bytes + manifest.CRC_BYTES
         self._total_bytes += sum(plan.chain[link].objects[number].size for link, number in self._num_uses)
 
-    def read_chunk(self, request: TensorRequest, arrays: list[np.ndarray], i: int, region: Region) -> None:
+    def read_chunk(self, request: TensorRequest, arrays: list[np.ndarray], i: int, path: str, region: Region) -> None:
         """Reads, patches and proves chunk `i`, and writes it to each array that it overlaps."""
         tensor, snapshot = request.tensor, self._plan.snapshot
         patches = self._patches(tensor.name, i)
@@ -214,7 +215,7 @@ class _Reader:
         if snapshot is None:
             start = self._base_chunk(tensor, region)
         else:
-            start = self._snapshot_chunk(snapshot.version, tensor, region, values)
+            start = self._snapshot_chunk(snapshot.version, self._snapshot_objects[path], values)
         if values is None:
             values = start.copy() if patches else start  # the base must not change
         elif start is not values:
@@ -244,26 +245,18 @@ class _Reader:
         found = [(link, deltas[name][i]) for link, deltas in enumerate(self._deltas)]
         return [(link, patch) for link, patch in found[::-1] if patch is not None]
 
-    def _snapshot_chunk(
-        self, version: int, tensor: manifest.Tensor, region: Region, into: np.ndarray | None
-    ) -> np.ndarray:
+    def _snapshot_chunk(self, version: int, o: journal.Object, into: np.ndarray | None) -> np.ndarray:
         """Returns the chunk of the snapshot, in `into` if that is given."""
-        chunk = self._snapshot_tensors[tensor.name].chunk
-        index = [s.start // c for s, c in zip(region, chunk, strict=True)]
-        o = self._snapshot_objects[f"tensors/{tensor.name}/{'.'.join(['c', *map(str, index)])}"]
-        if into is not None:
-            views = [into.data, memoryview(bytearray(manifest.CRC_BYTES))]
-            self._source.read(version, o, views)
-        else:
-            data = source_lib.read(self._source, version, o)
-            into = np.frombuffer(data, np.uint8)[: -manifest.CRC_BYTES]
+        if into is None:
+            into = np.empty(o.size - manifest.CRC_BYTES, np.uint8)
+        self._source.read(version, o, [into.data, memoryview(bytearray(manifest.CRC_BYTES))])
         self._count(o.size)
         return into
 
     def _base_chunk(self, tensor: manifest.Tensor, region: Region) -> np.ndarray:
         part = chunks.host_region(self._plan.base_leaves[tensor.name], region)
         if part is None:
-            raise BaseNotLocal(f"the devices of this host do not have {region} of tensor {tensor.name!r}")
+            raise FileNotFoundError(f"the devices of this host do not have {region} of tensor {tensor.name!r}")
         part = chunks.to_host(part)
         return chunks.padded_bytes(part, tuple(slice(0, n) for n in part.shape), tensor.chunk)
 
@@ -306,12 +299,10 @@ def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> No
         raise journal.CorruptSource(f"versions {later.version} and {earlier.version} have different tensors")
 
 
-def _delta_bytes(chain: Sequence[manifest.Manifest]) -> int:
-    return sum(o.size for m in chain for o in m.objects if o.path.startswith("deltas/"))
-
-
-def _array_bytes(m: manifest.Manifest) -> int:
-    return sum(o.size for o in m.objects if not o.path.startswith("deltas/"))
+def _num_bytes(chain: Sequence[manifest.Manifest], snapshot: manifest.Manifest | None) -> int:
+    """Returns the size of the deltas of `chain` and of the arrays of `snapshot`."""
+    arrays = () if snapshot is None else (o.size for o in snapshot.objects if not o.path.startswith("deltas/"))
+    return sum(o.size for m in chain for o in m.objects if o.path.startswith("deltas/")) + sum(arrays)
 
 
 def _overlaps(a: Region, b: Region) -> bool:

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -64,7 +64,7 @@ class HostPart:
 
 def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Returns (leaves by name, sorted; containers; ties). A tie maps a name to the first name of the same array."""
-    leaves, containers = tree.flatten(params, check_array)
+    leaves, containers = tree.flatten(params, chunks.check_array)
     leaves = dict(sorted(leaves.items()))
     first_with: dict[int, str] = {}
     ties = {}
@@ -72,18 +72,6 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str,
         if first_with.setdefault(id(leaf), name) != name:
             ties[name] = first_with[id(leaf)]
     return leaves, containers, ties
-
-
-def check_array(name: str, leaf: Any) -> None:
-    """Raises ValueError for a leaf that cannot be published."""
-    if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        raise ValueError(
-            f"leaf {name!r} is a {type(leaf).__name__}: params may contain dicts, lists, tuples and arrays only"
-        )
-    if leaf.dtype.name not in manifest.ITEM_BYTES:
-        raise ValueError(
-            f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: cast it to one of {[*manifest.ITEM_BYTES]}"
-        )
 
 
 def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -> manifest.Tensor:
@@ -97,7 +85,7 @@ def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -
 
 def tree_chunks(params: Any) -> OldChunk:
     """Returns the function that cuts chunks out of the tree of a base."""
-    leaves, _ = tree.flatten(params, check_array)
+    leaves, _ = tree.flatten(params, chunks.check_array)
 
     def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
         region = t.region(number)
@@ -123,41 +111,38 @@ def write_chunks(
     copy: HostCopy | None,
     writes_arrays: bool,
 ) -> HostPart:
-    """Encodes and writes this host's chunks.
+    """Encodes and writes this host's chunks of `leaves`, whose `tensors` have no digests yet.
 
-    Args:
-      out: the destination.
-      leaves: the arrays by name.
-      tensors: their tensors, without digests.
-      old_chunk: the chunks of the base; deltas are written if it is not None.
-      copy: receives a copy of this host's chunks.
-      writes_arrays: also writes a snapshot.
+    Writes deltas to the base if `old_chunk` is given, and a snapshot if `writes_arrays`. `copy` receives the chunks.
     """
     untied = [t for t in tensors if t.tied_to is None]
     part = HostPart({t.name: {} for t in untied}, [])
-    patches: list[tuple[_EncodedChunk, bytes, int]] = []  # of the next object of deltas, with their offsets
+    patches: list[tuple[_EncodedChunk, bytes]] = []  # of the next object of deltas
 
-    def add(entry: journal.Object) -> None:
-        part.objects.append(entry)
-        out.note(entry)
+    def add(path: str, size: int, digest: str) -> None:
+        part.objects.append(journal.Object(path, size, digest))
+        out.note(part.objects[-1])
+
+    def put(path: str, data: bytes) -> None:
+        out.put(path, [data])
+        add(path, len(data), digests.of(data))
 
     def flush() -> None:
+        offset = 0
+        for done, patch in patches:
+            part.chunks[done.name][done.number] = done.digest, (len(part.objects), offset, len(patch))
+            offset += len(patch)
         if patches:
-            data = b"".join(patch for _, patch, _ in patches)
             path = f"deltas/{jax.process_index():05d}-{len(part.objects):06d}.bin"
-            out.put(path, [data])
-            for done, patch, offset in patches:
-                part.chunks[done.name][done.number] = done.digest, (len(part.objects), offset, len(patch))
-            add(journal.Object(path, len(data), digests.of(data)))
+            put(path, b"".join(patch for _, patch in patches))
             patches.clear()
 
     def encode(t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region) -> _EncodedChunk:
         values = chunks.padded_bytes(array, region, t.chunk)
         checksum, digest = chunks.encoded_digest(values)
-        stored = patch = None
         if writes_arrays:
             out.put(path, [values.data, checksum])
-            stored = journal.Object(path, len(values) + len(checksum), digest)
+        patch = None
         if old_chunk is not None:
             patch = delta.encode(old_chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
         if copy is not None:
@@ -165,32 +150,31 @@ def write_chunks(
                 np.copyto(copy.chunks[t.name, number], values)
             else:
                 copy.chunks[t.name, number] = values.copy()
-        return _EncodedChunk(t.name, number, digest, stored, patch)
+        return _EncodedChunk(t.name, number, path, len(values) + len(checksum), digest, patch)
 
-    def calls() -> Iterator[tuple[int, Callable[[], _EncodedChunk]]]:
+    def jobs(pool: futures.Executor) -> Iterator[assemble.Job]:
         for t, shard in _prefetched(leaves, untied):
             array = shard.fetch()
             for number, path, region in _chunks_of(t, shard):
-                yield t.chunk_bytes, functools.partial(encode, t, number, path, array, region)
+                call = functools.partial(encode, t, number, path, array, region)
+                yield t.chunk_bytes, lambda call=call: (future := pool.submit(call), [future])
 
     if jax.process_index() == 0 and writes_arrays:
         for t in untied:
-            data, path = manifest.zarr_json(t), f"tensors/{t.name}/zarr.json"
-            out.put(path, [data])
-            add(journal.Object(path, len(data), digests.of(data)))
+            put(f"tensors/{t.name}/zarr.json", manifest.zarr_json(t))
+    num_bytes = 0
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS, "weights") as pool:
-        offset = 0
-        for done in _in_order(pool, calls(), assemble.IN_FLIGHT_BYTES):
-            if done.stored is not None:
-                add(done.stored)
-            if done.patch is None:
-                part.chunks[done.name][done.number] = done.digest, None
-                continue
-            patches.append((done, done.patch, offset))
-            offset += len(done.patch)
-            if offset >= DELTA_OBJECT_BYTES:
-                flush()
-                offset = 0
+        for future in assemble.in_order(jobs(pool)):
+            done = future.result()
+            if writes_arrays:
+                add(done.path, done.size, done.digest)
+            part.chunks[done.name][done.number] = done.digest, None
+            if done.patch is not None:
+                patches.append((done, done.patch))
+                num_bytes += len(done.patch)
+                if num_bytes >= DELTA_OBJECT_BYTES:
+                    flush()
+                    num_bytes = 0
     flush()
     return part
 
@@ -215,14 +199,14 @@ def merge(
     return tuple(merged)
 
 
-@dataclasses.dataclass(frozen=True)
-class _EncodedChunk:
-    """One encoded chunk: `digest` of its form in a snapshot, the object if it was stored, the patch if it changed."""
+class _EncodedChunk(NamedTuple):
+    """One encoded chunk: path, size and digest of its form in a snapshot, and the patch if it changed."""
 
     name: str
     number: int
+    path: str
+    size: int
     digest: str
-    stored: journal.Object | None
     patch: bytes | None
 
 
@@ -246,23 +230,3 @@ def _chunks_of(t: manifest.Tensor, shard: chunks.OwnedShard) -> Iterator[tuple[i
         spans = list(zip(region, shard.start, shard.shape, strict=True))
         if all(o <= s.start and s.stop <= o + n for s, o, n in spans):
             yield number, path, tuple(slice(s.start - o, s.stop - o) for s, o, _ in spans)
-
-
-def _in_order(
-    pool: futures.Executor, calls: Iterable[tuple[int, Callable[[], _EncodedChunk]]], limit_bytes: int
-) -> Iterator[_EncodedChunk]:
-    """Yields the results of `calls`, (bytes of memory, call), in order, with at most `limit_bytes` in the pool."""
-    running, num_bytes = collections.deque(), 0
-    try:
-        for size, call in calls:
-            while running and num_bytes + size > limit_bytes:
-                done, future = running.popleft()
-                num_bytes -= done
-                yield future.result()
-            running.append((size, pool.submit(call)))
-            num_bytes += size
-        while running:
-            yield running.popleft()[1].result()
-    finally:
-        for _, future in running:
-            future.cancel()

@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 
 from sharding.broadcast import assemble, destination, encode
 from sharding.download import source as source_lib
-from sharding.format import chunks, journal, manifest
+from sharding.format import chunks, manifest
 from sharding.multihost import transport
 
 Manifest = manifest.Manifest
@@ -82,8 +82,8 @@ class Publisher:
         """Publishes `params` as `version`; the function `publish` has the contract."""
         base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
         copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
-        snapshot = base is None or self._num_deltas + 1 >= self._snapshot_every
-        written = _publish(params, version, self._root, self._options, base, snapshot, metadata, copy)
+        snapshot = self._num_deltas + 1 >= self._snapshot_every
+        written = _publish(params, version, self._root, self._options, base, metadata, snapshot=snapshot, copy=copy)
         if copy is not None:
             copy.written = written
         self._copy = copy
@@ -98,7 +98,6 @@ def publish(
     options: PublishOptions = PublishOptions(),
     *,
     base: assemble.Pulled | None = None,
-    snapshot: bool | None = None,
     metadata: dict | None = None,
 ) -> Manifest:
     """Writes `params` as `<root>/v<version>`, completely or not at all, and returns the manifest.
@@ -113,14 +112,13 @@ def publish(
       options: the options that all versions share.
       base: an older version, still under `root`. Deltas from it are written instead of a snapshot, or, if it was removed,
         republished, or sharded differently, a snapshot all the same.
-      snapshot: True writes a snapshot in addition to the deltas.
       metadata: any JSON object; tuples in it come back as lists.
 
     Raises:
       ValueError: params, version, base or metadata that cannot be published; nothing was written.
       OSError: no space left, or another host failed; the version was deleted.
     """
-    return _publish(params, version, root, options, base, snapshot, metadata, None)
+    return _publish(params, version, root, options, base, metadata)
 
 
 def tree_digest(params: Any) -> str:
@@ -145,15 +143,14 @@ def _publish(
     root: str | os.PathLike,
     options: PublishOptions,
     base: assemble.Pulled | encode.HostCopy | None,
-    snapshot: bool | None,
     metadata: dict | None,
-    copy: encode.HostCopy | None,
+    *,
+    snapshot: bool = False,
+    copy: encode.HostCopy | None = None,
 ) -> Manifest:
-    """Publishes a version; `copy` receives this host's chunks."""
+    """Publishes a version, with `snapshot` also as one; `copy` receives this host's chunks."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
-    if base is None and snapshot is False:
-        raise ValueError("snapshot=False without base: pass the version that the deltas apply to")
     metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
     if not isinstance(metadata, dict):
         raise ValueError(f"metadata is a {type(metadata).__name__}: pass a dict")
@@ -171,13 +168,12 @@ def _publish(
                 before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
                 old_chunk = None
                 if base is not None and before is not None:
-                    tensors = [
-                        dataclasses.replace(t, chunk=b.chunk) for t, b in zip(tensors, before.tensors, strict=True)
-                    ]
+                    pairs = zip(tensors, before.tensors, strict=True)
+                    tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in pairs]
                     old_chunk = base.chunk if isinstance(base, encode.HostCopy) else encode.tree_chunks(base.params)
                 elif copy is not None:
                     copy.chunks.clear()
-                writes_arrays = before is None or snapshot is True
+                writes_arrays = before is None or snapshot
                 part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
                 if num_hosts > 1:
                     out.put(_part_name(jax.process_index()), [part.to_json()])
@@ -190,7 +186,7 @@ def _publish(
                     version=version,
                     base=None if before is None or writes_arrays else before.version,
                     delta_of=None if before is None else before.version,
-                    encodings=(("xor",) if before is not None else ()) + (("zarr3",) if writes_arrays else ()),
+                    encodings=(*(["xor"] if before is not None else []), *(["zarr3"] if writes_arrays else [])),
                     digest_before=None if before is None else before.digest,
                     digest_after=manifest.digest(merged),
                     tensors=merged,
@@ -201,7 +197,10 @@ def _publish(
                     public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
                 )
                 if is_first:
-                    _finish(out, written, options.key, parts)
+                    data = manifest.encode(written, options.key)
+                    for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
+                        out.note(entry)  # two hosts must not append to one file of a network drive
+                    out.finish(data)
         except BaseException:
             if is_first:
                 out.abort()
@@ -272,23 +271,6 @@ def _base_manifest(
 
 def _part_name(process: int) -> str:
     return f".part-{process:05d}.json"
-
-
-def _finish(
-    out: destination.Directory | destination.Bucket,
-    written: Manifest,
-    key: ed25519.Ed25519PrivateKey | None,
-    parts: Sequence[encode.HostPart],
-) -> None:
-    """Completes the journal and writes the manifest."""
-    data = manifest.encode(written, key)
-    if len(data) > journal.MAX_MANIFEST_BYTES:
-        raise ValueError(
-            f"the manifest has {len(data)} bytes, more than readers accept ({journal.MAX_MANIFEST_BYTES}): shorten metadata"
-        )
-    for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
-        out.note(entry)  # this host's own are in it already; two hosts must not append to one file of a network drive
-    out.finish(data)
 
 
 def _unneeded(root: str | os.PathLike, keep: int) -> list[int]:

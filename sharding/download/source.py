@@ -261,7 +261,11 @@ class Bucket(_Storage):
         keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
         paths = [key.decode().partition("/") for key in keys]
         found, partial = (
-            {version for name, _, path in paths if path == file and (version := journal.parse_dirname(name)) is not None}
+            {
+                version
+                for name, _, path in paths
+                if path == file and (version := journal.parse_dirname(name)) is not None
+            }
             for file in ("manifest.json", "objects.jsonl")
         )
         with self._lock:

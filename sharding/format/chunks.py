@@ -51,6 +51,18 @@ def dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+def check_array(name: str, leaf: Any) -> None:
+    """Raises ValueError for a leaf that cannot be published."""
+    if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        raise ValueError(
+            f"leaf {name!r} is a {type(leaf).__name__}: params may contain dicts, lists, tuples and arrays only"
+        )
+    if leaf.dtype.name not in manifest.ITEM_BYTES:
+        raise ValueError(
+            f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: cast it to one of {[*manifest.ITEM_BYTES]}"
+        )
+
+
 def shard_shape(leaf: Any) -> tuple[int, ...]:
     """Returns the shape of one shard of a jax array, or the whole shape of any other array."""
     return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else np.shape(leaf)
@@ -63,9 +75,7 @@ def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], item_bytes: int)
     (151,669 tokens) has none; its chunks are equal up to one row, which wastes less than a row per chunk. A sharded dim
     must be split by a divisor of the shard, so the nearest is taken.
     """
-    target = min(
-        max(CHUNK_BYTES, math.prod(shape) * item_bytes // CHUNKS_PER_ARRAY), max(LARGEST_CHUNK_BYTES, CHUNK_BYTES)
-    )
+    target = max(CHUNK_BYTES, min(math.prod(shape) * item_bytes // CHUNKS_PER_ARRAY, LARGEST_CHUNK_BYTES))
     chunk = [max(1, n) for n in shard]
     for i, n in enumerate(chunk):
         if math.prod(chunk) * item_bytes <= target:

@@ -126,14 +126,22 @@ class Manifest:
 
 
 def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> bytes:
-    """Returns the bytes of manifest.json, signed by `key` if given. The manifest's own key and signature are ignored."""
+    """Returns the bytes of manifest.json, signed by `key` if given. The manifest's own key and signature are ignored.
+
+    Raises ValueError if readers would reject it as too large.
+    """
     body = {name: getattr(manifest, name) for name in _FIELDS - {"own_digest", "signature"}}
     body["tensors"] = [vars(t) for t in manifest.tensors]
     body["objects"] = [vars(o) for o in manifest.objects]
     body["public_key"] = None if key is None else key.public_key().public_bytes_raw().hex()
     body["own_digest"] = digests.of(canonical(body))
     body["signature"] = None if key is None else key.sign(canonical(body)).hex()
-    return canonical(body)
+    data = canonical(body)
+    if len(data) > journal.MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"the manifest has {len(data)} bytes, more than readers accept ({journal.MAX_MANIFEST_BYTES}): shorten metadata"
+        )
+    return data
 
 
 def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = None) -> Manifest:
