@@ -308,7 +308,7 @@ def test_prefill_then_decode_equals_apply(name, scanned):
         positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
         return transformer.extend(params, config, tokens_BT, positions_BT, cache, kv_cache.attend_at(start_B))[:2]
 
-    def dirty(rows, capacity):  # what was never written must weigh nothing
+    def dirty(rows, capacity):  # columns that were never written must weigh nothing
         return jax.tree.map(lambda x: x + 3, kv_cache.create(config, rows, capacity))
 
     prompt_BT = np.where(np.arange(10)[None] < start_B[:, None], tokens_BT[:, :10], 0)
@@ -488,7 +488,7 @@ def test_a_kernel_that_cannot_express_the_layer_is_refused(implementation, T, dt
 
 
 def test_splash_lowers_for_tpu():
-    """To TPU kernels with their gradients, through `apply`, on a machine without one."""
+    """Lowers to TPU kernels with their gradients, through `apply`, on a machine without one."""
     config = dataclasses.replace(
         FAMILIES["qwen3"], attention="splash", num_heads=2, num_kv_heads=1, head_dim=128, dtype="bfloat16"
     )

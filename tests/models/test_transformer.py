@@ -233,7 +233,7 @@ def extend(params, config, tokens_BT, start_B, cache):
 
 
 def empty_cache():
-    """Longer than needed: what was never written must weigh nothing, so it is not zero either."""
+    """Longer than needed: columns that were never written must weigh nothing, so it is not zero either."""
     return jax.tree.map(lambda x: np.full(x.shape, 3.0, x.dtype), kv_cache.create(MIXED, 2, 20))
 
 

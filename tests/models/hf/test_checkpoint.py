@@ -1,6 +1,6 @@
-"""Checkpoints against transformers' own numbers, and what the border refuses.
+"""Checkpoints against transformers' own numbers, and the rejections at the border.
 
-The oracle is fixtures/hf_parity (its README says what is in it): logits, experts, greedy continuations, loss and gradient
+The oracle is fixtures/hf_parity (its README lists the contents): logits, experts, greedy continuations, loss and gradient
 norms that transformers computed. INTELLAX_HF_PARITY names a folder of further variants in the same form.
 """
 
@@ -134,7 +134,9 @@ def test_greedy_decoding_over_the_cache_follows_transformers(name):
             best = jnp.argmax(transformer.logits(params, config, hidden)[0, 0]).astype(jnp.int32)
             return (jnp.full((1, 1), best), cache), (token_11[0, 0], best, hidden[0, 0])
 
-        cache = jax.tree.map(lambda x: x + 3, kv_cache.create(config, 1, T))  # what was never written weighs nothing
+        cache = jax.tree.map(
+            lambda x: x + 3, kv_cache.create(config, 1, T)
+        )  # columns that were never written weigh nothing
         return jax.lax.scan(step, (jnp.zeros((1, 1), jnp.int32), cache), jnp.arange(T))[1]
 
     tokens_T, best_T, hidden_TD = decode(params, prompt_P)
@@ -198,7 +200,7 @@ def test_stacked_layers_load_and_save_as_single_ones_do(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["glm4moe_full", "gpt_oss"])
 def test_tensors_go_straight_to_their_shards(name):
-    """What each device holds is the slice of the whole that its sharding says."""
+    """Checks that each device has the slice of the whole that its sharding names."""
     config, params = hf.load(FOLDERS[name], dtype="float32")
     mesh = mesh_lib.create({"expert": 2, "fsdp": 4})
     shardings = rules.shardings(transformer.specs(config), mesh)
@@ -260,7 +262,7 @@ def test_blocks_are_put_together_as_one_copy_would_be(dtype):
 
 
 def test_a_large_tensor_is_copied_and_given_back_in_pieces(monkeypatch):
-    """Pieces of 40 KB cover the tensor once, whatever the view; what came before a piece may be gone by then."""
+    """Pieces of 40 KB cover the tensor once, for any view; earlier pieces may be gone by then."""
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", 40_000)
     matrix = np.random.default_rng(0).standard_normal((600, 640)).astype(np.float32)
     cube = matrix.reshape(4, 150, 640)
@@ -336,7 +338,7 @@ def test_a_window_that_is_not_used_is_ignored():
 
 
 def test_what_a_file_leaves_out_is_the_default_of_its_family():
-    """As in the config classes of transformers 5."""
+    """Uses the defaults of the config classes of transformers 5."""
     glm, deepseek, oss = (stored(name) for name in ("glm4moe_full", "deepseek_v3", "gpt_oss"))
     named = ("first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
     config = hf_config.read({key: value for key, value in glm.items() if key not in (*named, "head_dim")})

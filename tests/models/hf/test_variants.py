@@ -117,7 +117,7 @@ def folders(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers(name, folders, tmp_path):
-    """As loaded, and as loaded again from what we saved."""
+    """Compares the logits as loaded, and as loaded again from our saved folder."""
     oracle = np.load(folders / name / "oracle.npz")
     hf.save(tmp_path / "again", *hf.load(folders / name))
     for folder in (folders / name, tmp_path / "again"):

@@ -61,7 +61,7 @@ def test_scores_above_the_diagonal_of_blocks_are_not_computed():
         .cost_analysis()
     )
     products = 2 * 2 * 160 * 160 * 8
-    softmax = 10 * 160 * 160  # what XLA counts beside the products, at most
+    softmax = 10 * 160 * 160  # XLA's count in addition to the products, at most
     assert cost["flops"] < 0.63 * (products + softmax)
 
 

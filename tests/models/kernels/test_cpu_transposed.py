@@ -82,7 +82,7 @@ def test_the_whole_tree(tied):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often weights were transposed."""
+    """Returns the number of times that weights were transposed."""
     seen, real = [], cpu_transposed.transpose
     monkeypatch.setattr(cpu_transposed, "transpose", lambda params: seen.append(params) or real(params))
     return seen

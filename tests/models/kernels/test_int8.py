@@ -92,7 +92,7 @@ def test_entries_are_off_by_at_most_half_a_scale_of_their_output(name):
 
 
 def test_scales_are_of_output_channels():
-    """By hand: which dims of each matrix have a scale of their own."""
+    """Lists by hand the dims of each matrix that have a scale of their own."""
     shapes = {path: leaf.scale.shape for path, leaf in matrices(kept("mixed")).items()}
     block = "['layers']['001']"
     assert shapes["['embed']"] == (272, 1)
@@ -136,7 +136,7 @@ def test_half_the_bytes_of_bfloat16(name):
 
 
 def answers(name, tree, mesh=None):
-    """What a scheduler gives; prompts in a batch and in chunks, with log-probabilities of a prompt."""
+    """Compares the output of a scheduler; prompts in a batch and in chunks, with log-probabilities of a prompt."""
     engine = engine_lib.Engine(MODELS[name], CONFIG, tokenizer_lib.byte_chatml(), tree, mesh)
     scheduler = scheduler_lib.Scheduler(engine, tree, 0)
     asks = [

@@ -151,7 +151,7 @@ def test_rows_are_nearly_as_few_as_can_be(lengths):
 def test_every_token_reads_its_own_past_and_carries_what_is_its_own(shapes, rows):
     """A token of a branch occurs once; one of a prompt once per row group that its branches were split into.
 
-    What a token may read is worked out from segments and branches, column by column, and must be its sequence so far.
+    The tokens that a token may read are derived from segments and branches, column by column, and must be its sequence so far.
     """
     trees = make_trees(shapes)
     batch = pack(trees, rows)
