@@ -10,6 +10,7 @@ in a forward pass (token ids, dropout, initializer) are neither read nor written
 """
 
 import dataclasses
+from typing import Any
 
 from models import config as config_lib
 from models.hf import families
@@ -19,6 +20,11 @@ from models.hf import fields as hf_fields
 COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul")
 # Entries that must be whole numbers, in addition to all that begin with num_.
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
+
+# Fields that a model has only if its family sets them.
+ABSENT = dict.fromkeys(("num_experts", "experts_per_token", "expert_ffn_dim", "first_dense_layers"), 0)
+ABSENT |= {"qk_norm": False, "norm_topk": True}
+FIELD_TYPES = {field.name: field.type for field in dataclasses.fields(config_lib.ModelConfig)}
 
 
 def read(hf: dict, **changes) -> config_lib.ModelConfig:
@@ -30,9 +36,9 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     if not isinstance(hf, dict):
         raise ValueError(f"config.json contains a {type(hf).__name__}, not an object")
     model_type = hf.get("model_type")
-    if model_type not in families.READERS:
+    if model_type not in families.FAMILIES:
         raise ValueError(
-            f"model_type {model_type!r} in config.json is not supported; the supported ones are {', '.join(families.READERS)}"
+            f"model_type {model_type!r} in config.json is not supported; the supported ones are {', '.join(families.FAMILIES)}"
         )
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -43,29 +49,28 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
         if type(hf.get(name)) not in (int, type(None)):
             raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number")
+    family = families.FAMILIES[model_type]
+    hf = family.defaults | hf
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = "float32" if dtype == "float16" else dtype  # bfloat16 would lose three bits of its mantissa
-    fields = {
-        "vocab_size": hf_fields.need(hf, "vocab_size"),
-        "model_dim": hf_fields.need(hf, "hidden_size"),
-        "num_layers": hf_fields.need(hf, "num_hidden_layers"),
-        "num_heads": hf_fields.need(hf, "num_attention_heads"),
-        "num_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        "ffn_dim": hf_fields.need(hf, "intermediate_size"),
-        "norm_eps": float(hf_fields.need(hf, "rms_norm_eps")),
-        "qk_norm": False,
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "num_experts": 0,
-        "experts_per_token": 0,
-        "expert_ffn_dim": 0,
-        "first_dense_layers": 0,
-        "norm_topk": True,
-        "param_dtype": dtype,
-        "dtype": dtype,
-        "remat": "none",
-        "max_positions": hf.get("max_position_embeddings") or 0,
-    }
-    return config_lib.ModelConfig(**fields | families.READERS[model_type](hf) | changes)
+    fields = ABSENT | {"param_dtype": dtype, "dtype": dtype, "remat": "none", "family": family.name}
+    fields |= {field: _entry(hf, field, names) for field, names in (families.COMMON | family.entries).items()}
+    fields |= {"head_dim": hf_fields.head_dim(hf)} | family.fixed
+    if "activation" not in fields:
+        fields["activation"] = hf_fields.activation(hf, family.activation)
+    fields |= hf_fields.rope(hf, family.rope, family.rope_theta, may_be_partial=model_type == "glm4_moe")
+    return config_lib.ModelConfig(**fields | family.read(hf) | changes)
+
+
+def _entry(hf: dict, field: str, names: str) -> Any:
+    """Returns the value of a field from the first of its entries that is in use."""
+    *preferred, last = names.split()
+    name = next((name for name in preferred if hf.get(name)), last)
+    kind = FIELD_TYPES[field]
+    if kind is bool:
+        return bool(hf.get(name))
+    value = hf.get(name) or families.EMPTY.get(name, hf.get(name))
+    return kind(hf_fields.need({name: value}, name)) if kind is float else hf_fields.need({name: value}, name)
 
 
 def write(config: config_lib.ModelConfig) -> dict:
@@ -74,45 +79,40 @@ def write(config: config_lib.ModelConfig) -> dict:
     Raises:
       ValueError: the config's family cannot express it; the message names the fields.
     """
-    family = config.family
-    names = ", ".join(repr(name) for name, moe in families.MODEL_TYPES if moe == (config.num_experts > 0))
-    if (family, config.num_experts > 0) not in families.MODEL_TYPES:
-        kind = "mixtures of experts" if config.num_experts else "dense models"
-        raise ValueError(f"model.family = {family!r} has no {kind}; set model.family to one of {names}")
-    model_type, architecture = families.MODEL_TYPES[family, config.num_experts > 0]
-    hf = {
+    is_moe = config.num_experts > 0
+    candidates = {
+        key: family for key, family in families.FAMILIES.items() if ("num_experts" in family.entries) == is_moe
+    }
+    names = ", ".join(repr(family.name) for family in candidates.values())
+    model_type = next((key for key, family in candidates.items() if family.name == config.family), None)
+    if model_type is None:
+        kind = "mixtures of experts" if is_moe else "dense models"
+        raise ValueError(f"model.family = {config.family!r} has no {kind}; set model.family to one of {names}")
+    family = candidates[model_type]
+    hf = {name.split()[0]: getattr(config, field) for field, name in (families.COMMON | family.entries).items()}
+    hf |= {
         "model_type": model_type,
-        "architectures": [architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.model_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "architectures": [family.architecture],
         "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.param_dtype,
         "rope_theta": config.rope_theta,
         "rope_scaling": hf_fields.write_rope_scaling(config),
+        family.activation: "gelu_pytorch_tanh" if config.activation == "gelu" else "silu",
     }
-    if config.max_positions:
-        hf["max_position_embeddings"] = config.max_positions
-    hf["hidden_activation" if family == "gemma3" else "hidden_act"] = (
-        "gelu_pytorch_tanh" if config.activation == "gelu" else "silu"
-    )
+    if not config.max_positions:
+        del hf["max_position_embeddings"]
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
-    if any(slides) or family in ("gpt_oss", "gemma3"):  # without layer_types, these two have sliding layers
+    if any(slides) or family.name in ("gpt_oss", "gemma3"):  # without layer_types, these two have sliding layers
         full, sliding = hf_fields.LAYER_TYPES
         hf["layer_types"] = [sliding if slides_here else full for slides_here in slides]
     if any(slides):
         hf["sliding_window"] = config.window
-    hf |= families.WRITERS[family](config)
+    hf |= family.write(config)
 
     lost = _differences(config, read(hf))
     if lost:
         raise ValueError(
-            f"a checkpoint of family {family!r} cannot express {'; '.join(lost)}; set model.family to "
+            f"a checkpoint of family {family.name!r} cannot express {'; '.join(lost)}; set model.family to "
             f"one of {names} that can, or change these fields"
         )
     return hf

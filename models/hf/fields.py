@@ -12,13 +12,13 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
 
-def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = False) -> dict:
-    """Returns the fields of rotary positions. `default_theta` is the family's in transformers.
+def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool) -> dict:
+    """Returns the fields of rotary positions. The defaults are those of the family.
 
     Raises:
       ValueError: the scaling is not supported, or only a fraction of each head rotates and not `may_be_partial`.
     """
-    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or default
     if not isinstance(stated, dict):
         raise ValueError(
             f"rope_scaling {stated!r} in config.json is not an object such as {{'rope_type': 'yarn', ...}}"
@@ -36,10 +36,9 @@ def rope(hf: dict, default_theta: float = 10000.0, *, may_be_partial: bool = Fal
                 "1.0 is"
             )
     kind = stated.get("rope_type") or stated.get("type") or "default"
-    fields = {
-        "rope_theta": float(stated.get("rope_theta") or hf.get("rope_theta") or default_theta),
-        "rope_local_theta": float(local.get("rope_theta", 10000.0)) if is_nested else 0.0,
-    }
+    fields: dict = {"rope_theta": float(stated.get("rope_theta") or hf.get("rope_theta") or default_theta)}
+    if is_nested:
+        fields["rope_local_theta"] = float(local.get("rope_theta", 10000.0))
     if kind == "default":
         return fields
     if kind not in ("linear", "llama3", "yarn"):
@@ -115,6 +114,11 @@ def _shortest_cycle(sliding: list[bool]) -> str:
     return "".join("FS"[s] for s in sliding[:period])
 
 
+def head_dim(hf: dict) -> int:
+    """Returns the dims of a head: the entry `head_dim`, or an equal share of the model's."""
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
 def need(hf: dict, key: str, where: str = "config.json") -> Any:
     """Returns an entry; raises ValueError if it is absent or null."""
     if hf.get(key) is None:
@@ -122,7 +126,7 @@ def need(hf: dict, key: str, where: str = "config.json") -> Any:
     return hf[key]
 
 
-def activation(hf: dict, key: str = "hidden_act") -> str:
+def activation(hf: dict, key: str) -> str:
     """Returns `ModelConfig.activation` for the entry `key`; raises ValueError if it is not supported."""
     name = hf.get(key, "silu")
     if name not in ACTIVATIONS:
