@@ -55,7 +55,7 @@ def memory(B: int, T: int, D: int, V: int) -> bool:
         used[name] = step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     # Per token: its predictor in bfloat16 and the gradient of that in float32, each twice (order of tokens, order of
     # columns), and a dozen scalars. Per chunk: four arrays of its logits, and three of its columns of the head.
-    chunk = 4 * 4 * logprobs.CHUNK_LOGITS + 3 * 4 * D * 8192
+    chunk = 4 * 4 * logprobs.CHUNK_LOGITS + 3 * 4 * D * logprobs.VOCAB_CHUNK
     bound = B * T * (2 * (2 + 4) * D + 12 * 4) + chunk
     print(f"[{B}, {T}] tokens, D {D}, V {V}: temporaries of value and gradient, {jax.default_backend()}")
     print(f"  all logits in float32  {4 * B * T * V / GIB:8.2f} GiB")

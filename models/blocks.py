@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.nn import initializers
 
 from models import config as config_lib
 from models import layers, moe
@@ -79,11 +80,7 @@ def run(
 
 
 def _attention(params, config, h_BTD, attend, rotation, sliding) -> jax.Array:
-    def heads(name):
-        x_BTHC = layers.project(h_BTD, params[name].astype(h_BTD.dtype))
-        return x_BTHC + _broadcast(params[f"{name}_bias"], x_BTHC) if config.qkv_bias else x_BTHC
-
-    q_BTHC, k_BTKC, v_BTKC = heads("q"), heads("k"), heads("v")
+    q_BTHC, k_BTKC, v_BTKC = (_project(params, config, name, h_BTD) for name in ("q", "k", "v"))
     if config.qk_norm:
         q_BTHC = layers.rms_norm(q_BTHC, params["q_norm"], config.norm_eps, config.norm)
         k_BTKC = layers.rms_norm(k_BTKC, params["k_norm"], config.norm_eps, config.norm)
@@ -101,19 +98,15 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     dtype, N = h_BTD.dtype, config.head_dim - config.rope_dim
     weights = {name: param.astype(dtype) for name, param in params.items()}
 
-    def down(name):
-        x = layers.project(h_BTD, weights[name])
-        return x + _broadcast(params[f"{name}_bias"], x) if config.qkv_bias else x
-
     def latent_norm(x, name):
         return layers.rms_norm(x, params[name], LATENT_NORM_EPS, config.norm)
 
     q_in, q_kernel = h_BTD, "q"
     if config.q_latent_dim:
-        q_in, q_kernel = latent_norm(down("q_down"), "q_latent_norm"), "q_up"
+        q_in, q_kernel = latent_norm(_project(params, config, "q_down", h_BTD), "q_latent_norm"), "q_up"
     q_BTHC = layers.project(q_in, weights[q_kernel])
-    latent_BTR = latent_norm(down("kv_down"), "kv_latent_norm")
-    k_BT1P = down("k_rope")[:, :, None]
+    latent_BTR = latent_norm(_project(params, config, "kv_down", h_BTD), "kv_latent_norm")
+    k_BT1P = _project(params, config, "k_rope", h_BTD)[:, :, None]
     q_BTHP = layers.rotate(q_BTHC[..., N:], rotation, interleaved=config.rope_interleaved)
     k_BT1P = layers.rotate(k_BT1P, rotation, interleaved=config.rope_interleaved)
     options = _options(params, config, sliding)
@@ -128,6 +121,11 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     k_BTHP = jnp.broadcast_to(k_BT1P, (*k_BTHN.shape[:3], k_BT1P.shape[-1]))
     q_BTHC = jnp.concatenate([q_BTHC[..., :N], q_BTHP], axis=-1)
     return attend(q_BTHC, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), v_BTHV, **options)
+
+
+def _project(params, config, name: str, x) -> jax.Array:
+    out = layers.project(x, params[name].astype(x.dtype))
+    return out + _broadcast(params[f"{name}_bias"], out) if config.qkv_bias else out
 
 
 def _options(params, config, sliding: bool) -> dict:
@@ -150,93 +148,75 @@ def _broadcast(bias, like) -> jax.Array:
 
 def _attention_specs(config) -> Params:
     D, H, K, C = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
-    sizes = {"q": (H, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
-    tree = {name: kernel(config, (D, n, C), ("model", axis, "head_dim"), D) for name, (n, axis) in sizes.items()}
-    tree["o"] = kernel(config, (H, C, D), ("heads", "head_dim", "model"), H * C)
+    heads = {"q": {"heads": H}, "k": {"kv_heads": K}, "v": {"kv_heads": K}}
+    tree = {name: kernel(config, D, model=D, **dim, head_dim=C) for name, dim in heads.items()}
+    tree["o"] = kernel(config, H * C, heads=H, head_dim=C, model=D)
     if config.qkv_bias:
-        tree |= {f"{name}_bias": _bias(config, (n, C), (axis, "head_dim")) for name, (n, axis) in sizes.items()}
+        tree |= {f"{name}_bias": _bias(config, **dim, head_dim=C) for name, dim in heads.items()}
     if config.out_bias:
-        tree["o_bias"] = _bias(config, (D,), ("norm",))
+        tree["o_bias"] = _bias(config, norm=D)
     if config.qk_norm:
         tree |= {"q_norm": scale(config, C), "k_norm": scale(config, C)}
     if config.sinks:
-        tree["sinks"] = _bias(config, (H,), ("heads",))
+        tree["sinks"] = _bias(config, heads=H)
     return tree
 
 
 def _latent_attention_specs(config) -> Params:
     D, H, C, V = config.model_dim, config.num_heads, config.head_dim, config.v_dim
     R, P, Q = config.kv_latent_dim, config.rope_dim, config.q_latent_dim
-    up = ("model", "heads", "head_dim")
-    tree = {
-        "kv_down": kernel(config, (D, R), ("model", "head_dim"), D),
-        "kv_latent_norm": scale(config, R),
-        "k_rope": kernel(config, (D, P), ("model", "head_dim"), D),
-        "k_up": kernel(config, (R, H, C - P), up, R),
-        "v_up": kernel(config, (R, H, V), up, R),
-        "o": kernel(config, (H, V, D), ("heads", "head_dim", "model"), H * V),
-    }
+
+    def up(latent, size):
+        return kernel(config, latent, model=latent, heads=H, head_dim=size)
+
+    downs = {"kv_down": R, "k_rope": P} | ({"q_down": Q} if Q else {})
+    tree = {name: kernel(config, D, model=D, head_dim=size) for name, size in downs.items()}
+    tree |= {"kv_latent_norm": scale(config, R), "k_up": up(R, C - P), "v_up": up(R, V)}
+    tree |= {"q_latent_norm": scale(config, Q), "q_up": up(Q, C)} if Q else {"q": up(D, C)}
+    tree["o"] = kernel(config, H * V, heads=H, head_dim=V, model=D)
     if config.out_bias:
-        tree["o_bias"] = _bias(config, (D,), ("norm",))
+        tree["o_bias"] = _bias(config, norm=D)
     if config.qkv_bias:  # of the projections that make latents, and of the shared key
-        sizes = {"kv_down_bias": R, "k_rope_bias": P} | ({"q_down_bias": Q} if Q else {})
-        tree |= {name: _bias(config, (size,), ("head_dim",)) for name, size in sizes.items()}
-    if not Q:
-        return tree | {"q": kernel(config, (D, H, C), up, D)}
-    return tree | {
-        "q_down": kernel(config, (D, Q), ("model", "head_dim"), D),
-        "q_latent_norm": scale(config, Q),
-        "q_up": kernel(config, (Q, H, C), up, Q),
-    }
+        tree |= {f"{name}_bias": _bias(config, head_dim=size) for name, size in downs.items()}
+    return tree
 
 
 def _moe_specs(config) -> Params:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-    tree: Params = {
-        "router": kernel(config, (D, E), ("model", "router"), D),
-        "gate": kernel(config, (E, D, F), moe.AXES["gate"], D),
-        "up": kernel(config, (E, D, F), moe.AXES["up"], D),
-        "down": kernel(config, (E, F, D), moe.AXES["down"], F),
-    }
-    if config.expert_bias:
-        shapes = {"gate_bias": (E, F), "up_bias": (E, F), "down_bias": (E, D)}
-        tree |= {name: _bias(config, shape, moe.AXES[name]) for name, shape in shapes.items()}
+    tree = _ffn_specs(config, F, "expert_ffn", bias=config.expert_bias, experts=E)
+    tree["router"] = kernel(config, D, model=D, router=E)
     if config.router_bias:
-        tree["router_bias"] = _bias(config, (E,), ("router",))
+        tree["router_bias"] = _bias(config, router=E)
     if config.router_correction:  # float32 at any param_dtype: steps of 1e-3 would vanish in bfloat16
-        tree["correction"] = rules.ParamSpec((E,), "float32", ("router",), _zeros)
+        tree["correction"] = rules.ParamSpec((E,), "float32", ("router",), initializers.zeros)
     if config.num_shared_experts:
         tree["shared"] = _ffn_specs(config, F * config.num_shared_experts, bias=False)
     return tree
 
 
-def _ffn_specs(config, F: int, *, bias: bool) -> Params:
-    D = config.model_dim
-    tree = {
-        "gate": kernel(config, (D, F), ("model", "ffn"), D),
-        "up": kernel(config, (D, F), ("model", "ffn"), D),
-        "down": kernel(config, (F, D), ("ffn", "model"), F),
-    }
+def _ffn_specs(config, F: int, axis: str = "ffn", *, bias: bool, **experts: int) -> Params:
+    D, ffn = config.model_dim, {axis: F}
+    tree: Params = {name: kernel(config, D, **experts, model=D, **ffn) for name in ("gate", "up")}
+    tree["down"] = kernel(config, F, **experts, **ffn, model=D)
     if bias:
-        tree |= {name: _bias(config, (F,), ("ffn",)) for name in ("gate_bias", "up_bias")}
-        tree["down_bias"] = _bias(config, (D,), ("norm",))
+        tree |= {name: _bias(config, **experts, **ffn) for name in ("gate_bias", "up_bias")}
+        tree["down_bias"] = _bias(config, **experts, norm=D)
     return tree
 
 
-def kernel(
-    config: config_lib.ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int
-) -> rules.ParamSpec:
-    """Returns the spec of a matrix with logical dims `axes`, drawn so that it keeps the variance of its input."""
-    return rules.ParamSpec(shape, config.param_dtype, axes, Normal(fan_in))
-
-
-def _bias(config, shape, axes) -> rules.ParamSpec:
-    return rules.ParamSpec(shape, config.param_dtype, axes, _zeros)
+def kernel(config: config_lib.ModelConfig, fan_in: int, **dims: int) -> rules.ParamSpec:
+    """Returns the spec of a matrix with these logical dims, drawn so that it keeps the variance of its input."""
+    return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), Normal(fan_in))
 
 
 def scale(config: config_lib.ModelConfig, dim: int) -> rules.ParamSpec:
     """Returns the spec of a norm's scale, drawn so that the norm starts as the plain one."""
-    return rules.ParamSpec((dim,), config.param_dtype, ("norm",), _zeros if config.norm == "rms_plus_one" else _ones)
+    draw = initializers.zeros if config.norm == "rms_plus_one" else initializers.ones
+    return rules.ParamSpec((dim,), config.param_dtype, ("norm",), draw)
+
+
+def _bias(config, **dims: int) -> rules.ParamSpec:
+    return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), initializers.zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,13 +229,3 @@ class Normal:
         """Returns an array of draws."""
         # 0.8796: standard deviation of a unit normal truncated at +-2
         return (jax.random.truncated_normal(key, -2, 2, shape) * (self.fan_in**-0.5 / 0.8796)).astype(dtype)
-
-
-def _ones(key, shape, dtype):
-    del key
-    return jnp.ones(shape, dtype)
-
-
-def _zeros(key, shape, dtype):
-    del key
-    return jnp.zeros(shape, dtype)

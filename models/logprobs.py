@@ -19,7 +19,6 @@ a device's, or a chunk's).
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from sharding import rules
 
 MASKED = -1e30  # finite: exp gives 0, and 0 times it is 0, where -inf would give NaN
 CHUNK_LOGITS = 2**23  # logits that exist at a time: 32 MiB in float32
+VOCAB_CHUNK = 8192  # columns per chunk, at most
 
 
 def token_logprobs(
@@ -42,8 +42,6 @@ def token_logprobs(
     *,
     predictors_BT: jax.Array | None = None,
     entropy_gradient: bool = False,
-    chunk: int | None = None,
-    vocab_chunk: int = 8192,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
 
@@ -57,36 +55,25 @@ def token_logprobs(
       temperature_BT: the temperature each token was sampled at; values <= 0 (greedy) count as 1.
       predictors_BT: the column whose hidden state predicts the token; the one before it when None.
       entropy_gradient: True gives the entropy a gradient, for an entropy bonus.
-      chunk: tokens per chunk, of the B x T of a device; as many as `CHUNK_LOGITS` allows when None.
-      vocab_chunk: columns per chunk, of the vocabulary of a device.
-
-    Raises:
-      ValueError: a chunk is below 1.
     """
-    for name, value in (("chunk", chunk), ("vocab_chunk", vocab_chunk)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} = {value}: set it to at least 1")
     T = tokens_BT.shape[1]
     column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens_BT.shape)
     if predictors_BT is None:
         predictors_BT = column_BT - 1
     name = "embed" if config.tie_embeddings else "lm_head"
-    head = _Head.of(config, name, entropy_gradient, chunk, vocab_chunk)
+    head = _Head.of(config, name, entropy_gradient)
     temperature_BT = jnp.where(temperature_BT > 0, temperature_BT, 1.0)
-    logp_BT, entropy_BT = _score(
-        head, hidden_BTD, params[name], tokens_BT, temperature_BT, jnp.maximum(predictors_BT, 0)
-    )
+    predictors_BT = jnp.maximum(predictors_BT, 0)
+    logp_BT, entropy_BT = _score(head, hidden_BTD, params[name], predictors_BT, temperature_BT, tokens_BT)
     return jnp.where(column_BT > 0, logp_BT, 0.0), jnp.where(column_BT > 0, entropy_BT, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """The static part of a call: the layout of the head in memory and on the mesh, and its chunks."""
+    """The static part of a call: the layout of the head in memory and on the mesh."""
 
     vocab_dim: int  # the kernel's dim of the vocabulary: 0 when the embedding is the head
     entropy_gradient: bool
-    chunk: int | None
-    vocab_chunk: int
     softcap: float  # logits = cap tanh(logits / cap); 0: off
     # Mesh axes over which each of them is split; empty without a mesh.
     batch_axes: tuple[str, ...] = ()
@@ -95,13 +82,13 @@ class _Head:
     vocab_axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config, name, entropy_gradient, chunk, vocab_chunk) -> "_Head":
+    def of(cls, config, name, entropy_gradient) -> "_Head":
         vocab_dim = transformer.specs(config)[name].logical_axes.index("vocab")
         mesh = rules.several_devices()
         split = () if mesh is None else tuple(axis for axis, size in mesh.shape.items() if size > 1)
         dims = ("batch", "sequence", "model", "vocab")
         axes = (tuple(axis for axis in rules.RULES[dim] if axis in split) for dim in dims)
-        return cls(vocab_dim, entropy_gradient, chunk, vocab_chunk, config.final_softcap, *axes)
+        return cls(vocab_dim, entropy_gradient, config.final_softcap, *axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -125,10 +112,8 @@ class _Head:
             check_vma=False,
         )
 
-    # The vocabulary, a chunk at a time.
-
-    def num_chunks(self, kernel: jax.Array) -> int:
-        return -(-kernel.shape[self.vocab_dim] // self.vocab_chunk)
+    def num_chunks(self, kernel) -> int:
+        return -(-kernel.shape[self.vocab_dim] // VOCAB_CHUNK)
 
     def chunk_size(self, kernel) -> int:
         """Returns the columns per chunk, in whole TPU lanes of 128; the last chunk overlaps the one before it."""
@@ -178,15 +163,14 @@ class _Head:
         return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size)
 
 
-def _score_tokens(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT) -> tuple:
-    return _score_forward(head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT) -> tuple:
+    return _score_forward(head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT)[0]
 
 
-def _score_forward(head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
-    forward = head.over_mesh(_forward, "hkttt", "ttt")
-    logp_BT, entropy_BT, log_norm_BT = forward(hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT)
-    residuals = hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT, log_norm_BT, entropy_BT
-    return (logp_BT, entropy_BT), residuals
+def _score_forward(head, *args):
+    logp_BT, entropy_BT, log_norm_BT = head.over_mesh(_forward, "hkttt", "ttt")(*args)
+    return (logp_BT, entropy_BT), (*args, log_norm_BT, entropy_BT)
 
 
 def _score_backward(head, residuals, cotangents):
@@ -194,14 +178,13 @@ def _score_backward(head, residuals, cotangents):
     return d_hidden_BTD, d_kernel, None, None, None
 
 
-_score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 
-def _forward(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predictors_BT):
+def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT):
     """Returns (logp, entropy, log normalizer) of this device's tokens, [B, T]."""
-    cut = _Cut.of(head, kernel, tokens_BT)
-    hidden_NMD = cut.hidden(hidden_BTD, predictors_BT)
+    cut = _Cut.of(head, kernel, temperature_BT)
+    hidden_NMD = _predictors(head, cut, predictors_BT, hidden_BTD)
     tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
 
     def over_vocabulary(i, stats):
@@ -238,28 +221,16 @@ def _forward(head: _Head, hidden_BTD, kernel, tokens_BT, temperature_BT, predict
     return cut.join(logp_NM), cut.join(entropy_NM), cut.join(max_NM + log_sum_NM)
 
 
-def _backward(
-    head: _Head,
-    hidden_BTD,
-    kernel,
-    tokens_BT,
-    temperature_BT,
-    predictors_BT,
-    log_norm_BT,
-    entropy_BT,
-    d_logp_BT,
-    d_entropy_BT,
-):
+def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *others_BT):
     """Returns the gradients of this device's part of the hidden states and of the kernel.
 
     With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
         d logp / dz_v = [v is the token] - p_v        dH / dz_v = -p_v (log p_v + H)
     """
-    cut = _Cut.of(head, kernel, tokens_BT)
-    hidden_NMD, dtype = cut.hidden(hidden_BTD, predictors_BT), hidden_BTD.dtype
-    tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
-    log_norm_NM, entropy_NM = cut.split(log_norm_BT), cut.split(entropy_BT)
-    d_logp_NM, d_entropy_NM = cut.split(d_logp_BT), cut.split(d_entropy_BT)
+    cut = _Cut.of(head, kernel, temperature_BT)
+    hidden_NMD, dtype = _predictors(head, cut, predictors_BT, hidden_BTD), hidden_BTD.dtype
+    temperature_NM = cut.split(temperature_BT, fill=1)
+    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(cut.split, others_BT)
 
     def over_vocabulary(i, carry):
         d_hidden_NMD, d_kernel = carry
@@ -287,24 +258,25 @@ def _backward(
     d_hidden_NMD, d_kernel = _loop(head.num_chunks(kernel), over_vocabulary, blank)
     if head.vocab_axes:
         d_hidden_NMD = jax.lax.psum(d_hidden_NMD, head.vocab_axes)
-    return cut.d_hidden(d_hidden_NMD, hidden_BTD, predictors_BT), d_kernel
+    gather = functools.partial(_predictors, head, cut, predictors_BT)
+    (d_hidden_BTD,) = jax.linear_transpose(gather, jax.ShapeDtypeStruct(hidden_BTD.shape, jnp.float32))(d_hidden_NMD)
+    return d_hidden_BTD.astype(dtype), d_kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """The division of this device's tokens [B, T] into N chunks of M."""
 
-    head: _Head
     shape: tuple[int, int]  # (B, T)
     size: int  # M
     num_chunks: int  # N
 
     @classmethod
-    def of(cls, head: _Head, kernel, tokens_BT) -> "_Cut":
-        B, T = tokens_BT.shape
-        limit = head.chunk or max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
+    def of(cls, head: _Head, kernel, x_BT) -> "_Cut":
+        B, T = x_BT.shape
+        limit = max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
         num_chunks = max(-(-B * T // limit), 1)
-        return cls(head, (B, T), -(-B * T // num_chunks), num_chunks)
+        return cls((B, T), -(-B * T // num_chunks), num_chunks)
 
     def split(self, x_BT, fill=0):
         """Returns [B, T] as [N, M]; entries that fill the last chunk get no gradient, because their cotangent is 0."""
@@ -316,29 +288,13 @@ class _Cut:
         B, T = self.shape
         return x_NM.reshape(-1)[: B * T].reshape(B, T)
 
-    def hidden(self, hidden_BTD, predictors_BT):
-        """Returns the predictors of the tokens, [N, M, D]."""
-        if self.head.context_axes:
-            hidden_BTD = jax.lax.all_gather(hidden_BTD, self.head.context_axes, axis=1, tiled=True)
-        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self._rows(predictors_BT)]
 
-    def d_hidden(self, d_hidden_NMD, hidden_BTD, predictors_BT):
-        """Returns the transpose of `hidden`: a state that predicts several tokens gets the sum of their gradients."""
-        B, T, D = hidden_BTD.shape
-        d_RD = jnp.zeros((B * T * self._context, D), jnp.float32).at[self._rows(predictors_BT)].add(d_hidden_NMD)
-        d_BTD = d_RD.reshape(B, T * self._context, D)
-        if self.head.context_axes:
-            d_BTD = jax.lax.psum_scatter(d_BTD, self.head.context_axes, scatter_dimension=1, tiled=True)
-        return d_BTD.astype(hidden_BTD.dtype)
-
-    def _rows(self, predictors_BT):
-        """Returns the rows of the predictors, [N, M], in the hidden states of the whole context as a matrix."""
-        B, T = self.shape
-        return self.split(predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * (T * self._context))
-
-    @property
-    def _context(self) -> int:
-        return math.prod(jax.lax.axis_size(axis) for axis in self.head.context_axes)
+def _predictors(head: _Head, cut: _Cut, predictors_BT, hidden_BTD) -> jax.Array:
+    """Returns the hidden states that predict the tokens, [N, M, D]; linear in `hidden_BTD`."""
+    if head.context_axes:
+        hidden_BTD = jax.lax.all_gather(hidden_BTD, head.context_axes, axis=1, tiled=True)
+    B, T, D = hidden_BTD.shape
+    return hidden_BTD.reshape(-1, D)[cut.split(predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * T)]
 
 
 def _loop(num: int, body, carry):

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from models import config as config_lib
 from models import layers, moe_experts
 
-AXES = moe_experts.AXES
-
 
 class Routing(NamedTuple):
     """The decisions of one layer's router; arrays of several layers have a leading L."""

@@ -9,14 +9,13 @@
 
 All model families run through this one block; the fields of `ModelConfig` select the differences. With
 `config.scan_layers`, layers of one kind are stacked and scanned: their parameters have a leading dim. `stacks` maps the
-keys of `params["layers"]` to layers; `stack` and `unstack` convert between the two trees.
+keys of `params["layers"]` to layers.
 
 Letters: B sequences, T tokens, S cache length, D model, H query heads, K key heads, C head dim (V of values), F ffn,
 R latent dim, N plain and P rotated dims of a latent head, E experts, X experts per token, L layers, V vocabulary.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -36,17 +35,12 @@ def specs(config: config_lib.ModelConfig) -> Params:
     """Returns the tree of `ParamSpec`: each parameter's shape, dtype, logical dims and initializer."""
     D, V = config.model_dim, config.vocab_size
     tree = {
-        "embed": blocks.kernel(config, (V, D), ("vocab", "model"), D),  # unit-variance logits when the head is tied
-        "layers": {key: blocks.specs(config, indices[0]) for key, indices in stacks(config).items()},
+        "embed": blocks.kernel(config, D, vocab=V, model=D),  # unit-variance logits when the head is tied
+        "layers": {key: _layer_specs(config, indices) for key, indices in stacks(config).items()},
         "final_norm": blocks.scale(config, D),
     }
     if not config.tie_embeddings:
-        tree["lm_head"] = blocks.kernel(config, (D, V), ("model", "vocab"), D)
-    if config.scan_layers:
-        tree["layers"] = {
-            key: jax.tree.map(functools.partial(_stacked, len(indices)), tree["layers"][key], is_leaf=rules.is_spec)
-            for key, indices in stacks(config).items()
-        }
+        tree["lm_head"] = blocks.kernel(config, D, model=D, vocab=V)
     return tree
 
 
@@ -58,7 +52,7 @@ def abstract(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = No
 def init(key: jax.Array, config: config_lib.ModelConfig) -> Params:
     """Draws the parameters. Each one's key is folded from its path, so adding a layer changes no other parameter.
 
-    Stacked layers are drawn like single ones: `init` of the scanned config equals `stack` of the other's `init`.
+    Stacked layers are drawn like single ones, so `config.scan_layers` changes no value.
     """
 
     def draw(path, spec):
@@ -112,8 +106,7 @@ def apply(
     B, T = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.ones((B, T), jnp.int32)
+    segment_ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids_BT is None else segment_ids_BT
     packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
     rotations = _rotations(config, positions_BT)
 
@@ -121,16 +114,9 @@ def apply(
         return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, implementation=config.attention, **options)
 
     def block(block_params, x_BTD, entry, experts_BTX, sliding):
-        x_BTD, routing = blocks.run(
-            block_params,
-            config,
-            checkpoint_name(x_BTD, "block_input"),
-            attend,
-            rotations[sliding],
-            sliding=sliding,
-            experts_BTX=experts_BTX,
-            valid_BT=segment_ids_BT != 0,
-        )
+        options = {"sliding": sliding, "experts_BTX": experts_BTX, "valid_BT": segment_ids_BT != 0}
+        x_BTD = checkpoint_name(x_BTD, "block_input")
+        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend, rotations[sliding], **options)
         return x_BTD, entry, routing
 
     x_BTD = _embed(params, config, tokens_BT)
@@ -165,16 +151,8 @@ def extend(
             out_BTHV, entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options)
             return out_BTHV
 
-        x_BTD, routing = blocks.run(
-            block_params,
-            config,
-            x_BTD,
-            attend,
-            rotations[sliding],
-            sliding=sliding,
-            absorbed=True,
-            experts_BTX=experts_BTX,
-        )
+        options = {"sliding": sliding, "absorbed": True, "experts_BTX": experts_BTX}
+        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend, rotations[sliding], **options)
         return x_BTD, entry, routing
 
     return _run_layers(block, params, config, _embed(params, config, tokens_BT), cache, experts_LBTX)
@@ -185,12 +163,12 @@ def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array
     kernel_DV = head(params).astype(hidden_BTD.dtype)
     if isinstance(kernel_DV, cpu_transposed.Transposed):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
-    elif isinstance(kernel_DV, int8.Quantized):
-        integers_DV = kernel_DV.values.astype(hidden_BTD.dtype)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, integers_DV, preferred_element_type=jnp.float32)
-        logits_BTV = int8.scaled(logits_BTV, kernel_DV.scale)
     else:
-        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
+        scale, values_DV = None, kernel_DV
+        if isinstance(kernel_DV, int8.Quantized):
+            scale, values_DV = kernel_DV.scale, kernel_DV.values.astype(hidden_BTD.dtype)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, values_DV, preferred_element_type=jnp.float32)
+        logits_BTV = logits_BTV if scale is None else int8.scaled(logits_BTV, scale)
     if config.final_softcap:
         logits_BTV = config.final_softcap * jnp.tanh(logits_BTV / config.final_softcap)
     return logits_BTV
@@ -207,28 +185,22 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
     Without `config.scan_layers` each layer has its own key. With it, the layers of a stack share the key of the first one.
     A pattern of several kinds (Gemma's five sliding layers and a full one) is one scan, with one stack per place in it.
     """
-    return _repeats(config) if config.scan_layers else {f"{index:03d}": [index] for index in range(config.num_layers)}
-
-
-def stack(params: Params, config: config_lib.ModelConfig) -> Params:
-    """Converts a tree of single layers to the tree that `config` reads with `scan_layers`."""
-    single = params["layers"]
-    return params | {
-        "layers": {
-            key: jax.tree.map(lambda *x: jnp.stack(x), *(single[f"{index:03d}"] for index in indices))
-            for key, indices in _repeats(config).items()
-        }
-    }
-
-
-def unstack(params: Params, config: config_lib.ModelConfig) -> Params:
-    """Converts a tree of stacked layers to one of single layers; the inverse of `stack`."""
-    single = {
-        f"{index:03d}": jax.tree.map(lambda x, n=n: x[n], params["layers"][key])
-        for key, indices in _repeats(config).items()
-        for n, index in enumerate(indices)
-    }
-    return params | {"layers": dict(sorted(single.items()))}
+    if not config.scan_layers:
+        return {f"{index:03d}": [index] for index in range(config.num_layers)}
+    kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
+    out, start = {}, 0
+    while start < len(kinds):  # the longest repeated pattern from here on
+        period, repeats = 1, 1
+        for p in range(1, (len(kinds) - start) // 2 + 1):
+            unit, r = kinds[start : start + p], 1
+            while kinds[start + r * p : start + (r + 1) * p] == unit:
+                r += 1
+            if r > 1 and p * r > period * repeats:
+                period, repeats = p, r
+        for j in range(period):
+            out[f"{start + j:03d}"] = [start + j + n * period for n in range(repeats)]
+        start += period * repeats
+    return out
 
 
 def _embed(params, config, tokens_BT):
@@ -307,24 +279,6 @@ def _scans(config) -> list[dict[str, list[int]]]:
     return out
 
 
-def _repeats(config) -> dict[str, list[int]]:
-    """Groups layers into stacks: the longest repeated pattern of kinds from each start on, one stack per place in it."""
-    kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
-    out, start = {}, 0
-    while start < len(kinds):
-        period, repeats = 1, 1
-        for p in range(1, (len(kinds) - start) // 2 + 1):
-            unit, r = kinds[start : start + p], 1
-            while kinds[start + r * p : start + (r + 1) * p] == unit:
-                r += 1
-            if r > 1 and p * r > period * repeats:
-                period, repeats = p, r
-        for j in range(period):
-            out[f"{start + j:03d}"] = [start + j + n * period for n in range(repeats)]
-        start += period * repeats
-    return out
-
-
 def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
     """Wraps `block` so that the backward pass recomputes the parts that `config.remat` names; its last argument is static."""
     policies = jax.checkpoint_policies
@@ -345,8 +299,15 @@ def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
     return jax.checkpoint(block, policy=policy, prevent_cse=not config.scan_layers, static_argnums=4)
 
 
-def _stacked(num_layers: int, spec: rules.ParamSpec) -> rules.ParamSpec:
-    return dataclasses.replace(spec, shape=(num_layers, *spec.shape), logical_axes=("layers", *spec.logical_axes))
+def _layer_specs(config, indices: list[int]) -> Params:
+    """Returns the specs of the layers `indices`, which are equal; stacked with `scan_layers`."""
+
+    def stacked(spec):
+        axes = ("layers", *spec.logical_axes)
+        return dataclasses.replace(spec, shape=(len(indices), *spec.shape), logical_axes=axes)
+
+    layer = blocks.specs(config, indices[0])
+    return jax.tree.map(stacked, layer, is_leaf=rules.is_spec) if config.scan_layers else layer
 
 
 def _path_hash(names: list[str]) -> int:

@@ -31,9 +31,7 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
     heads, k_dim, v_dim = config.num_kv_heads, config.head_dim, config.v_dim
     if config.is_latent:
         heads, k_dim, v_dim = 1, config.kv_latent_dim + config.rope_dim, 0
-    stacks = [()] * config.num_layers
-    if config.scan_layers:
-        stacks = [(len(layers),) for layers in transformer.stacks(config).values()]
+    stacks = [(len(layers),) if config.scan_layers else () for layers in transformer.stacks(config).values()]
 
     def zeros(stack, dim):
         return jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype)

@@ -166,13 +166,7 @@ FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM", BIAS | {"ffn_bias": "mlp_bias"}),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", {}, {"qkv_bias": True}, read=_read_qwen, write=_write_qwen),
     "qwen3": Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        BIAS,
-        {"qk_norm": True},
-        {"head_dim": 128},
-        read=_read_qwen,
-        write=_write_qwen,
+        "qwen3", "Qwen3ForCausalLM", BIAS, {"qk_norm": True}, {"head_dim": 128}, read=_read_qwen, write=_write_qwen
     ),
     "qwen3_moe": Family(
         "qwen3",

@@ -47,8 +47,7 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
             lead = (n,) if config.scan_layers else ()
             for name, (shape, parts) in _layer(config, index).items():
                 out[f"model.layers.{index}.{name}"] = Tensor(
-                    shape,
-                    tuple(Part(("layers", key, *path), view, (*lead, *expert)) for path, view, *expert in parts),
+                    shape, tuple(Part(("layers", key, *path), view, (*lead, *expert)) for path, view, *expert in parts)
                 )
     out["model.norm.weight"] = Tensor((D,), (Part(("final_norm",), _same),))
     if not config.tie_embeddings:
@@ -169,10 +168,7 @@ def _fused_moe(config) -> dict:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
 
     def gate_and_up(suffix):
-        return [
-            (("moe", f"gate{suffix}"), lambda x: x[..., 0::2]),
-            (("moe", f"up{suffix}"), lambda x: x[..., 1::2]),
-        ]
+        return [(("moe", f"gate{suffix}"), lambda x: x[..., 0::2]), (("moe", f"up{suffix}"), lambda x: x[..., 1::2])]
 
     return {
         "mlp.router.weight": ((E, D), [(("moe", "router"), np.transpose)]),

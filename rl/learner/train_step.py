@@ -357,15 +357,12 @@ def _log_probs(model, params, batch, share_prompts: bool, entropy_gradient: bool
 def _rebalance(model, params, load_LE, rate: float):
     """Moves each router's correction by the load of its experts over the step, [L, E] over MoE layers."""
     place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
-    stacks = transformer.stacks(model) if model.scan_layers else {f"{index:03d}": [index] for index in place}
     blocks = dict(params["layers"])
-    for key, indices in stacks.items():
+    for key, indices in transformer.stacks(model).items():
         if "moe" in blocks[key]:
-            rows = [place[i] for i in indices]
             layer = blocks[key]["moe"]
-            correction = moe.balanced_correction(
-                layer["correction"], load_LE[jnp.array(rows)] if model.scan_layers else load_LE[rows[0]], rate
-            )
+            load = load_LE[jnp.array([place[index] for index in indices])].reshape(layer["correction"].shape)
+            correction = moe.balanced_correction(layer["correction"], load, rate)
             blocks[key] = blocks[key] | {"moe": layer | {"correction": correction}}
     return params | {"layers": blocks}
 

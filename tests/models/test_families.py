@@ -21,7 +21,7 @@ from models import config as config_lib
 from models.kernels import cpu_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
-from tests.support import tiny
+from tests.support import stacking, tiny
 
 B, T, V = 8, 16, 64
 DENSE = dict(vocab_size=V, num_heads=8, num_kv_heads=4, qk_norm=False, tie_embeddings=False)
@@ -164,7 +164,7 @@ def on_mesh(name, sizes, **changes):
     config, mesh = dataclasses.replace(FAMILIES[name], **changes), mesh_lib.create(sizes)
     params = params_of(name)
     if config.scan_layers:
-        params = transformer.stack(params, config)
+        params = stacking.stack(params, config)
     rows = {key: jax.device_put(x, rules.batch_sharding(mesh, 2)) for key, x in packed_rows().items()}
     params = jax.device_put(params, rules.shardings(transformer.specs(config), mesh))
     with jax.set_mesh(mesh):
@@ -194,7 +194,7 @@ def test_scanned_layers_on_eight_devices_equal_one(name, mesh):
     want = reference(name)
     for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
         assert_same(a, b, what)
-    assert_same(transformer.unstack(got[3], config), want[3], "gradient")
+    assert_same(stacking.unstack(got[3], config), want[3], "gradient")
     # A whole stack would be two layers' parameters in one gather.
     largest = max(x.size for x in jax.tree.leaves(params_of(name)))
     assert max(gathered(compiled.as_text()), default=0) <= largest
@@ -226,12 +226,12 @@ def test_layers_are_stacked_by_kind():
 def test_scanned_layers_equal_single_ones(name):
     """`apply` with its gradients, and prefill and decode over a stacked cache; rematerialised by "dots" on the way."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=True, remat="dots")
-    stacked, want = transformer.stack(params_of(name), config), reference(name)
-    jax.tree.map(np.testing.assert_array_equal, transformer.unstack(stacked, config), params_of(name))
+    stacked, want = stacking.stack(params_of(name), config), reference(name)
+    jax.tree.map(np.testing.assert_array_equal, stacking.unstack(stacked, config), params_of(name))
     got = run(stacked, config, packed_rows(), WEIGHT_BTV)
     for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
         assert_same(a, b, what)
-    assert_same(transformer.unstack(got[3], config), want[3], "gradient")
+    assert_same(stacking.unstack(got[3], config), want[3], "gradient")
 
 
 def test_scanned_init_draws_what_single_layers_draw():
@@ -239,7 +239,7 @@ def test_scanned_init_draws_what_single_layers_draw():
     scanned = dataclasses.replace(config, scan_layers=True)
     draw = jax.jit(transformer.init, static_argnums=1)
     single, stacked = (draw(jax.random.key(3), c) for c in (config, scanned))
-    jax.tree.map(np.testing.assert_array_equal, transformer.stack(single, scanned), stacked)
+    jax.tree.map(np.testing.assert_array_equal, stacking.stack(single, scanned), stacked)
     shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), stacked)
     assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), transformer.abstract(scanned))
     assert transformer.num_params(scanned) == transformer.num_params(config)
@@ -299,7 +299,7 @@ CACHED = [(name, scanned) for name in ("deepseek_v3", "gpt_oss", "gemma3", "glm4
 def test_prefill_then_decode_equals_apply(name, scanned):
     """Two sequences of different lengths decode together, over a cache of rows that were copied from a prefill's."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
-    params = transformer.stack(params_of(name), config) if scanned else params_of(name)
+    params = stacking.stack(params_of(name), config) if scanned else params_of(name)
     tokens_BT, start_B = packed_rows()["tokens_BT"][:2], np.array([9, 6], np.int32)
     whole, _ = jax.jit(transformer.apply, static_argnums=1)(params_of(name), FAMILIES[name], tokens_BT)
 
@@ -329,7 +329,7 @@ def test_prefill_then_decode_equals_apply(name, scanned):
 def test_a_masked_write_keeps_the_old_entries(scanned):
     config = dataclasses.replace(FAMILIES["deepseek_v3"], scan_layers=scanned)
     params = params_of("deepseek_v3")
-    params = transformer.stack(params, config) if scanned else params
+    params = stacking.stack(params, config) if scanned else params
     tokens_BT, zeros_B = packed_rows()["tokens_BT"][:2], np.zeros(2, np.int32)
     write_BT = np.random.default_rng(1).random((2, T)) < 0.5
 
@@ -356,7 +356,7 @@ def test_a_masked_write_keeps_the_old_entries(scanned):
 def test_given_experts_run_in_their_own_layer(scanned):
     """Every MoE layer gets other experts; -1 leaves the choice to the router. Packed and cached."""
     config = dataclasses.replace(FAMILIES["glm4_moe"], scan_layers=scanned)
-    params = transformer.stack(params_of("glm4_moe"), config) if scanned else params_of("glm4_moe")
+    params = stacking.stack(params_of("glm4_moe"), config) if scanned else params_of("glm4_moe")
     rng, tokens_BT = np.random.default_rng(0), packed_rows()["tokens_BT"][:2]
     given = np.stack([rng.permutation(8)[:3] for _ in range(2 * 2 * T)]).reshape(2, 2, T, 3).astype(np.int32)
     given[:, 1] = -1

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,14 @@ def head_of(config, scale=1.0):
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6))
 def score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, options):
-    """(logp, entropy) and the gradients of sum(D_LOGP logp + D_ENTROPY entropy)."""
+    """(logp, entropy) and the gradients of sum(D_LOGP logp + D_ENTROPY entropy); `options` in capitals are constants."""
+    options = dict(options)
+    constants = {name: options.pop(name) for name in list(options) if name.isupper()}
+    with mock.patch.dict(vars(logprobs), constants):
+        return _score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, options)
+
+
+def _score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, options):
     b, t = shape
     (logp_BT, entropy_BT), pull = jax.vjp(
         lambda params, hidden_BTD: logprobs.token_logprobs(
@@ -47,7 +55,7 @@ def score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, opti
             TOKENS_BT[:b, :t],
             temperature_BT,
             predictors_BT=predictors_BT,
-            **dict(options),
+            **options,
         ),
         params,
         hidden_BTD,
@@ -92,10 +100,10 @@ def check(got, config, params, predictors_BT, *, entropy_gradient=False):
     ("config", "predictors_BT", "options"),
     [
         (TIED, None, {}),
-        (UNTIED, BRANCHED_BT, {"chunk": 24}),
-        (UNTIED, None, {"chunk": 7, "vocab_chunk": 100, "entropy_gradient": True}),
-        (TIED, BRANCHED_BT, {"chunk": 64, "vocab_chunk": 128, "entropy_gradient": True}),
-        (tiny.model(model_dim=16, final_softcap=3.0), BRANCHED_BT, {"vocab_chunk": 100, "entropy_gradient": True}),
+        (UNTIED, BRANCHED_BT, {"CHUNK_LOGITS": 24 * 272}),
+        (UNTIED, None, {"CHUNK_LOGITS": 7 * 128, "VOCAB_CHUNK": 100, "entropy_gradient": True}),
+        (TIED, BRANCHED_BT, {"CHUNK_LOGITS": 64 * 128, "VOCAB_CHUNK": 128, "entropy_gradient": True}),
+        (tiny.model(model_dim=16, final_softcap=3.0), BRANCHED_BT, {"VOCAB_CHUNK": 100, "entropy_gradient": True}),
     ],
     ids=["one_chunk", "token_chunks", "uneven_chunks", "vocabulary_chunks", "softcap"],
 )
@@ -128,7 +136,7 @@ def test_a_mesh_changes_nothing(axes, config):
         hidden_BTD = jax.device_put(
             HIDDEN_BTD, jax.NamedSharding(mesh, jax.P(("data", "fsdp", "expert"), "context", None))
         )
-        options = (("chunk", 5), ("vocab_chunk", 20), ("entropy_gradient", True))
+        options = (("CHUNK_LOGITS", 5 * 128), ("VOCAB_CHUNK", 20), ("entropy_gradient", True))
         got = score(config, placed, hidden_BTD, TEMPERATURE_BT, BRANCHED_BT, (B, T), options)
     assert got[2].keys() == placed.keys()
     for name, d_kernel in got[2].items():
@@ -141,7 +149,9 @@ def test_bfloat16_accumulates_in_float32():
     params = head_of(UNTIED)
     rounded = {name: np.asarray(jnp.bfloat16(x), np.float32) for name, x in params.items()}
     hidden_BTD = jnp.bfloat16(HIDDEN_BTD)
-    got = score(UNTIED, params, hidden_BTD, TEMPERATURE_BT, None, (B, T), (("chunk", 9), ("vocab_chunk", 128)))
+    got = score(
+        UNTIED, params, hidden_BTD, TEMPERATURE_BT, None, (B, T), (("CHUNK_LOGITS", 9 * 128), ("VOCAB_CHUNK", 128))
+    )
     expected = oracle(UNTIED, rounded, np.asarray(hidden_BTD, np.float32), BEFORE_BT, entropy_gradient=False)
     assert got[2]["lm_head"].dtype == jnp.float32 and got[3].dtype == jnp.bfloat16
     np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
@@ -155,7 +165,7 @@ def test_peaked_logits_stay_finite_and_below_zero():
     """Logits of +-300: a sum about 0 would overflow, and a certain token must not get log p > 0."""
     params = head_of(TIED, scale=100.0)
     logp_BT, entropy_BT, d_params, d_hidden_BTD = score(
-        TIED, params, HIDDEN_BTD, TEMPERATURE_BT, None, (B, T), (("vocab_chunk", 100), ("entropy_gradient", True))
+        TIED, params, HIDDEN_BTD, TEMPERATURE_BT, None, (B, T), (("VOCAB_CHUNK", 100), ("entropy_gradient", True))
     )
     assert (np.asarray(logp_BT) <= 0).all() and (np.asarray(entropy_BT) >= -1e-6).all()  # rounding of log(1 + tail)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((logp_BT, entropy_BT, d_params, d_hidden_BTD)))
@@ -166,19 +176,16 @@ def test_one_column_has_nothing_to_score():
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(got))
 
 
-def test_a_chunk_below_one_is_refused():
-    with pytest.raises(ValueError, match="vocab_chunk = 0: set it to at least 1"):
-        score(TIED, head_of(TIED), HIDDEN_BTD, TEMPERATURE_BT, None, (B, T), (("vocab_chunk", 0),))
-
-
-def test_the_logits_of_all_tokens_never_exist():
+def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     """512 tokens x 16384 columns are 32 MiB; in chunks of 64 x 1024, no array is near that, forward or backward."""
     config = tiny.model(model_dim=8, vocab_size=16384)
     tokens_BT = jnp.zeros((1, 512), jnp.int32)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 64 * 1024)
+    monkeypatch.setattr(logprobs, "VOCAB_CHUNK", 1024)
 
     def loss(params, hidden_BTD):
         logp_BT, entropy_BT = logprobs.token_logprobs(
-            params, config, hidden_BTD, tokens_BT, jnp.ones((1, 512)), chunk=64, vocab_chunk=1024, entropy_gradient=True
+            params, config, hidden_BTD, tokens_BT, jnp.ones((1, 512)), entropy_gradient=True
         )
         return logp_BT.sum() + entropy_BT.sum()
 

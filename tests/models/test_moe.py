@@ -16,7 +16,7 @@ from models import moe, moe_experts, transformer
 from rl.plan import hlo
 from sharding import mesh as mesh_lib
 from sharding import rules
-from tests.support import tiny
+from tests.support import stacking, tiny
 
 B, T, D, E, F = 4, 6, 16, 8, 12
 BASE = tiny.model(model_dim=D, num_experts=E, experts_per_token=3, expert_ffn_dim=F, num_layers=1)
@@ -405,7 +405,7 @@ def test_replay_through_the_whole_model_takes_each_layers_experts():
     np.testing.assert_array_equal(replayed.experts, forced)
     assert np.abs(again - hidden).max() > 0.01
     scanned = dataclasses.replace(config, scan_layers=True)
-    stacked, same = run(transformer.stack(params, scanned), scanned, tokens, experts_LBTX=forced)
+    stacked, same = run(stacking.stack(params, scanned), scanned, tokens, experts_LBTX=forced)
     np.testing.assert_allclose(stacked, again, rtol=0, atol=1e-5)  # order of float32 sums
     np.testing.assert_array_equal(same.experts, forced)
 

@@ -24,7 +24,7 @@ from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import stacking, tiny
 
 MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))
 CONFIG = engine_lib.EngineConfig(4, 96, 2, 5, prefill_chunk=16, routed_experts=True)
@@ -173,7 +173,7 @@ def test_a_server_that_records_no_experts_rejects_requests_for_them():
 def test_experts_on_a_mesh_and_in_stacked_layers(server, scan_layers):
     model = dataclasses.replace(MODEL, num_experts=5, scan_layers=scan_layers)
     mesh = mesh_lib.create({"tensor": 2, "data": 4})
-    tree = transformer.stack(params(), model) if scan_layers else params()
+    tree = stacking.stack(params(), model) if scan_layers else params()
     placed = jax.device_put(tree, weights.shardings(model, mesh))
     scheduler = scheduler_lib.Scheduler(engine_lib.Engine(model, CONFIG, TOKENIZER, placed, mesh), placed, 0)
     for prompt in (tuple(HELLO), tuple(range(50))):

@@ -28,7 +28,7 @@ from models.hf import config as hf_config
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
-from tests.support import commands, tiny
+from tests.support import commands, stacking, tiny
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "hf_parity"
 FOLDERS = {path.parent.name: path.parent for path in sorted(FIXTURES.glob("*/parity.npz"))}
@@ -192,7 +192,7 @@ def test_stacked_layers_load_and_save_as_single_ones_do(name, tmp_path):
     config, params = hf.load(FOLDERS[name])
     scanned, stacked = hf.load(FOLDERS[name], scan_layers=True)
     assert scanned.scan_layers and not config.scan_layers
-    jax.tree.map(np.testing.assert_array_equal, stacked, transformer.stack(params, config))
+    jax.tree.map(np.testing.assert_array_equal, stacked, stacking.stack(params, config))
     hf.save(tmp_path / "a", config, params)
     hf.save(tmp_path / "b", scanned, jax.tree.map(np.asarray, stacked))
     assert raw_tensors(tmp_path / "a") == raw_tensors(tmp_path / "b")

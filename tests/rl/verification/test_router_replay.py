@@ -108,7 +108,7 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
 def test_stacked_layers_are_replayed_as_single_ones():
     """Rollouts of one version replay in packed rows, those of two over a KV cache."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
-    stacking = validator(model=stacked, weights=lambda version: transformer.stack(weights(version), stacked))
+    stacking = validator(model=stacked, weights=lambda version: stacking.stack(weights(version), stacked))
     for updated in (False, True):
         rollouts = list(honest(updated))
         claim = rollouts[1].routed_experts.copy()
