@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import httpx
 
+from inference import client
 from sharding.system import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ def stream_reply(http: httpx.Client, messages: list[dict], options: dict) -> Ite
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            raise ValueError(_error_message(response))
+            raise ValueError(client.error_message(response))
         for line in response.iter_lines():
             data = line.removeprefix("data: ")
             if not line.startswith("data: ") or data == "[DONE]":
@@ -97,13 +98,6 @@ def served(arguments: list[str]) -> Iterator[str]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=2)
                 process.kill()
-
-
-def _error_message(response: httpx.Response) -> str:
-    try:
-        return response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}: {response.text[:500]}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import httpx
 import numpy as np
@@ -83,35 +83,16 @@ class Client:
         Raises ValueError if a server rejects the request, and Unavailable if none sends a valid reply within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
-        return await self._post(
-            "/inference/v1/generate", body, lambda response: _read_reply(response, sampling, len(body["token_ids"]))
-        )
-
-    async def update_weights(self, version: int) -> None:
-        """Makes every server swap in `version`. Returns once all serve it; raises ValueError if one cannot."""
-
-        async def update(url):
-            response = await self._http.post(f"{url}/update_weights", json={"version": version})
-            _raise_for(response)
-
-        await asyncio.gather(*(update(url) for url in self._urls))
-
-    async def health(self) -> list[dict]:
-        """Returns the JSON of /health from every server."""
-        responses = await asyncio.gather(*(self._http.get(f"{url}/health") for url in self._urls))
-        return [response.json() for response in responses]
-
-    async def _post(self, path: str, body: dict, read: Callable[[httpx.Response], list[Sample]]) -> list[Sample]:
         tried: collections.Counter = collections.Counter()
         deadline = asyncio.get_running_loop().time() + self._give_up_s
         while True:
             url = min(self._urls, key=lambda u: (tried[u], self._in_flight[u]))
             self._in_flight[url] += 1
             try:
-                response = await self._http.post(url + path, json=body)
+                response = await self._http.post(f"{url}/inference/v1/generate", json=body)
                 if response.status_code != 429 and response.status_code < 500:
                     _raise_for(response)
-                    return read(response)
+                    return _read_reply(response, sampling, len(token_ids))
                 reason = f"HTTP {response.status_code}"
             except MalformedReply as error:
                 reason = str(error)
@@ -129,14 +110,27 @@ class Client:
             if all(tried[u] for u in self._urls):
                 await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
 
+    async def update_weights(self, version: int) -> None:
+        """Makes every server swap in `version`. Returns once all serve it; raises ValueError if one cannot."""
+
+        async def update(url):
+            response = await self._http.post(f"{url}/update_weights", json={"version": version})
+            _raise_for(response)
+
+        await asyncio.gather(*(update(url) for url in self._urls))
+
+
+def error_message(response: httpx.Response) -> str:
+    """Returns the message of a server's error reply, or the start of a body of another kind."""
+    try:
+        return response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}: {response.text[:500]}"
+
 
 def _raise_for(response: httpx.Response) -> None:
     if response.status_code >= 400:
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:500]
-        raise ValueError(f"{response.request.url} rejected the request: {message}")
+        raise ValueError(f"{response.request.url} rejected the request: {error_message(response)}")
 
 
 def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> list[Sample]:

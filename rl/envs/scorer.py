@@ -23,7 +23,6 @@ import math
 import os
 import pathlib
 import resource
-import selectors
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from multiprocessing import connection
 
 from rl import envs
 from rl.envs import environment
@@ -94,7 +93,7 @@ class Scorer:
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
         """Returns one result per completion. Blocks. Raises ValueError if the environment itself is broken."""
         with self._child() as child:
-            found, _ = self._exchange(child, task, completions)
+            found = self._exchange(child, task, completions)
             return found or [self._score_alone(child, task, completion) for completion in completions]
 
     def close(self) -> None:
@@ -122,18 +121,26 @@ class Scorer:
                 self._changed.notify_all()
 
     def _score_alone(self, child: "_Child", task: environment.Task, completion: str) -> Scored:
-        found, is_certain = self._exchange(child, task, [completion])
-        if not found and not is_certain:  # something else may have ended the child
-            found, _ = self._exchange(child, task, [completion])
+        found = self._exchange(child, task, [completion])
+        if not found and not child.hit_limit:  # something else may have ended the child
+            found = self._exchange(child, task, [completion])
         return found[0] if found else Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
+
+    def _exchange(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list[Scored]:
+        """Returns all results, or none if the child ended."""
+        reply = self._send(child, task, completions)
+        failed = {}
+        if errors := [error for scores, _, error in reply if scores is None]:
+            failed = self._zeros(child, task, errors[0]) | {"error": 1.0}
+            self._report(task, errors)
+        return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply]
 
     def _zeros(
         self, child: "_Child", task: environment.Task, error: str = "it takes too long or too much memory"
     ) -> dict:
         """Returns 0 for each number that a score of this task has. Raises ValueError, with `error`, if that is unknown."""
-        reply = (
-            self._send(child, task, [""])[0] or self._send(child, task, [""])[0]
-        )  # the first may end for another reason
+        # The first child may end for another reason.
+        reply = self._send(child, task, [""]) or self._send(child, task, [""])
         if reply and reply[0][0] is not None:
             return dict.fromkeys(reply[0][0], 0.0)
         raise ValueError(
@@ -142,30 +149,15 @@ class Scorer:
             "for any text"
         )
 
-    def _exchange(
-        self, child: "_Child", task: environment.Task, completions: Sequence[str]
-    ) -> tuple[list[Scored], bool]:
-        """Returns (all results, or none if the child ended; True if it ended because of its limits)."""
-        reply, is_certain = self._send(child, task, completions)
-        failed = {}
-        if errors := [error for scores, _, error in reply or () if scores is None]:
-            failed = self._zeros(child, task, errors[0]) | {"error": 1.0}
-            self._report(task, errors)
-        return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply or ()], is_certain
-
-    def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> tuple[list | None, bool]:
-        """Returns ([(scores or None, CPU seconds, error)], or None if the child ended; True if because of its limits)."""
+    def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list:
+        """Returns (scores or None, CPU seconds, error) of each completion, or nothing if the child ended."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
-        line = child.exchange(json.dumps(request), CLOCK_FACTOR * self.limit_s)
-        if line is None:
-            # The memory limit is not certain: earlier completions may have left little.
-            return None, child.end() in (None, -signal.SIGXCPU)
-        reply = json.loads(line)
-        if reply["grown"]:
+        reply = child.exchange(request, CLOCK_FACTOR * self.limit_s)
+        if reply is None or reply["grown"]:
             child.end()
-        if "error" in reply:
+        if reply is not None and "error" in reply:
             raise ValueError(reply["error"])
-        return reply["scored"], True
+        return reply["scored"] if reply else []
 
     def _report(self, task: environment.Task, errors: list[str]) -> None:
         for error in errors:
@@ -184,85 +176,92 @@ class _Child:
     def __init__(self, config: dict):
         self._config = config
         self.process: subprocess.Popen | None = None
+        self.status: int | None = None  # of the process that `end` ended; None if it was still running
 
-    def exchange(self, request: str, timeout_s: float) -> bytes | None:
-        """Sends a line and returns the reply's, or None if the process has ended or takes longer than `timeout_s`."""
+    @property
+    def hit_limit(self) -> bool:
+        """True if the last process ended because of its limits. Too little memory may be due to earlier completions."""
+        return self.status in (None, -signal.SIGXCPU)
+
+    def exchange(self, request: dict, timeout_s: float) -> dict | None:
+        """Sends a request and returns the reply, or None if the process has ended or takes longer than `timeout_s`."""
         if self.process is None:
             self._start()
-        data = memoryview(request.encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # the reply is None then
-            while data:
-                data = data[self._requests.write(data) :]
-        return self._line(timeout_s)
+        with contextlib.suppress(OSError):  # the process has ended; the reply is None then
+            _send(self._pipe, request)
+        return self._receive(timeout_s)
 
-    def end(self) -> int | None:
-        """Ends the process. Returns its exit status, or None if it was still running."""
-        if self.process is None:
-            return None
-        self.process = None
-        return self._finalizer()
+    def end(self) -> None:
+        """Ends the process, if it runs."""
+        if self.process is not None:
+            self.process = None
+            self.status = self._finalizer()
 
     def _start(self) -> None:
-        command = [sys.executable, *COMMAND, json.dumps(self._config)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=ROOT)
-        assert process.stdin is not None and process.stdout is not None
-        self.process, self._requests, self._replies = process, process.stdin, process.stdout
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._replies, selectors.EVENT_READ)
-        files = (self._selector, self._replies, self._requests)
-        self._finalizer = weakref.finalize(self, _end, process, files)  # runs at exit, too
-        self._buffer = b""
-        reply = json.loads(self._line(START_S) or "{}")
+        self._pipe, far_end = connection.Pipe()
+        with far_end:
+            command = [sys.executable, *COMMAND, json.dumps(self._config | {"pipe": far_end.fileno()})]
+            # Printed text goes to standard error, and standard input is empty.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[far_end.fileno()], cwd=ROOT
+            )
+        self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
+        reply = self._receive(START_S) or {}
         if "ready" not in reply:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
             raise ValueError(f"the scorer of environment {self._config['name']} did not start: {reason}")
 
-    def _line(self, timeout_s: float) -> bytes | None:
-        while b"\n" not in self._buffer:
-            if not self._selector.select(timeout_s):
-                return None
-            data = self._replies.read(2**16)
-            if not data:
-                if self.process is not None:
-                    self.process.wait()
-                return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    def _receive(self, timeout_s: float) -> dict | None:
+        if not self._pipe.poll(timeout_s):
+            return None
+        reply = _receive(self._pipe)
+        if reply is None and self.process is not None:
+            self.process.wait()
+        return reply
 
 
-def _end(process: subprocess.Popen, files: Sequence) -> int | None:
+def _end(process: subprocess.Popen, pipe: connection.Connection) -> int | None:
     status = process.poll()
     process.kill()
     process.wait()
-    for file in files:
-        file.close()
+    pipe.close()
     return status
+
+
+def _send(pipe: connection.Connection, message: dict) -> None:
+    pipe.send_bytes(json.dumps(message).encode())  # no pickles: a completion may have taken over the child
+
+
+def _receive(pipe: connection.Connection) -> dict | None:
+    """Returns the next message, or None if the other process has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        return json.loads(pipe.recv_bytes())
+    return None
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a scoring process: answers requests on standard input until it closes. Returns the exit status."""
+    """Runs a scoring process: answers requests until its parent closes the pipe. Returns the exit status."""
     parser = cli.Parser(prog="python -m rl.envs.scorer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("config", help="JSON: name, options, seed, limit_s")
+    parser.add_argument("config", help="JSON: name, options, seed, limit_s, pipe (a file descriptor)")
     config = json.loads(parser.parse_args(argv).config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
-    requests, replies = _take_pipes()  # before any code of the environment runs, which may print
+    os.set_inheritable(config["pipe"], False)  # processes that a checker starts must not keep it open
+    pipe = connection.Connection(config["pipe"])
     try:
         env = envs.load(config["name"], seed=config["seed"], **config["options"])
         make_task = functools.lru_cache(1024)(env.make_task)
         env.score(make_task(0, "train"), "")  # imports everything that a checker imports on first use
     except Exception as error:  # an environment's own code may raise anything
-        _reply(replies, {"error": environment.describe(error)})
+        _send(pipe, {"error": environment.describe(error)})
         return 1
     ready_bytes = _address_space_bytes()
     _limit(resource.RLIMIT_AS, ready_bytes + MAX_GROWTH_BYTES)
-    _reply(replies, {"ready": True})
-    for line in requests:
-        request = json.loads(line)
+    _send(pipe, {"ready": True})
+    while (request := _receive(pipe)) is not None:
         signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends a process that waits and whose parent is gone
         reply: dict = {}
         try:
@@ -275,23 +274,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.alarm(0)
         _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         reply["grown"] = _address_space_bytes() > ready_bytes + MAX_GROWTH_BYTES // 2
-        _reply(replies, reply)
+        _send(pipe, reply)
     return 0
-
-
-def _reply(replies: BinaryIO, reply: dict) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns the pipes for requests and replies. Standard input becomes empty, standard output goes to standard error."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    return requests, replies
 
 
 def _score(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:

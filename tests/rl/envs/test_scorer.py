@@ -1,6 +1,5 @@
 """Scores from child processes equal those of the environment; an endless completion affects only its own score."""
 
-import json
 import os
 import pathlib
 import re
@@ -138,8 +137,9 @@ def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
-    request = json.dumps({"index": 0, "split": "train", "completions": ["wait"]})
-    assert waiting.exchange(request, 30) is None and waiting.end() == -signal.SIGALRM
+    assert waiting.exchange({"index": 0, "split": "train", "completions": ["wait"]}, 30) is None
+    waiting.end()
+    assert waiting.status == -signal.SIGALRM and not waiting.hit_limit
 
 
 def test_memory_has_a_limit(orders):
