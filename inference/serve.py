@@ -17,6 +17,7 @@ Routes, by file in inference/server/: generate_routes (/inference/v1/generate), 
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
@@ -130,39 +131,32 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays"
     )
     source.add_argument("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
-    parser.add_argument("--weights_key", help="hex of the public key that must have signed the weights")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100, help="0 takes a free port")
-    parser.add_argument(
-        "--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)"
-    )
-    parser.add_argument("--address_file", help="file to write the URL to once the server answers")
-    parser.add_argument("--served_model_name", default="policy", help="the model's ID in /v1/models")
-    parser.add_argument("--api_key", help="key required of every client (default: $INTELLAX_API_KEY, or none)")
-    parser.add_argument("--num_slots", type=int, default=64)
-    parser.add_argument("--max_model_len", type=int, default=1024)
-    parser.add_argument("--prefill_batch", type=int, default=16)
-    parser.add_argument("--prefill_chunk", type=int, default=512, help="longer prompts are prefilled in chunks")
-    parser.add_argument("--steps_per_call", type=int, default=8)
-    parser.add_argument(
-        "--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429"
-    )
-    parser.add_argument("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--weights_key", help="hex of the public key that must have signed the weights")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8100, help="0 takes a free port")
+    add("--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)")
+    add("--address_file", help="file to write the URL to once the server answers")
+    add("--served_model_name", default="policy", help="the model's ID in /v1/models")
+    add("--api_key", help="key required of every client (default: $INTELLAX_API_KEY, or none)")
+    add("--num_slots", type=int, default=64)
+    add("--max_model_len", type=int, default=1024)
+    add("--prefill_batch", type=int, default=16)
+    add("--prefill_chunk", type=int, default=512, help="longer prompts are prefilled in chunks")
+    add("--steps_per_call", type=int, default=8)
+    add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
+    add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
+    add(
         "--mesh",
         default="",
         help="mesh axes over this host's devices, such as tensor=4,expert=2,data=-1 (default: one device)",
     )
-    parser.add_argument(
-        "--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly"
-    )
-    parser.add_argument("--warm_up", action="store_true", help="compile for prompts of every length before listening")
-    parser.add_argument("--routed_experts", action="store_true", help="record each token's experts, for router replay")
-    parser.add_argument(
-        "--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval"
-    )
-    parser.add_argument("--drain_s", type=int, default=30, help="seconds that running requests get on SIGTERM")
-    parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
+    add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
+    add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
+    add("--routed_experts", action="store_true", help="record each token's experts, for router replay")
+    add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
+    add("--drain_s", type=int, default=30, help="seconds that running requests get on SIGTERM")
+    add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     return parser.parse_args(argv)
 
 
@@ -181,12 +175,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
     config = engine_lib.EngineConfig(
-        args.num_slots,
-        args.max_model_len,
-        args.prefill_batch,
-        args.steps_per_call,
-        args.prefill_chunk,
-        args.routed_experts,
+        **{f.name: getattr(args, f.name) for f in dataclasses.fields(engine_lib.EngineConfig)}
     )
     options = {
         "max_queue": args.max_queue,

@@ -29,7 +29,8 @@ from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
-NOTICE_S = 5.0  # how long to wait for the first version before a line is logged
+START_S = 600.0  # how long to wait for the first version
+NOTICE_S = 5.0  # and before a line about it is logged
 
 
 @dataclasses.dataclass
@@ -105,25 +106,25 @@ class InferenceServer:
         if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.tokenizer.stop_ids
+        experts = sampling.return_routed_experts
         left, records_experts = max(self.max_model_len - len(tokens), 1), self.engine.config.routed_experts
-        fields = {
-            "num_samples": sampling.n,
-            "max_tokens": left if sampling.max_tokens is None else sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": 0 if sampling.top_k == -1 else sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed % 2**32,
-            "stop_ids": tuple(dict.fromkeys([*sampling.stop_token_ids, *own_stops])),
-            "stop_texts": (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
-            "logit_bias": tuple((int(token), float(value)) for token, value in sampling.logit_bias.items()),
-            "raw_logprobs": sampling.untempered_logprobs,
-            "prompt_logprobs": sampling.prompt_logprobs is not None,
-            "routed_experts": records_experts
-            if sampling.return_routed_experts is None
-            else sampling.return_routed_experts,
-        }
-        return scheduler_lib.GenerateRequest(tokens=tokens, **fields | extra)
+        return scheduler_lib.GenerateRequest(
+            tokens=tokens,
+            num_samples=sampling.n,
+            max_tokens=left if sampling.max_tokens is None else sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=0 if sampling.top_k == -1 else sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed % 2**32,
+            stop_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *own_stops])),
+            stop_texts=(sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
+            logit_bias=tuple((int(token), float(value)) for token, value in sampling.logit_bias.items()),
+            raw_logprobs=sampling.untempered_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs is not None,
+            routed_experts=records_experts if experts is None else experts,
+            **extra,
+        )
 
     def close(self) -> None:
         """Stops the scheduler and closes the connections to relays."""
@@ -150,7 +151,6 @@ def start(
     config: engine_lib.EngineConfig,
     *,
     key: str | None = None,
-    timeout_s: float = 600.0,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     log: Callable[[str], None] = lambda line: None,
@@ -159,10 +159,9 @@ def start(
     """Starts a server with the newest version of a broadcast. Blocks until there is one and the engine is compiled.
 
     Args:
-      weights: a directory, a bucket URL, or the URLs of relays.
+      weights: a directory, a bucket URL, or the URLs of relays. TimeoutError is raised if they have no version for START_S.
       config: sizes of the engine.
       key: hex of the public key that must have signed the weights; None accepts any.
-      timeout_s: how long to wait for the first version before TimeoutError is raised.
       mesh: sizes of the axes of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       log: called with a line of text before each slow step.
@@ -171,10 +170,10 @@ def start(
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
     try:
-        version = broadcast.wait_for(source, 0, timeout_s=min(NOTICE_S, timeout_s))
+        version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
     except TimeoutError as error:
         log(f"waiting for weights: {error}")
-        version = broadcast.wait_for(source, 0, timeout_s=timeout_s)
+        version = broadcast.wait_for(source, 0, timeout_s=START_S)
     log(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
@@ -184,8 +183,7 @@ def start(
         )
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
-    tokenizer = tokenizer_lib.load(metadata["tokenizer"])
-    server = _run(config, store, tokenizer, pulled.params, pulled.version, log, **options)
+    server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, log, **options)
     server.weights, server.key, server.have = source, key, pulled
     return server
 
@@ -205,7 +203,7 @@ def start_model(
     log(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
-    return _run(config, store, tokenizer_lib.load(folder), _load_folder(folder, store), 0, log, **options)
+    return _run(config, store, folder, _load_folder(folder, store), 0, log, **options)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -218,25 +216,19 @@ def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> 
 
 def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
     """Raises ValueError that names the first tensor that does not fit the model."""
-    expected = _by_path(transformer.abstract(model))
-    given = _by_path(params)
+    expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
     for path in sorted(expected.keys() | given.keys()):
-        if path not in given:
-            raise ValueError(f"the new weights lack tensor {path}; publish weights of the model that serves")
-        if path not in expected:
-            raise ValueError(f"the new weights have a surplus tensor {path}; publish weights of the model that serves")
-        new, old = given[path], expected[path]
-        if (new.shape, new.dtype) != (old.shape, old.dtype):
+        if given.get(path) != expected.get(path):
             raise ValueError(
-                f"the new weights have {path} as {new.dtype}{list(new.shape)}, and the model that serves needs "
-                f"{old.dtype}{list(old.shape)}; publish weights of that model"
+                f"the new weights have {path} as {given.get(path, 'no tensor')}, and the model that serves needs "
+                f"{expected.get(path, 'none')}; publish weights of that model"
             )
 
 
 def _run(
     config: engine_lib.EngineConfig,
     store: weights_lib.Store,
-    tokenizer: tokenizer_lib.Tokenizer,
+    tokenizer_folder: str,
     params: transformer.Params,
     version: int,
     log: Callable[[str], None],
@@ -244,6 +236,7 @@ def _run(
     every_length: bool = False,
     **options,
 ) -> InferenceServer:
+    tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}; use "
@@ -271,5 +264,6 @@ def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transf
     return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]
 
 
-def _by_path(tree) -> dict[str, jax.ShapeDtypeStruct]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _types_by_path(tree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

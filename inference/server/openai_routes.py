@@ -45,8 +45,9 @@ def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> N
 
     @app.post("/v1/completions")
     async def completions(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.Completions, max_body_bytes)
-        return await _complete_text(server, http_request, body)
+        return await _complete_text(
+            server, http_request, await web.read_schema(http_request, schemas.Completions, max_body_bytes)
+        )
 
     @app.post("/tokenize")
     async def tokenize(http_request: fastapi.Request):
@@ -92,8 +93,7 @@ async def _complete_chat(
         raise ValueError(f"top_logprobs = {body.top_logprobs} needs logprobs; send logprobs = true, too")
     if body.max_completion_tokens is not None:
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    request = _request(server, body, tokens, body.top_logprobs if body.logprobs else 0)
-    return await _reply(server, http_request, body, [request], [_ChatFormat(server.tokenizer, body, request)])
+    return await _reply(server, http_request, body, [tokens], body.top_logprobs, _ChatFormat)
 
 
 async def _complete_text(
@@ -109,21 +109,8 @@ async def _complete_text(
         raise ValueError(f"prompt has {len(prompts)} entries; a stream takes one prompt at a time")
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
-    prompts = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]
-    requests = [_request(server, body, tokens, max(body.logprobs or 0, 0)) for tokens in prompts]
-    formats = [_TextFormat(server.tokenizer, body, request) for request in requests]
-    return await _reply(server, http_request, body, requests, formats)
-
-
-def _request(
-    server: InferenceServer, body: schemas.Chat | schemas.Completions, tokens, top_logprobs: int
-) -> GenerateRequest:
-    """Builds the engine's request. Routed experts are included by default only in unstreamed replies with token IDs."""
-    if body.return_routed_experts and body.stream:
-        raise ValueError("return_routed_experts = true is not supported in a stream; send stream = false")
-    if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
-        body = body.model_copy(update={"return_routed_experts": False})
-    return server.request(body, tokens, top_logprobs=top_logprobs)
+    tokens: list = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]
+    return await _reply(server, http_request, body, tokens, max(body.logprobs or 0, 0), _TextFormat)
 
 
 def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
@@ -177,10 +164,11 @@ def _prompt_ids(server: InferenceServer, body: schemas.Completions | schemas.Tok
 # ---- replies ---------------------------------------------------------------------------------------------------------
 
 
-class _Format:
+class _TextFormat:
     """Formats the completions of one request, whole or piece by piece. A piece is a Completion with only its new tokens."""
 
-    is_chat: bool
+    is_chat, prefix, kind, chunk_kind = False, "cmpl", "text_completion", "text_completion"
+    opening: dict | None = None
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body, request: GenerateRequest):
         self._tokenizer, self._body, self._stops = tokenizer, body, request.stop_texts
@@ -188,6 +176,14 @@ class _Format:
         self._streams = [tokenizer.text_stream(structured=self.is_chat) for _ in range(request.num_samples)]
         self._texts = [""] * request.num_samples
         self._sent = [parsers.Parsed(None, "", ())] * request.num_samples
+
+    def choice(self, completion: Completion) -> dict:
+        parsed = self._parse(self._tokenizer.decode(completion.tokens), True)
+        return {"text": parsed.content} | self._end(completion, parsed)
+
+    def delta(self, index: int, piece: Completion) -> dict:
+        before, parsed = self._grow(index, piece)
+        return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
 
     def _grow(self, index: int, piece: Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
         """Adds a piece to sample `index`. Returns its text before and after, parsed."""
@@ -205,13 +201,19 @@ class _Format:
         return {"finish_reason": reason or None, "logprobs": self._logprobs(piece) if has_logprobs else None}
 
     def _logprobs(self, piece: Completion) -> dict:
-        raise NotImplementedError
+        tokens = [self._spell(token) for token in piece.tokens]
+        return {
+            "tokens": tokens,
+            "token_logprobs": piece.logprobs,
+            "top_logprobs": [{self._spell(token): x for token, x in top} for top in piece.top] or None,
+            "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
+        }
 
     def _spell(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-class _ChatFormat(_Format):
+class _ChatFormat(_TextFormat):
     is_chat, prefix, kind, chunk_kind = True, "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
@@ -226,14 +228,13 @@ class _ChatFormat(_Format):
 
     def delta(self, index: int, piece: Completion) -> dict:
         before, parsed = self._grow(index, piece)
-        delta: dict = {}
-        if reasoning := (parsed.reasoning or "")[len(before.reasoning or "") :]:
-            delta["reasoning_content"] = reasoning
-        if content := parsed.content[len(before.content) :]:
-            delta["content"] = content
-        if calls := parsed.calls[len(before.calls) :]:
-            delta["tool_calls"] = [{"index": at} | _call(call) for at, call in enumerate(calls, len(before.calls))]
-        return {"delta": delta} | self._end(piece, parsed)
+        num_calls = len(before.calls)
+        delta = {
+            "reasoning_content": (parsed.reasoning or "")[len(before.reasoning or "") :],
+            "content": parsed.content[len(before.content) :],
+            "tool_calls": [{"index": at} | _call(call) for at, call in enumerate(parsed.calls) if at >= num_calls],
+        }
+        return {"delta": {name: new for name, new in delta.items() if new}} | self._end(piece, parsed)
 
     def _parse(self, text: str, final: bool) -> parsers.Parsed:
         return parsers.parse(
@@ -258,45 +259,32 @@ class _ChatFormat(_Format):
         return {"content": content}
 
 
-class _TextFormat(_Format):
-    is_chat, prefix, kind, chunk_kind = False, "cmpl", "text_completion", "text_completion"
-    opening = None
-
-    def choice(self, completion: Completion) -> dict:
-        parsed = self._parse(self._tokenizer.decode(completion.tokens), True)
-        return {"text": parsed.content} | self._end(completion, parsed)
-
-    def delta(self, index: int, piece: Completion) -> dict:
-        before, parsed = self._grow(index, piece)
-        return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
-
-    def _logprobs(self, piece: Completion) -> dict:
-        tokens = [self._spell(token) for token in piece.tokens]
-        return {
-            "tokens": tokens,
-            "token_logprobs": piece.logprobs,
-            "top_logprobs": [{self._spell(token): x for token, x in top} for top in piece.top] or None,
-            "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
-        }
-
-
 async def _reply(
     server: InferenceServer,
     http_request: fastapi.Request,
     body: schemas.Chat | schemas.Completions,
-    requests: Sequence[GenerateRequest],
-    formats: Sequence[_ChatFormat] | Sequence[_TextFormat],
+    prompts: Sequence[list[int]],
+    top_logprobs: int,
+    format_type: type[_TextFormat],
 ) -> responses.Response:
-    """Runs the requests and returns a JSON reply, or a stream of events for the only one."""
+    """Completes the prompts and returns a JSON reply, or a stream of events for the only prompt.
+
+    Routed experts are included by default only in unstreamed replies with token IDs.
+    """
+    if body.return_routed_experts and body.stream:
+        raise ValueError("return_routed_experts = true is not supported in a stream; send stream = false")
+    if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
+        body = body.model_copy(update={"return_routed_experts": False})
+    requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
+    formats = [format_type(server.tokenizer, body, request) for request in requests]
     head = {
-        "id": f"{formats[0].prefix}-{uuid.uuid4().hex}",
-        "object": formats[0].kind,
+        "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
+        "object": format_type.chunk_kind if body.stream else format_type.kind,
         "created": int(time.time()),
         "model": body.model or server.model_name,
     }
     if body.stream:
-        growing = _Growing(server.scheduler, requests[0])
-        return _EventStream(_chunks(growing, head, body, requests[0], formats[0]), growing)
+        return _EventStream(server.scheduler, requests[0], body, formats[0], head)
     answered = await web.run_until_disconnect(http_request, _complete(server.scheduler, requests))
     choices, prompt_fields = [], {}
     for request, completions, formatter in zip(requests, answered, formats, strict=True):
@@ -307,9 +295,9 @@ async def _reply(
             if body.return_token_ids:
                 prompt_fields["prompt_token_ids"] = list(request.tokens)
                 choice["token_ids"] = completion.tokens
-            choices.append(choice if formatter.is_chat else choice | prompt_fields)
+            choices.append(choice if format_type.is_chat else choice | prompt_fields)
     usage = generate_routes.usage(list(zip(requests, answered, strict=True)))
-    top_level = prompt_fields if formats[0].is_chat else {}
+    top_level = prompt_fields if format_type.is_chat else {}
     return responses.JSONResponse(head | {"choices": choices, "usage": usage} | top_level)
 
 
@@ -325,27 +313,6 @@ async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[Gener
             future.cancel()
 
 
-async def _chunks(
-    growing: "_Growing",
-    head: dict,
-    body: schemas.Chat | schemas.Completions,
-    request: GenerateRequest,
-    formatter: _ChatFormat | _TextFormat,
-) -> AsyncIterator[dict]:
-    head = head | {"object": formatter.chunk_kind}
-    if formatter.opening:
-        for index in range(request.num_samples):
-            prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
-            yield head | prompt | {"choices": [{"index": index} | formatter.opening]}
-    async for index, piece in growing:
-        choice = {"index": index} | formatter.delta(index, piece)
-        if body.return_token_ids:
-            choice["token_ids"] = piece.tokens
-        yield head | {"choices": [choice]}
-    if body.stream_options.include_usage:
-        yield head | {"choices": [], "usage": generate_routes.usage([(request, growing.completions)])}
-
-
 def _call(call: parsers.ToolCall) -> dict:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
@@ -359,69 +326,61 @@ def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
     return text if final else parsers.without_partial(text, stops)
 
 
-class _Growing:
-    """The completions of one request as they grow: an async iterator of (sample index, piece). Submits when created."""
+class _EventStream(responses.StreamingResponse):
+    """Server-sent events with the pieces of one request.
 
-    def __init__(self, scheduler: scheduler_lib.Scheduler, request: GenerateRequest):
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue = asyncio.Queue()
+    The request is submitted when the reply is created, so a rejection still gets its own status. It is cancelled when the
+    client disconnects, also before the first event.
+    """
+
+    def __init__(
+        self,
+        scheduler: scheduler_lib.Scheduler,
+        request: GenerateRequest,
+        body: schemas.Chat | schemas.Completions,
+        formatter: _TextFormat,
+        head: dict,
+    ):
+        self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()  # (sample index, piece); None at the end
         self._num_sent = [0] * request.num_samples
         self._future = scheduler.submit(request, self._listen)
-        self._future.add_done_callback(self._end)
-
-    def __aiter__(self) -> "_Growing":
-        return self
-
-    async def __anext__(self) -> tuple[int, Completion]:
-        item = await self._queue.get()
-        if item is None:
-            self._future.result()  # raises the error that ended it early
-            raise StopAsyncIteration
-        return item
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The finished completions, after the last piece."""
-        return self._future.result()
-
-    def cancel(self) -> None:
-        """Frees the request's slots if it is still running."""
-        self._future.cancel()
-
-    def _listen(self, index: int, completion: Completion) -> None:
-        """Called in the scheduler's thread."""
-        start = self._num_sent[index]
-        self._num_sent[index] = len(completion.tokens)
-        lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
-        piece = dataclasses.replace(completion, **lists)
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
-
-    def _end(self, future) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-
-
-class _EventStream(responses.StreamingResponse):
-    """Server-sent events. The request is cancelled when the client disconnects, also before the first event."""
-
-    def __init__(self, chunks: AsyncIterator[dict], growing: _Growing):
-        super().__init__(self._events(chunks), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._growing = growing
+        self._future.add_done_callback(lambda _: self._put(None))
+        events = self._events(request, body, formatter, head)
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope, receive, send) -> None:
         """Sends the events until they end or the client disconnects."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._growing.cancel()
+            self._future.cancel()
 
-    async def _events(self, chunks: AsyncIterator[dict]) -> AsyncIterator[str]:
+    def _listen(self, index: int, completion: Completion) -> None:
+        """Called in the scheduler's thread."""
+        start, self._num_sent[index] = self._num_sent[index], len(completion.tokens)
+        lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
+        self._put((index, dataclasses.replace(completion, **lists)))
+
+    def _put(self, item: tuple[int, Completion] | None) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, item)
+
+    async def _events(self, request: GenerateRequest, body, formatter: _TextFormat, head: dict) -> AsyncIterator[str]:
+        for index in range(request.num_samples if formatter.opening else 0):
+            prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
+            yield _event(head | prompt | {"choices": [{"index": index} | (formatter.opening or {})]})
+        while (item := await self._pieces.get()) is not None:
+            index, piece = item
+            ids = {"token_ids": piece.tokens} if body.return_token_ids else {}
+            yield _event(head | {"choices": [{"index": index} | formatter.delta(index, piece) | ids]})
         try:
-            async for chunk in chunks:
-                yield _event(chunk)
-            yield "data: [DONE]\n\n"
+            completions = self._future.result()
         except (scheduler_lib.Fault, scheduler_lib.Closed) as error:  # the status was sent before
             yield _event({"error": web.error_body(500, str(error), "engine_error")})
+            return
+        if body.stream_options.include_usage:
+            yield _event(head | {"choices": [], "usage": generate_routes.usage([(request, completions)])})
+        yield "data: [DONE]\n\n"
 
 
 def _event(chunk: dict) -> str:
