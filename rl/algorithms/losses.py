@@ -21,30 +21,55 @@ a sum over tokens divided by `denom`: a fraction or mean over the step's tokens 
 
 Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream.
 r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient. A user's own loss is any function of this
-signature, passed to `objective.bind` instead of a name.
+signature, passed to `objective.bind` instead of a name. Here, `ratio_loss` makes such functions from formulas per token.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rl.algorithms import importance
 
+
+class Tokens(NamedTuple):
+    """The arrays of a loss, and the importance ratios r of its tokens."""
+
+    logp_BT: jax.Array
+    behavior_logp_BT: jax.Array
+    advantage_BT: jax.Array
+    mask_BT: jax.Array
+    denom: jax.Array
+    log_ratio_BT: jax.Array
+    ratio_BT: jax.Array
+
+
+Terms = tuple[jax.Array, jax.Array, jax.Array]  # loss of each token, True where it has no gradient, global count
+
+
+def ratio_loss(formula: Callable[..., Terms]) -> Callable[..., tuple[jax.Array, dict]]:
+    """Turns a formula, (tokens, *, options) -> `Terms`, into a loss: the sum over trained tokens / count, with metrics."""
+
+    @functools.wraps(formula)
+    def loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom, **options):
+        log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
+        ratio_BT = jnp.exp(log_ratio_BT)
+        tokens = Tokens(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom, log_ratio_BT, ratio_BT)
+        loss_BT, dropped_BT, count = formula(tokens, **options)
+        metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
+        return importance.total(loss_BT, mask_BT, count), metrics
+
+    return loss
+
+
 # ---- clipped ratios --------------------------------------------------------------------------------------------------
 
 
-def two_sided_clip(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    delta: float,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def two_sided_clip(tokens: Tokens, *, clip_low: float, clip_high: float, delta: float) -> Terms:
     """PPO clipping with an upper bound on the ratio, so that a negative advantage has a bounded loss.
 
         loss = sum_t mask_t max(-c1 A, -c2 A) / denom
@@ -52,167 +77,99 @@ def two_sided_clip(
 
     Plain PPO leaves r unbounded when A < 0; INTELLECT-2 (arXiv 2505.07291, section 3.4) bounds it by delta = 4 with
     clip_low = clip_high = 0.2. The gradient of a token is zero where A < 0 and r > delta, where A > 0 and
-    r > 1 + clip_high, and where A < 0 and r < 1 - clip_low. Denominator: global sampled tokens. Nothing is
-    stop-gradiented.
+    r > 1 + clip_high, and where A < 0 and r < 1 - clip_low.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    ratio_BT = jnp.exp(log_ratio_BT)
-    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.minimum(ratio_BT, delta), advantage_BT, clip_low, clip_high)
-    dropped_BT |= (advantage_BT < 0) & (ratio_BT > delta)
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, denom), metrics
+    ratio_BT, A_BT = tokens.ratio_BT, tokens.advantage_BT
+    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.minimum(ratio_BT, delta), A_BT, clip_low, clip_high)
+    return loss_BT, dropped_BT | (A_BT < 0) & (ratio_BT > delta), tokens.denom
 
 
+@ratio_loss
 def grpo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    stream_ids_BT: jax.Array,
-    num_streams: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+    tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: jax.Array, num_streams: jax.Array
+) -> Terms:
     """PPO clipping, averaged inside each stream and then over streams: a token of a long completion weighs less.
 
         loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
 
     GRPO (arXiv 2402.03300, eq. 3). Its KL term is the learner's `kl_coef`, a mean over all *tokens* with every loss; the
-    paper averages it inside each stream. Denominator: global streams. Nothing is stop-gradiented.
+    paper averages it inside each stream.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
-    loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, num_streams), metrics
+    loss_BT, dropped_BT = _clipped(tokens, clip_low, clip_high)
+    return loss_BT / importance.stream_length(tokens.mask_BT, stream_ids_BT), dropped_BT, num_streams
 
 
-def dr_grpo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    length: float,
-    num_streams: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def dr_grpo(tokens: Tokens, *, clip_low: float, clip_high: float, length: float, num_streams: jax.Array) -> Terms:
     """PPO clipping, summed over tokens and divided by a constant: neither short nor long completions are favored.
 
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
 
     Dr. GRPO (arXiv 2503.20783, section 3.2); `length` is the generation budget, sampling.max_tokens. Goes with the advantage
-    `group_mean`. The KL term of `kl_coef` stays a mean over all *tokens*, not divided by `length`. Denominator: global
-    streams times `length`. Nothing is stop-gradiented.
+    `group_mean`. The KL term of `kl_coef` stays a mean over all *tokens*, not divided by `length`.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, num_streams * length), metrics
+    return *_clipped(tokens, clip_low, clip_high), num_streams * length
 
 
-def dapo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def dapo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Terms:
     """PPO clipping over all tokens alike, with a wider upper bound so that rare tokens can rise ("clip-higher").
 
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
 
     DAPO (arXiv 2503.14476, eq. 8) with 0.2 and 0.28; its overlong shaping is `advantages.overlong_penalty`, its dynamic
-    sampling is the dropping of groups whose rewards are equal. Denominator: global sampled tokens. Nothing is stop-gradiented.
+    sampling is the dropping of groups whose rewards are equal.
     """
-    return two_sided_clip(
-        logp_BT,
-        behavior_logp_BT,
-        advantage_BT,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        delta=math.inf,
-        denom=denom,
-    )
+    return *_clipped(tokens, clip_low, clip_high), tokens.denom
+
+
+def _clipped(tokens: Tokens, clip_low: float, clip_high: float) -> tuple[jax.Array, jax.Array]:
+    return importance.clipped_surrogate(tokens.ratio_BT, tokens.advantage_BT, clip_low, clip_high)
 
 
 # ---- ratios of whole streams -----------------------------------------------------------------------------------------
 
 
+@ratio_loss
 def gspo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    stream_ids_BT: jax.Array,
-    num_streams: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
-    """PPO clipping with one ratio per stream, the geometric mean of its tokens' ratios, and clips it.
+    tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: jax.Array, num_streams: jax.Array
+) -> Terms:
+    """PPO clipping with one ratio per stream, the geometric mean of its tokens' ratios.
 
         loss = -sum_i (1 / |o_i|) sum_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) / num_streams
         s_it = sg(s_i) pi_t / sg(pi_t),  s_i = exp(mean_t log r_t)
 
     GSPO-token (arXiv 2507.18071, eqs. 13-14), which with one advantage per stream is GSPO (eq. 5); clip bounds of 3e-4 and 4e-4.
-    Denominator: global streams.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    mean_BT = importance.stream_mean(log_ratio_BT, mask_BT, stream_ids_BT)
-    here_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
+    mean_BT = importance.stream_mean(tokens.log_ratio_BT, tokens.mask_BT, stream_ids_BT)
+    here_BT = jnp.where(tokens.mask_BT > 0, tokens.logp_BT, 0.0)
     ratio_BT = jnp.exp(jax.lax.stop_gradient(mean_BT - here_BT) + here_BT)
-    loss_BT, dropped_BT = importance.clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
-    loss_BT /= importance.stream_length(mask_BT, stream_ids_BT)
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, num_streams), metrics
+    loss_BT, dropped_BT = _clipped(tokens._replace(ratio_BT=ratio_BT), clip_low, clip_high)
+    return loss_BT / importance.stream_length(tokens.mask_BT, stream_ids_BT), dropped_BT, num_streams
 
 
-def gmpo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    log_clip: float,
-    stream_ids_BT: jax.Array,
-    num_streams: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: jax.Array, num_streams: jax.Array) -> Terms:
     """The geometric instead of the arithmetic mean of a stream's clipped ratios: one extreme token weighs little.
 
         loss = -sum_i A_i exp((1 / |o_i|) sum_t c_t) / num_streams
         c_t = min(log r, log_clip) where A > 0, max(log r, -log_clip) where A < 0
 
-    GMPO (arXiv 2507.20673, eq. 4) with log_clip = 0.4. A_i is the mean advantage of the stream's tokens. Denominator: global
-    streams. Nothing is stop-gradiented.
+    GMPO (arXiv 2507.20673, eq. 4) with log_clip = 0.4. A_i is the mean advantage of the stream's tokens.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    clipped_BT = jnp.where(advantage_BT > 0, jnp.minimum(log_ratio_BT, log_clip), jnp.maximum(log_ratio_BT, -log_clip))
+    log_ratio_BT, A_BT, mask_BT = tokens.log_ratio_BT, tokens.advantage_BT, tokens.mask_BT
+    clipped_BT = jnp.where(A_BT > 0, jnp.minimum(log_ratio_BT, log_clip), jnp.maximum(log_ratio_BT, -log_clip))
     ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
-    loss_BT = -ratio_BT * advantage_BT / importance.stream_length(mask_BT, stream_ids_BT)
-    dropped_BT = importance.outside(log_ratio_BT, advantage_BT, -log_clip, log_clip)
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, num_streams), metrics
+    loss_BT = -ratio_BT * A_BT / importance.stream_length(mask_BT, stream_ids_BT)
+    return loss_BT, importance.outside(log_ratio_BT, A_BT, -log_clip, log_clip), num_streams
 
 
 # ---- masked and truncated importance sampling ------------------------------------------------------------------------
 
 
+@ratio_loss
 def masked_importance_sampling(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
+    tokens: Tokens,
     *,
     ratio_low: float,
     ratio_high: float,
@@ -221,8 +178,7 @@ def masked_importance_sampling(
     geometric_low: float = 0.0,
     geometric_high: float = math.inf,
     stream_ids_BT: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+) -> Terms:
     """Importance sampling against the sampler; tokens and streams with extreme ratios are left out (IcePop).
 
         loss = -sum_t mask_t keep_t r A / denom
@@ -231,124 +187,75 @@ def masked_importance_sampling(
                  and geometric_low <= exp(mean_t log r of the stream) <= geometric_high
 
     INTELLECT-3 (arXiv 2512.16144, section 2): tokens in [0.5, 5], whole stream dropped below 1e-5. PRIME-RL at its release:
-    tokens in [0.125, 8]; in December 2025 also geometric mean in [0.1, 10] and stream_high = 100. The defaults disable the stream rules. The indicator carries no gradient; a dropped token keeps its place in the denominator, global sampled tokens.
+    tokens in [0.125, 8]; in December 2025 also geometric mean in [0.1, 10] and stream_high = 100. The defaults disable the
+    stream rules. The indicator carries no gradient; a dropped token keeps its place in `denom`.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    ratio_BT = jnp.exp(log_ratio_BT)
+    ratio_BT, fixed_BT = tokens.ratio_BT, jax.lax.stop_gradient(tokens.log_ratio_BT)
     keep_BT = (ratio_BT >= ratio_low) & (ratio_BT <= ratio_high)
-    fixed_BT = jax.lax.stop_gradient(log_ratio_BT)
     if stream_low > 0:  # outside the mask r is 1: the bounds are on either side of it
         keep_BT &= importance.stream_min(fixed_BT, stream_ids_BT) >= math.log(stream_low)
     if stream_high < math.inf:
         keep_BT &= -importance.stream_min(-fixed_BT, stream_ids_BT) <= math.log(stream_high)
     if geometric_low > 0 or geometric_high < math.inf:
-        geometric_BT = jnp.exp(importance.stream_mean(fixed_BT, mask_BT, stream_ids_BT))
+        geometric_BT = jnp.exp(importance.stream_mean(fixed_BT, tokens.mask_BT, stream_ids_BT))
         keep_BT &= (geometric_BT >= geometric_low) & (geometric_BT <= geometric_high)
-    loss_BT = -jnp.where(keep_BT, ratio_BT, 0.0) * advantage_BT
-    metrics = importance.metrics(log_ratio_BT, ~keep_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, denom), metrics
+    return -jnp.where(keep_BT, ratio_BT, 0.0) * tokens.advantage_BT, ~keep_BT, tokens.denom
 
 
-def cispo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    ratio_low: float,
-    ratio_high: float,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def cispo(tokens: Tokens, *, ratio_low: float, ratio_high: float) -> Terms:
     """Clips the weight of the policy gradient instead of the surrogate: every token keeps its gradient.
 
         loss = -sum_t mask_t sg(clip(r, ratio_low, ratio_high)) A logp / denom
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4); without a lower bound and with an upper one of 5 in ScaleRL (arXiv 2510.13786).
-    Denominator: global sampled tokens. No gradient through the weight; `clip_frac` counts weights that were clipped.
+    `clip_frac` counts weights that were clipped.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
-    loss_BT = -jnp.clip(ratio_BT, ratio_low, ratio_high) * advantage_BT * logp_BT
-    clipped_BT = (ratio_BT < ratio_low) | (ratio_BT > ratio_high)
-    metrics = importance.metrics(log_ratio_BT, clipped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, denom), metrics
+    ratio_BT = jax.lax.stop_gradient(tokens.ratio_BT)
+    loss_BT = -jnp.clip(ratio_BT, ratio_low, ratio_high) * tokens.advantage_BT * tokens.logp_BT
+    return loss_BT, (ratio_BT < ratio_low) | (ratio_BT > ratio_high), tokens.denom
 
 
+@ratio_loss
 def truncated_importance_sampling(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    cap: float,
-    sampler_logp_BT: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+    tokens: Tokens, *, clip_low: float, clip_high: float, cap: float, sampler_logp_BT: jax.Array
+) -> Terms:
     """PPO clipping against the learner's own old policy, each token weighted by how likely that policy was to sample it.
 
-        loss = -sum_t mask_t min(w, cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
+        loss = -sum_t mask_t sg(min(w, cap)) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / denom
         w = exp(behavior_logp - sampler_logp)
 
     TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") with cap = 2. `r` is
-    against `behavior_logp`, so objective.old_logprobs must be "learner"; otherwise w = 1. Denominator: global sampled tokens. No
-    gradient through w.
+    against `behavior_logp`, so objective.old_logprobs must be "learner"; otherwise w = 1.
     """
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    differs_BT = mask_BT * (behavior_logp_BT != sampler_logp_BT)  # equal ones have w = 1; -inf - -inf is NaN
-    weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
-    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.exp(log_ratio_BT), advantage_BT, clip_low, clip_high)
-    loss_BT *= jax.lax.stop_gradient(jnp.minimum(weight_BT, cap))
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, denom), metrics
+    return *_weighted(tokens, clip_low, clip_high, cap, sampler_logp_BT), tokens.denom
 
 
-def decoupled_ppo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    clip_low: float,
-    clip_high: float,
-    sampler_logp_BT: jax.Array,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def decoupled_ppo(tokens: Tokens, *, clip_low: float, clip_high: float, sampler_logp_BT: jax.Array) -> Terms:
     """PPO with three policies: behavior (sampled), proximal (bounds the step, recomputed by the learner), target (trained).
 
-        loss = -sum_t mask_t (prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
+        loss = -sum_t mask_t sg(prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
 
     Decoupled PPO (arXiv 2110.00641, eq. 6; AReaL, arXiv 2505.24298, eq. 5): staleness goes into the weight, not into the clip.
-    It is truncated importance sampling without a cap. Denominator: global sampled tokens. No gradient through prox / mu.
+    It is truncated importance sampling without a cap.
     """
-    return truncated_importance_sampling(
-        logp_BT,
-        behavior_logp_BT,
-        advantage_BT,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        cap=math.inf,
-        sampler_logp_BT=sampler_logp_BT,
-        denom=denom,
-    )
+    return *_weighted(tokens, clip_low, clip_high, math.inf, sampler_logp_BT), tokens.denom
+
+
+def _weighted(tokens: Tokens, clip_low, clip_high, cap, sampler_logp_BT) -> tuple[jax.Array, jax.Array]:
+    behavior_logp_BT = tokens.behavior_logp_BT
+    differs_BT = tokens.mask_BT * (behavior_logp_BT != sampler_logp_BT)  # equal ones have w = 1; -inf - -inf is NaN
+    weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
+    loss_BT, dropped_BT = _clipped(tokens, clip_low, clip_high)
+    return loss_BT * jax.lax.stop_gradient(jnp.minimum(weight_BT, cap)), dropped_BT
 
 
 # ---- bounds on the change of probability -----------------------------------------------------------------------------
 
 
-def dppo_tv(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    low: float,
-    high: float,
-    kl_tau: float,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def dppo_tv(tokens: Tokens, *, low: float, high: float, kl_tau: float) -> Terms:
     """Importance sampling; a token is left out once its *probability* moved too far in the direction of its advantage.
 
         loss = sum_t mask_t (-keep_t r A + kl_tau log(r)^2) / denom
@@ -357,49 +264,35 @@ def dppo_tv(
     DPPO with the binary total-variation mask (arXiv 2602.04879) and Kimi K2.5's squared log-ratio (arXiv 2602.02276), the
     default of PRIME-RL in 2026 with low = high = 0.2 and kl_tau = 1e-3. The squared term covers dropped tokens, too. Unlike
     PRIME-RL's, r is clamped at e^20, above which neither term has a gradient. The indicator carries no gradient.
-    Denominator: global sampled tokens.
     """
-    change_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)
-    dropped_BT = jnp.where(advantage_BT > 0, change_BT > high, change_BT < -low)
-    return _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom)
+    change_BT = _change(tokens)
+    return _unless(jnp.where(tokens.advantage_BT > 0, change_BT > high, change_BT < -low), tokens, kl_tau)
 
 
-def ipo(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    bound: float,
-    kl_tau: float,
-    denom: jax.Array,
-) -> tuple[jax.Array, dict]:
+@ratio_loss
+def ipo(tokens: Tokens, *, bound: float, kl_tau: float) -> Terms:
     """`dppo_tv` (with the same clamp) whose mask ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
-    dropped_BT = jnp.abs(jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT)) > bound
-    return _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom)
+    return _unless(jnp.abs(_change(tokens)) > bound, tokens, kl_tau)
 
 
-def _probability_masked(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, dropped_BT, kl_tau, denom):
-    log_ratio_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
-    loss_BT = -jnp.where(dropped_BT, 0.0, jnp.exp(log_ratio_BT)) * advantage_BT + kl_tau * log_ratio_BT**2
-    metrics = importance.metrics(log_ratio_BT, dropped_BT, advantage_BT, mask_BT, denom)
-    return importance.total(loss_BT, mask_BT, denom), metrics
+def _change(tokens: Tokens) -> jax.Array:
+    return jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
+
+
+def _unless(dropped_BT: jax.Array, tokens: Tokens, kl_tau: float) -> Terms:
+    loss_BT = -jnp.where(dropped_BT, 0.0, tokens.ratio_BT) * tokens.advantage_BT + kl_tau * tokens.log_ratio_BT**2
+    return loss_BT, dropped_BT, tokens.denom
 
 
 # ---- supervision -----------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    advantage_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    denom: jax.Array,
+    logp_BT: jax.Array, behavior_logp_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, *, denom: jax.Array
 ) -> tuple[jax.Array, dict]:
-    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t / denom. The behavior policy is not used.
+    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t A_t / denom. The behavior policy is not used.
 
-    The advantage weighs the tokens (1 for plain SFT). Denominator: global trained tokens.
+    The advantage weighs the tokens (1 for plain SFT).
     """
     del behavior_logp_BT
     return importance.total(-logp_BT * advantage_BT, mask_BT, denom), {}

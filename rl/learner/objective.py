@@ -183,7 +183,8 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
         raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
     function: Callable = losses.LOSSES[loss] if isinstance(loss, str) else loss
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", "given")
-    known = {p.name: p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    signatures = (inspect.signature(function, follow_wrapped=follow) for follow in (True, False))
+    known = {p.name: p for s in signatures for p in s.parameters.values() if p.kind is p.KEYWORD_ONLY}
     own = {n: p for n, p in known.items() if n not in _EXTRAS}
     if unknown := sorted(set(options) - set(own)):
         raise ValueError(
