@@ -78,14 +78,14 @@ def run(skewed: bool, args) -> dict:
     from models.text import tokenizer
     from rl.algorithms import advantages
     from rl.batch import packing
-    from rl.learner import objective, train_step
+    from rl.learner import objective, optimizers, train_step
     from sharding import mesh as mesh_lib
     from tests.support import shapes
 
     model = shapes.model("4m")
     rng = np.random.default_rng(0)
     mesh = mesh_lib.create({})
-    optimizer = train_step.make_optimizer(train_step.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
+    optimizer = train_step.make_optimizer(optimizers.OptimizerConfig(1e-5, 0, 0.9, 0.999, 1e-8, 0.0, 0.0), model)
     loss = objective.bind("two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0})
     learner = train_step.Learner(model, optimizer, loss, mesh)
     state, step = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)

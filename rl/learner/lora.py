@@ -55,19 +55,19 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
     found = set()
 
     def adapt(tree, name=""):
-        if rules.is_spec(tree):
-            if name not in config.targets:
-                return None
-            if not rules.is_matrix(tree):
-                raise ValueError(
-                    f"lora.targets has {name!r}, which is not a matrix: its dims are {tree.logical_axes}; remove it"
-                )
-            found.add(name)
-            return _adapter(tree, config.rank)
-        adapted = {key: adapt(child, key) for key, child in tree.items()}
-        return {key: child for key, child in adapted.items() if child is not None} or None
+        if not rules.is_spec(tree):
+            adapted = {key: adapt(child, key) for key, child in tree.items()}
+            return {key: child for key, child in adapted.items() if child}
+        if name not in config.targets:
+            return {}
+        if not rules.is_matrix(tree):
+            raise ValueError(
+                f"lora.targets has {name!r}, which is not a matrix: its dims are {tree.logical_axes}; remove it"
+            )
+        found.add(name)
+        return _adapter(tree, config.rank)
 
-    adapters = adapt(model_specs) or {}
+    adapters = adapt(model_specs)
     if missing := [name for name in config.targets if name not in found]:
         raise ValueError(f"lora.targets has {missing[0]!r}, but the model has no such parameter; choose from {KERNELS}")
     return adapters
@@ -102,8 +102,10 @@ def _adapter(spec: rules.ParamSpec, rank: int) -> dict:
         axes = (*(spec.logical_axes[i] for i in before), RANK_AXIS, *(spec.logical_axes[i] for i in after))
         return rules.ParamSpec(shape, spec.dtype, axes, init)
 
-    fan_in = math.prod(spec.shape[i] for i in inputs)
-    return {"a": part(copies + inputs, (), _normal(fan_in)), "b": part(copies, outputs, _zeros)}
+    def normal(key, shape, dtype):
+        return (jax.random.normal(key, shape) * math.prod(spec.shape[i] for i in inputs) ** -0.5).astype(dtype)
+
+    return {"a": part(copies + inputs, (), normal), "b": part(copies, outputs, jax.nn.initializers.zeros)}
 
 
 def _add(kernel, adapter, spec, scale):
@@ -115,15 +117,3 @@ def _add(kernel, adapter, spec, scale):
     b_NRO = adapter["b"].reshape(n, rank, -1).astype(jnp.float32)
     change = jnp.einsum("NIR,NRO->NIO", a_NIR, b_NRO).reshape(spec.shape)
     return (kernel.astype(jnp.float32) + scale * change).astype(kernel.dtype)
-
-
-def _normal(fan_in: int):
-    def draw(key, shape, dtype):
-        return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
-
-    return draw
-
-
-def _zeros(key, shape, dtype):
-    del key
-    return jnp.zeros(shape, dtype)

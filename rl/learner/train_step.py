@@ -30,10 +30,7 @@ from rl.learner import objective as objective_lib
 from rl.learner import optimizers
 from sharding import rules
 
-HOST = "pinned_host"  # the memory kind of the optimizer state that `optimizers.offloaded` keeps off the device
-# Parts of an experiment's description (rl/experiment/experiment.py).
-OptimizerConfig = optimizers.OptimizerConfig
-Objective = objective_lib.Objective
+HOST = "pinned_host"  # the memory kind of the optimizer state with `OptimizerConfig.offload_moments`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +41,12 @@ class Learner:
     optimizer: optax.GradientTransformation  # of `make_optimizer`
     policy_loss: objective_lib.PolicyLoss  # of `objective.bind`
     mesh: jax.sharding.Mesh
-    objective: Objective = Objective()  # by default the policy loss alone
+    objective: objective_lib.Objective = objective_lib.Objective()  # by default the policy loss alone
     lora: lora_lib.LoraConfig | None = None  # None, or rank 0: all parameters train
     share_prompts: bool = True  # False: no tree of a batch has a prompt of its own or a second branch
+
+    def __repr__(self) -> str:
+        return "Learner"  # jax's error messages print it: the fields are hundreds of lines
 
     def __post_init__(self):
         if self.objective.router_balance_rate and (self.lora or not self.model.router_correction):
@@ -186,7 +186,7 @@ def score(
 
 
 def make_optimizer(
-    config: OptimizerConfig, model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None
+    config: optimizers.OptimizerConfig, model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the parameters that train: the model's, or its adapters'."""
     return optimizers.make(config, _trained_specs(model, lora))
@@ -222,9 +222,8 @@ def abstract_state(learner: Learner) -> TrainState:
             sharding = sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    init, opt_state = jax.make_jaxpr(learner.optimizer.init, return_shape=True)(
-        params
-    )  # eval_shape loses the memory space
+    # Not jax.eval_shape, which loses the memory space.
+    init, opt_state = jax.make_jaxpr(learner.optimizer.init, return_shape=True)(params)
     spaces = jax.tree.unflatten(jax.tree.structure(opt_state), [aval.memory_space for aval in init.out_avals])
     return TrainState(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),

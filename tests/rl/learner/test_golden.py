@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rl.batch import packing
-from rl.learner import objective, train_step
+from rl.learner import objective, optimizers, train_step
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
@@ -39,7 +39,7 @@ def test_the_loss_curve_is_golden(request):
 def _curve() -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of two-sided-clip GRPO on fixed groups with shared prompts."""
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
-    optimizer = train_step.make_optimizer(train_step.OptimizerConfig(3e-3, 5, 0.9, 0.95, 1e-8, 0.01, 1.0), MODEL)
+    optimizer = train_step.make_optimizer(optimizers.OptimizerConfig(3e-3, 5, 0.9, 0.95, 1e-8, 0.01, 1.0), MODEL)
     loss = objective.bind("two_sided_clip", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0})
     learner = train_step.Learner(MODEL, optimizer, loss, mesh)
     state, step_fn = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)

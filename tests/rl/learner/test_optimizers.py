@@ -165,7 +165,7 @@ def test_muon_takes_a_kernel_as_one_matrix_and_copies_as_many(ways):
     specs["experts"] = spec((2, 3, 4, 6), "layers", "experts", "model", "ffn")
     rng = np.random.default_rng(1)
     grads = {name: rng.standard_normal(s.shape) for name, s in specs.items()}
-    muon = optimizers.scale_by_muon(specs, beta=0.0)
+    muon = optimizers.scale_by_muon(specs, 0.0, "float32")
     mesh = mesh_lib.create({"fsdp": ways}, devices=jax.devices()[:ways])
     with jax.set_mesh(mesh):
         got, _ = jax.jit(muon.update)(single(grads), jax.jit(muon.init)(single(grads)))

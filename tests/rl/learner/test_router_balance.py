@@ -10,6 +10,7 @@ import pytest
 
 from models import transformer
 from rl.batch import packing
+from rl.learner import objective as objective_lib
 from rl.learner import train_step
 from tests.support import small_learner as small
 
@@ -22,7 +23,7 @@ OPTIONS = {"ratio_low": 0.0, "ratio_high": 1e9}
 
 def stepped(model, sizes, rows, capacity, objective):
     """(metrics, gradient, corrections before, corrections after) of one step."""
-    objective, loss = train_step.Objective(**objective), "masked_importance_sampling"
+    objective, loss = objective_lib.Objective(**objective), "masked_importance_sampling"
     learner = small.make(model, loss, OPTIONS, sizes, objective=objective)
     params = small.params_of(model)
     state = train_step.init_state(jax.random.key(0), learner, params)

@@ -15,6 +15,7 @@ import pytest
 
 from models import transformer
 from rl.batch import packing, router_replay
+from rl.learner import objective as objective_lib
 from rl.learner import train_step
 from tests.support import small_learner as small
 
@@ -179,7 +180,7 @@ def test_replay_of_the_same_weights_is_no_replay():
 @pytest.mark.slow
 def test_learners_old_logprobs_run_the_given_experts_too():
     """The ratio of one step on a batch is against these very parameters: 1, only if both passes ran the same experts."""
-    step = train_step.jit_train_step(small.make(MOE, objective=train_step.Objective(old_logprobs="learner")))
+    step = train_step.jit_train_step(small.make(MOE, objective=objective_lib.Objective(old_logprobs="learner")))
     _, fresh, mesh = small.compiled(MOE, ())
     batch = packing.place(pack(with_experts(drawn_experts(MOE)), MOE), mesh)
     _, metrics = step(fresh(), batch)

@@ -22,7 +22,8 @@ from models import config as config_lib
 from models import transformer
 from rl.batch import packing
 from rl.experiment import experiment
-from rl.learner import train_step
+from rl.learner import objective as objective_lib
+from rl.learner import optimizers, train_step
 from sharding import checkpoint
 from tests.support import small_learner as small
 
@@ -178,7 +179,7 @@ def weights_of(tokens):
 
 def test_the_objective_is_the_sum_of_its_components():
     """Entropy bonus, KL to a reference, cross-entropy and distillation in addition to the policy loss, on two meshes."""
-    objective = train_step.Objective(entropy_coef=0.7, kl_coef=0.3, kl_estimator="k2", kl_reference="reference")
+    objective = objective_lib.Objective(entropy_coef=0.7, kl_coef=0.3, kl_estimator="k2", kl_reference="reference")
 
     def with_streams(branch, first):
         ce, ref_kl, reference = weights_of(branch.tokens)
@@ -250,7 +251,7 @@ def test_losses_over_streams_are_the_same_on_one_device_and_eight():
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
-SEVERAL = train_step.Objective(old_logprobs="learner", optimizer_steps=3)
+SEVERAL = objective_lib.Objective(old_logprobs="learner", optimizer_steps=3)
 
 
 def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
@@ -379,7 +380,7 @@ def test_a_config_file_may_bring_its_own_loss():
 )
 def test_an_objective_that_cannot_be_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        train_step.Objective(**fields)
+        objective_lib.Objective(**fields)
 
 
 def test_an_unknown_loss_is_refused():
@@ -388,7 +389,7 @@ def test_an_unknown_loss_is_refused():
 
 
 def test_a_stream_that_the_objective_needs_must_be_there():
-    objective = train_step.Objective(kl_coef=0.1, kl_reference="reference")
+    objective = objective_lib.Objective(kl_coef=0.1, kl_reference="reference")
     step = train_step.jit_train_step(small.make(objective=objective))
     _, fresh, mesh = small.compiled(small.DENSE, ())
     with pytest.raises(
@@ -420,7 +421,7 @@ def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
 
 # ---- the state -------------------------------------------------------------------------------------------------------
 
-ADAMW = train_step.OptimizerConfig(
+ADAMW = optimizers.OptimizerConfig(
     learning_rate=2e-2, warmup_steps=2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, clip_norm=1.0
 )
 
