@@ -27,7 +27,6 @@ All arithmetic mod p fits uint32, (p - 1)^2 + (p - 1) < 2^32, or is an exact int
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
@@ -36,7 +35,6 @@ import numpy as np
 
 PRIME = 65497  # the field of toploc 0.1.6, and the largest modulus of indices
 MIN_MODULUS = 2**15  # exclusive; the reference's Python helper stops its downward search here
-_INDEX_BITS = 28  # of an index in a chunk; with 15 of magnitude and 20 of chunk number it fits an int64
 _GUESS_SLACK = 24  # bf16 patterns below the k-th magnitude of an earlier chunk, a fifth of an octave
 BATCH = 128  # chunks interpolated together: enough to amortize numpy's calls, and 16 MiB of float64 scratch
 NO_AGREEMENT = 2.0**64  # mantissa statistics if no exponent agrees, as in the reference; JSON-safe
@@ -84,34 +82,25 @@ def build_proofs(hidden_TD, *, chunk: int = 32, topk: int = 128) -> list[bytes]:
 
     A chunk of fewer than topk values has a proof of that many coefficients, one with NaN or inf the proof b"" (see `encode`).
     """
-    tops = _top_values(list(_chunks(_bf16_bits(hidden_TD), chunk)), topk)
-    proofs = []
-    for _, same in itertools.groupby(tops, key=lambda top: len(top[0])):  # only the last chunk can have fewer values
-        indices, bits = zip(*same, strict=True)
-        proofs += encode(np.stack(indices), np.stack(bits))
-    return proofs
+    return encode(_top_values(_chunks(hidden_TD, chunk), topk))
 
 
-def encode(indices_Nk, bits_Nk) -> list[bytes]:
-    """Returns N proofs of top-k indices (row * D + column) and their bf16 bit patterns, e.g. from `topk_indices`.
+def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
+    """Returns a proof of each (indices, bits): top-k indices (row * D + column) and their bf16 bit patterns.
 
     The proof is b"" for a row with NaN or inf: those have the largest magnitude patterns, so the top k of such a chunk contain
     one. The same for indices that no modulus keeps distinct, which was never observed. Every verifier rejects b"" as
     "length". Nothing is raised, because one bad row must not affect other rows, or end a thread.
     """
-    indices_Nk, bits_Nk = np.asarray(indices_Nk, np.int64), np.asarray(bits_Nk, np.uint16)
-    assert indices_Nk.shape == bits_Nk.shape and indices_Nk.ndim == 2
-    good = np.flatnonzero(~_non_finite(bits_Nk).any(axis=1))
-    proofs = [b""] * len(indices_Nk)
-    for start in range(0, len(good), BATCH):
-        members = good[start : start + BATCH]
-        modulus_N = _injective_modulus(indices_Nk[members])
-        members, modulus_N = members[modulus_N > 0], modulus_N[modulus_N > 0]
-        indices, bits = indices_Nk[members], bits_Nk[members]
-        coefficients_Nk = _interpolate((indices % modulus_N[:, None]).astype(np.uint32), bits.astype(np.uint32))
+    proofs = [b""] * len(tops)
+    for members in _batches([0 if _non_finite(bits_k).any() else len(bits_k) for _, bits_k in tops]):
+        indices_Nk, bits_Nk = (np.stack(column) for column in zip(*(tops[n] for n in members), strict=True))
+        modulus_N = _injective_modulus(indices_Nk)
+        x_Nk = (indices_Nk % np.maximum(modulus_N, 1)[:, None]).astype(np.uint32)
+        coefficients_Nk = _interpolate(x_Nk, bits_Nk.astype(np.uint32))
         wire = np.concatenate([modulus_N[:, None], coefficients_Nk], axis=1).astype(">u2")
-        for n, row in zip(members.tolist(), wire, strict=True):
-            proofs[n] = row.tobytes()
+        for n, modulus, row in zip(members, modulus_N.tolist(), wire, strict=True):
+            proofs[n] = row.tobytes() if modulus else b""
     return proofs
 
 
@@ -170,39 +159,29 @@ def verify_proofs_batch(
     """
     results: list[list[ProofResult]] = []
     blocks, proofs, places = [], [], []  # of sequences with as many proofs as chunks
-    for sequence, (hidden_TD, claimed) in enumerate(zip(hiddens, proofs_of, strict=True)):
-        own = list(_chunks(_bf16_bits(hidden_TD), chunk))
-        results.append([_rejected("count", min(topk, bits_M.size)) for bits_M in own] or [_rejected("empty", 0)])
-        if isinstance(claimed, list | tuple) and len(claimed) == len(own) > 0:
-            places += [(sequence, n) for n in range(len(own))]
+    for hidden_TD, claimed in zip(hiddens, proofs_of, strict=True):
+        own = _chunks(hidden_TD, chunk)
+        is_complete = isinstance(claimed, list | tuple) and len(claimed) == len(own)
+        reason = "length" if is_complete else "count"  # until evaluated
+        results.append([_rejected(reason, min(topk, bits_M.size)) for bits_M in own] or [_rejected("empty", 0)])
+        if is_complete:
+            places += [(results[-1], n) for n in range(len(own))]
             blocks += own
             proofs += claimed
-    for (sequence, n), result in zip(places, _verify(blocks, proofs, topk, thresholds), strict=True):
-        results[sequence][n] = result
-    return results
-
-
-def _verify(blocks: list[np.ndarray], proofs: list, topk: int, thresholds: Thresholds) -> list[ProofResult]:
-    """Returns the result of each chunk of the verifier's values with its proof."""
-    top = _top_values(blocks, topk)
-    results = [_rejected("length", len(bits_k)) for _, bits_k in top]
-    by_k: dict[int, list[int]] = {}  # chunks with proofs of one length: all, except short tails of very small models
-    for n, (proof, (_, bits_k)) in enumerate(zip(proofs, top, strict=True)):
-        if isinstance(proof, bytes) and len(proof) == 2 + 2 * len(bits_k):
-            by_k.setdefault(len(bits_k), []).append(n)
-    batches = [same[start : start + BATCH] for same in by_k.values() for start in range(0, len(same), BATCH)]
-    for members in batches:
+    tops = _top_values(blocks, topk)
+    sizes = [len(bits_k) for _, bits_k in tops]
+    is_whole = [isinstance(proof, bytes) and len(proof) == 2 + 2 * k for proof, k in zip(proofs, sizes, strict=True)]
+    for members in _batches([k * whole for k, whole in zip(sizes, is_whole, strict=True)]):
         num_values = np.array([blocks[n].size for n in members])
-        indices_Nk, own_Nk = np.stack([top[n][0] for n in members]), np.stack([top[n][1] for n in members])
+        indices_Nk, own_Nk = (np.stack(column) for column in zip(*(tops[n] for n in members), strict=True))
         wire = np.frombuffer(b"".join(proofs[n] for n in members), ">u2").reshape(len(members), -1).astype(np.uint32)
-        reasons = _reasons(wire, own_Nk, num_values)
-        for i, reason in enumerate(reasons):
-            results[members[i]] = _rejected(reason, own_Nk.shape[1])
-        if sound := [i for i, reason in enumerate(reasons) if not reason]:
-            x_Nk = (indices_Nk[sound] % wire[sound, :1]).astype(np.uint32)
-            claimed_Nk = _evaluate(wire[sound, 1:], *_powers(x_Nk))
-            for i, result in zip(sound, _compare(claimed_Nk, own_Nk[sound], thresholds), strict=True):
-                results[members[i]] = result
+        reasons = np.array(_reasons(wire, own_Nk, num_values))
+        sound = np.flatnonzero(reasons == "")
+        x_Nk = (indices_Nk[sound] % wire[sound, :1]).astype(np.uint32)
+        compared = iter(_compare(_evaluate(wire[sound, 1:], *_powers(x_Nk)), own_Nk[sound], thresholds))
+        for n, reason in zip(members, reasons.tolist(), strict=True):
+            sequence, at = places[n]
+            sequence[at] = _rejected(reason, sizes[n]) if reason else next(compared)
     return results
 
 
@@ -225,36 +204,28 @@ def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: in
 # ---- hidden states to top values ------------------------------------------------------------------------------------
 
 
-def _bf16_bits(hidden_TD) -> np.ndarray:
+def _chunks(hidden_TD, chunk: int) -> list[np.ndarray]:
+    """Returns the bits of the bf16 values of every `chunk` rows."""
     hidden_TD = np.asarray(hidden_TD)
     if hidden_TD.ndim != 2 or hidden_TD.dtype not in (jnp.bfloat16, np.float32):
         raise ValueError(
             f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}, but must be [T, D] in bfloat16 (or float32, "
             "which is rounded); pass the final-norm output of the model"
         )
-    if hidden_TD.dtype == np.float32:
-        hidden_TD = hidden_TD.astype(jnp.bfloat16)  # rounds to nearest even
-    return np.ascontiguousarray(hidden_TD).view(np.uint16)
-
-
-def _chunks(bits_TD: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
-    return (bits_TD[start : start + chunk].reshape(-1) for start in range(0, len(bits_TD), chunk))
+    bits_TD = np.ascontiguousarray(hidden_TD.astype(jnp.bfloat16, copy=False)).view(np.uint16)  # to nearest even
+    return [bits_TD[start : start + chunk].reshape(-1) for start in range(0, len(bits_TD), chunk)]
 
 
 def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns (indices ascending, bits) of the min(topk, M) largest magnitudes per chunk; ties go to the lowest index.
 
     A guess at the k-th magnitude, from an earlier chunk, leaves a few hundred candidates of a chunk in three passes.
-    If it leaves fewer than k, a partition finds them. The candidates of all chunks are then ranked together, in one
-    sort. The guess cannot change the result.
+    If it leaves fewer than k, a partition finds them. The guess cannot change the result.
     """
-    if not blocks:
-        return []
-    largest = max(bits_M.size for bits_M in blocks)
-    assert largest < 2**_INDEX_BITS
+    largest = max((bits_M.size for bits_M in blocks), default=0)
     # Reused by all chunks: touching fresh pages costs more than the passes.
     scratch, over = np.empty(largest, np.uint16), np.empty(largest, bool)
-    guess, found = 0, []
+    guess, tops = 0, []
     for bits_M in blocks:
         k = min(topk, bits_M.size)
         magnitude_M = np.bitwise_and(bits_M, 0x7FFF, out=scratch[: bits_M.size])
@@ -263,23 +234,18 @@ def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, n
         if not k <= len(candidates) <= 8 * k:
             kth = int(np.partition(magnitude_M, bits_M.size - k)[bits_M.size - k])
             candidates = np.flatnonzero(magnitude_M >= kth)
-            tied = magnitude_M[candidates] == kth  # all of a constant chunk is
-            candidates = candidates[~tied | (np.cumsum(tied) <= k - (len(tied) - tied.sum()))]
             guess = max(kth - _GUESS_SLACK, 0)
-        found.append((candidates, magnitude_M[candidates]))
+        best = np.argsort(0x7FFF - magnitude_M[candidates], kind="stable")[:k]
+        indices_k = np.sort(candidates[best])
+        tops.append((indices_k, bits_M[indices_k]))
+    return tops
 
-    counts_N = np.array([len(candidates) for candidates, _ in found])
-    keeps_N = np.array([min(topk, bits_M.size) for bits_M in blocks])
-    owner = np.repeat(np.arange(len(blocks)), counts_N)
-    index = np.concatenate([candidates for candidates, _ in found])
-    magnitude = np.concatenate([magnitude for _, magnitude in found]).astype(np.int64)
-    key = np.sort((((owner << 15) | (0x7FFF - magnitude)) << _INDEX_BITS) | index)
-    rank = np.arange(len(key)) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
-    kept = key[rank < np.repeat(keeps_N, counts_N)]
-    # In order of index within each chunk, as the device's path has them.
-    kept = np.sort((kept >> (15 + _INDEX_BITS) << _INDEX_BITS) | (kept & (2**_INDEX_BITS - 1)))
-    indices = np.split(kept & (2**_INDEX_BITS - 1), np.cumsum(keeps_N)[:-1])
-    return [(indices_k, bits_M[indices_k]) for indices_k, bits_M in zip(indices, blocks, strict=True)]
+
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the positions of equal sizes, at most BATCH at a time; skips size 0. Only short tails differ in size."""
+    for size in sorted({*sizes} - {0}):
+        members = [n for n, own in enumerate(sizes) if own == size]
+        yield from (members[start : start + BATCH] for start in range(0, len(members), BATCH))
 
 
 # ---- the polynomial -------------------------------------------------------------------------------------------------

@@ -82,18 +82,12 @@ def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, row
     return toploc.topk_indices(bits_NM, num_top(ring_B2WD.shape[-1]))
 
 
-def encode(rows_N: Sequence[int], indices_Nk: np.ndarray, bits_Nk: np.ndarray, model_dim: int) -> list[bytes]:
+def encode(
+    rows_N: Sequence[int], indices_Nk: Sequence[np.ndarray], bits_Nk: Sequence[np.ndarray], model_dim: int
+) -> list[bytes]:
     """Returns the proofs of N windows of `rows` rows each, from their top values; b"" as in `toploc.encode`."""
-    proofs = [b""] * len(rows_N)
-    size_N = np.minimum(
-        np.asarray(rows_N) * model_dim, indices_Nk.shape[1]
-    )  # a short last window of a small model has fewer
-    for size in np.unique(size_N).tolist():
-        members = np.flatnonzero(size_N == size)
-        indices, bits = indices_Nk[members], bits_Nk[members]
-        if size < indices.shape[1]:
-            real = indices < size
-            indices, bits = indices[real].reshape(-1, size), bits[real].reshape(-1, size)
-        for n, proof in zip(members.tolist(), toploc.encode(indices, bits), strict=True):
-            proofs[n] = proof
-    return proofs
+    tops = []
+    for rows, indices_k, bits_k in zip(rows_N, indices_Nk, bits_Nk, strict=True):
+        is_real_k = indices_k < rows * model_dim  # a short last window of a small model has fewer
+        tops.append((indices_k[is_real_k], bits_k[is_real_k]))
+    return toploc.encode(tops)

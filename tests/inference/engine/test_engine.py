@@ -197,7 +197,7 @@ def test_proofs_are_of_windows_that_were_asked_for():
         for which in range(2):
             for slot in range(CONFIG.num_slots):
                 if indices[which, slot].any():
-                    found[which, slot] = before, toploc.encode(indices[which, [slot]], bits[which, [slot]])[0]
+                    found[which, slot] = before, toploc.encode([(indices[which, slot], bits[which, slot])])[0]
     assert {key: before for key, (before, _) in found.items()} == {(0, 1): 30, (1, 1): 35}
     hidden_JD, _ = teacher_forced(ask.tokens, bench.tokens[1])
     results = toploc.verify_proofs(hidden_JD, [found[0, 1][1], found[1, 1][1]])
