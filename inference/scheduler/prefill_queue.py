@@ -3,7 +3,7 @@
 1. `add` appends a request. `next` prefills the oldest ones when none is ready: as many as one call takes of one length
    bucket. Equal prompts share a row, and a prompt in the prefix cache (prefix_cache.py) needs none.
 2. A prompt longer than a chunk is prefilled chunk by chunk (`prefill_chunk`), one such prompt at a time, between decode calls.
-3. New weights invalidate the prefix cache and a prompt that is partly prefilled (`restart`).
+3. New weights invalidate the prefix cache and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
 """
@@ -33,14 +33,16 @@ class _LongPrompt:
 
 
 class PrefillQueue:
-    """Requests with samples that are not in slots yet. Used by one thread; counts in the scheduler's `stats`."""
+    """Requests with samples that are not in slots yet. Used by one thread; counts in the scheduler's `stats`.
 
-    def __init__(self, engine: engine_lib.Engine, prefix_cache_bytes: int, stats: dict[str, float]):
-        self._engine, self._stats = engine, stats
+    `set_weights` is called before any other method.
+    """
+
+    def __init__(self, engine: engine_lib.Engine, prefixes: prefix_cache.PrefixCache, stats: dict[str, float]):
+        self._engine, self._prefixes, self._stats = engine, prefixes, stats
         self._waiting: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._ready: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._long: _LongPrompt | None = None
-        self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._ready or self._long)
@@ -50,18 +52,9 @@ class PrefillQueue:
         if self._long is not None:
             yield self._long.group
 
-    @property
-    def cached_bytes(self) -> int:
-        """The size of the prefix cache."""
-        return self._prefixes.num_bytes
-
     def add(self, group: sequence_lib.SequenceGroup) -> None:
         """Appends a new request."""
         self._waiting.append(group)
-
-    def remove(self, group: sequence_lib.SequenceGroup) -> None:
-        """Removes a ready request, all of whose samples are in slots."""
-        self._ready.remove(group)
 
     def drop_done(self) -> None:
         """Removes requests that were cancelled or failed."""
@@ -70,53 +63,48 @@ class PrefillQueue:
         if self._long is not None and self._long.group.future.done():
             self._long = None
 
-    def clear(self) -> None:
-        """Removes all requests."""
-        self._waiting.clear()
-        self._ready.clear()
-        self._long = None
-
-    def clear_prefixes(self) -> None:
-        """Empties the prefix cache."""
-        self._prefixes.clear()
-
-    def restart(self) -> None:
-        """Empties the prefix cache and restarts a partly prefilled prompt, because the weights changed."""
+    def set_weights(self, params: transformer.Params, version: int) -> None:
+        """Sets the weights of later prefills. Empties the prefix cache and restarts a partly prefilled prompt."""
+        self._params, self._version = params, version
         self._prefixes.clear()
         if self._long is not None:
             self._waiting.appendleft(self._long.group)
             self._long = None
 
-    def next(self, params: transformer.Params, version: int, most: int) -> sequence_lib.SequenceGroup | None:
-        """Returns the request whose sample gets the next free slot, or None; prefills prompts if necessary.
+    def next(self, most: int) -> sequence_lib.Sequence | None:
+        """Starts the sample that gets the next free slot and returns it, or None; prefills prompts if necessary.
 
-        That is the first in order of arrival, but one with `most` running samples only if no other is ready.
+        Its request is the first in order of arrival, but one with `most` running samples only if no other is ready.
         """
-        while True:
-            for group in self._ready:
-                if group.num_running < most:
-                    return group
-            if not self._prefill(params, version):
-                return self._ready[0] if self._ready else None
+        while (group := next((g for g in self._ready if g.num_running < most), None)) is None and self._prefill():
+            pass
+        if group is None and not self._ready:
+            return None
+        group = group or self._ready[0]
+        if group.num_started + 1 == group.request.num_samples:
+            self._ready.remove(group)
+        return group.start_next(self._engine.tokenizer.text_stream() if group.request.stop_texts else None)
 
-    def prefill_chunk(self, params: transformer.Params, version: int) -> None:
+    def prefill_chunk(self) -> None:
         """Prefills the next chunk of the long prompt in progress, if one is."""
         if self._long is None:
             return
         long, chunk = self._long, self._engine.config.prefill_chunk
         tokens = long.group.request.tokens
         piece = tokens[long.num_done : long.num_done + chunk]
-        long.cache, experts = self._engine.prefill_chunk(params, _pad([piece], 1, chunk), long.num_done, long.cache)
+        long.cache, experts = self._engine.prefill_chunk(
+            self._params, _pad([piece], 1, chunk), long.num_done, long.cache
+        )
         long.experts += experts
         long.num_done += len(piece)
         self._stats["prefill_chunks"] += 1
         if long.num_done == len(tokens):
             prefix = _one_prompt(tokens, long.cache, long.experts)
-            self._prefixes.add(tokens, version, prefix, 0)
-            self._make_ready(long.group, params, version, prefix, 0)
+            self._prefixes.add(tokens, prefix, 0)
+            self._make_ready(long.group, prefix, 0)
             self._long = None
 
-    def _prefill(self, params: transformer.Params, version: int) -> bool:
+    def _prefill(self) -> bool:
         """Prefills the oldest prompts of one length bucket; returns False if no request became ready."""
         P, chunk = self._engine.config.prefill_batch, self._engine.config.prefill_chunk
         bucket, rest = None, collections.deque()
@@ -130,10 +118,10 @@ class PrefillQueue:
                 if self._long is not None:
                     rest.append(group)
                 else:
-                    self._start_long(group, params, version)
-            elif found := self._prefixes.find(tokens, version):
+                    self._start_long(group)
+            elif found := self._prefixes.find(tokens):
                 self._count(group, found.num_tokens)
-                self._make_ready(group, params, version, found.prefix, found.row)
+                self._make_ready(group, found.prefix, found.row)
             elif tokens in rows:
                 rows[tokens].append(group)
             elif bucket in (None, self._engine.bucket(len(tokens))):
@@ -144,27 +132,26 @@ class PrefillQueue:
         if bucket is not None:
             length_P = np.ones((P,), np.int32)
             length_P[: len(rows)] = [len(tokens) for tokens in rows]
-            prefix = self._engine.prefill_batch(params, _pad(list(rows), P, bucket), length_P)
+            prefix = self._engine.prefill_batch(self._params, _pad(list(rows), P, bucket), length_P)
             self._stats["prefill_calls"] += 1
             for row, (tokens, groups) in enumerate(rows.items()):
-                self._prefixes.add(tokens, version, prefix, row)
+                self._prefixes.add(tokens, prefix, row)
                 for group in groups:
                     self._count(group, 0 if group is groups[0] else len(tokens))
-                    self._make_ready(group, params, version, prefix, row)
+                    self._make_ready(group, prefix, row)
         self._waiting = rest  # last: if the engine raises, the requests are still here, and are failed with all others
         return len(self._ready) > num_ready
 
-    def _start_long(self, group: sequence_lib.SequenceGroup, params: transformer.Params, version: int) -> None:
+    def _start_long(self, group: sequence_lib.SequenceGroup) -> None:
         """Starts a prompt of several chunks after its longest cached prefix, which may be all of it."""
         tokens = group.request.tokens
-        found = self._prefixes.find(tokens, version)
+        found = self._prefixes.find(tokens)
         num_done = found.num_tokens if found else 0
         self._count(group, num_done)
         if found is None:
             self._long = _LongPrompt(group, None, 0, ())
         elif num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
-            prefix = _one_prompt(tokens, found.prefix.cache, found.prefix.experts)
-            self._make_ready(group, params, version, prefix, 0)
+            self._make_ready(group, _one_prompt(tokens, found.prefix.cache, found.prefix.experts), 0)
         else:  # a copy, because the next chunks are written into it while others may find the original
             cache = jax.tree.map(jax.numpy.copy, found.prefix.cache)
             num_chunks = num_done // self._engine.config.prefill_chunk
@@ -176,19 +163,12 @@ class PrefillQueue:
         self._stats["prefix_hits"] += num_cached
         self._stats["prompt_tokens"] += num_tokens - num_cached
 
-    def _make_ready(
-        self,
-        group: sequence_lib.SequenceGroup,
-        params: transformer.Params,
-        version: int,
-        prefix: decode_state.Prefix,
-        row: int,
-    ) -> None:
-        group.prefix, group.row, group.prompt_version = prefix, row, version
+    def _make_ready(self, group: sequence_lib.SequenceGroup, prefix: decode_state.Prefix, row: int) -> None:
+        group.prefix, group.row, group.prompt_version = prefix, row, self._version
         if group.request.prompt_logprobs:
             tokens = group.request.tokens
             tokens_1T = _pad([tokens], 1, self._engine.bucket(len(tokens)))
-            group.prompt_logprobs = self._engine.prompt_logprobs(params, tokens_1T)[: len(tokens)].tolist()
+            group.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
         self._ready.append(group)
 
 

@@ -1,7 +1,7 @@
 """The prefix cache: keys and values of prefilled prompts, reused by later prompts that start with the same tokens.
 
 1. A prompt is cut into chunks of `prefill_chunk` tokens. Each prefix of whole chunks, and the whole prompt, has a key: a hash
-   of the policy version and of its tokens.
+   of its tokens.
 2. `find` returns the longest cached prefix of a prompt.
 3. `add` stores a prefilled prompt under the keys of all its prefixes. Least recently used entries are evicted at the limit.
 4. `clear` empties it, because new weights invalidate the keys and values.
@@ -47,15 +47,15 @@ class PrefixCache:
         self._entries: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         self.num_bytes = 0
 
-    def find(self, tokens: Sequence[int], version: int) -> Found | None:
-        """Returns the longest cached prefix of a prompt under a policy version, or None."""
-        for _, key in reversed(self._keys(tokens, version)):
+    def find(self, tokens: Sequence[int]) -> Found | None:
+        """Returns the longest cached prefix of a prompt, or None."""
+        for _, key in reversed(self._keys(tokens)):
             if found := self._found.get(key):
                 self._entries.move_to_end(id(found.prefix))
                 return found
         return None
 
-    def add(self, tokens: Sequence[int], version: int, prefix: decode_state.Prefix, row: int) -> None:
+    def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
         """Adds a prompt, which is in `row` of `prefix`; does nothing if it is larger than the cache."""
         entry = self._entries.get(id(prefix))
         if entry is None:
@@ -66,9 +66,12 @@ class PrefixCache:
                 self._evict(next(iter(self._entries)))
             entry = self._entries[id(prefix)] = _Entry(prefix, num_bytes)
             self.num_bytes += num_bytes
-        for num_tokens, key in self._keys(tokens, version):
+        for num_tokens, key in self._keys(tokens):
             if (other := self._found.get(key)) and other.prefix is not prefix:
-                self._remove_key(key, id(other.prefix))
+                keys = self._entries[id(other.prefix)].keys
+                keys.discard(key)
+                if not keys:
+                    self._evict(id(other.prefix))
             self._found[key] = Found(num_tokens, prefix, row)
             entry.keys.add(key)
 
@@ -78,24 +81,17 @@ class PrefixCache:
         self._entries.clear()
         self.num_bytes = 0
 
-    def _keys(self, tokens: Sequence[int], version: int) -> list[tuple[int, bytes]]:
+    def _keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
         """(length, key) of each prefix that can be cached, shortest first."""
         data = np.asarray(tokens, "<i4")
         is_batched = len(data) <= self._chunk
-        running = hashlib.blake2b(f"{version} {is_batched} ".encode(), digest_size=16)
+        running = hashlib.blake2b(b"%d" % is_batched, digest_size=16)
         keys = []
         for start in range(0, len(data), self._chunk):
             end = min(start + self._chunk, len(data))
             running.update(data[start:end].tobytes())
             keys.append((end, running.digest()))
         return keys
-
-    def _remove_key(self, key: bytes, owner: int) -> None:
-        """Removes a key that a newer prefix took over, and its old entry if that was its last."""
-        entry = self._entries[owner]
-        entry.keys.discard(key)
-        if not entry.keys:
-            self._evict(owner)
 
     def _evict(self, owner: int) -> None:
         entry = self._entries.pop(owner)

@@ -34,7 +34,7 @@ import numpy as np
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.scheduler import arrivals, prefill_queue, step_output
+from inference.scheduler import arrivals, prefill_queue, prefix_cache, step_output
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
@@ -78,12 +78,14 @@ class Scheduler:
         self._arrivals = arrivals.ArrivalWindow(self._num_slots)
         self._slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
         self._output: step_output.StepOutput | None = None  # of the last call, not yet published
-        self._num_pending = 0
+        self.num_pending = 0  # requests whose future is not done
         self._lock = threading.Lock()
         self._is_closing = False
         self.is_paused = False
         self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
-        self._waiting = prefill_queue.PrefillQueue(engine, prefix_cache_bytes, self.stats)
+        self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
+        self._waiting = prefill_queue.PrefillQueue(engine, self._prefixes, self.stats)
+        self._waiting.set_weights(params, version)
         self._state = engine.init_decode_state() if state is None else state
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
@@ -108,16 +110,7 @@ class Scheduler:
                 "--routed_experts on a model that has experts, or leave the field out"
             )
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
-        with self._lock:
-            if self._is_closing:
-                raise Closed("the server is shutting down; send the request to another server")
-            if self._num_pending >= self._max_queue:
-                raise Overloaded(
-                    f"{self._num_pending} requests are pending, the most this server takes; try again later"
-                )
-            self._num_pending += 1
-            # Under the lock: once _is_closing is set, the thread empties the inbox a last time.
-            self._inbox.put(group)
+        self._put(group, num_requests=1)
         group.future.add_done_callback(self._forget)
         return group.future
 
@@ -141,7 +134,7 @@ class Scheduler:
         with self._lock:
             self._is_closing = True
         deadline = time.monotonic() + drain_s
-        while self._num_pending and self.is_alive and time.monotonic() < deadline:
+        while self.num_pending and self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
         self._inbox.put(_STOP)
         self._thread.join()
@@ -150,11 +143,6 @@ class Scheduler:
     def is_alive(self) -> bool:
         """True until the thread has ended, by `close` or by an error."""
         return self._thread.is_alive()
-
-    @property
-    def num_pending(self) -> int:
-        """The number of requests whose future is not done."""
-        return self._num_pending
 
     @property
     def num_running(self) -> int:
@@ -169,7 +157,7 @@ class Scheduler:
     @property
     def prefix_bytes(self) -> int:
         """The size of the prefix cache."""
-        return self._waiting.cached_bytes
+        return self._prefixes.num_bytes
 
     def cache_usage(self) -> float:
         """The fraction of the slots' positions that contain a token, 0 to 1."""
@@ -178,15 +166,23 @@ class Scheduler:
     def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
         """Queues an action for the scheduler's thread; returns a future of the policy version after it."""
         done: concurrent.futures.Future = concurrent.futures.Future()
-        with self._lock:
-            if self._is_closing:
-                raise Closed("the server is shutting down; send the request to another server")
-            self._inbox.put((action, done))
+        self._put((action, done))
         return done
+
+    def _put(self, message, num_requests: int = 0) -> None:
+        with self._lock:  # once _is_closing is set, the thread empties the inbox a last time
+            if self._is_closing:
+                raise _shutting_down()
+            if self.num_pending + num_requests > self._max_queue:
+                raise Overloaded(
+                    f"{self.num_pending} requests are pending, the most this server takes; try again later"
+                )
+            self.num_pending += num_requests
+            self._inbox.put(message)
 
     def _forget(self, future):
         with self._lock:
-            self._num_pending -= 1
+            self.num_pending -= 1
         if future.cancelled():
             self._inbox.put(_WAKE)  # a paused thread would keep the request otherwise
 
@@ -204,7 +200,7 @@ class Scheduler:
                 message = self._inbox.get()
                 if message is not _STOP and message is not _WAKE:
                     future = message.future if isinstance(message, sequence_lib.SequenceGroup) else message[1]
-                    sequence_lib.fail(future, Closed("the server is shutting down; send the request to another server"))
+                    sequence_lib.fail(future, _shutting_down())
 
     def _turn(self) -> bool:
         """Runs one turn; returns False once the scheduler is to stop."""
@@ -218,7 +214,7 @@ class Scheduler:
         if self.is_paused:
             return True
         try:
-            self._waiting.prefill_chunk(self._params, self.version)
+            self._waiting.prefill_chunk()
             self._start_sequences()
             if self._slots.running:
                 self._decode()
@@ -228,7 +224,7 @@ class Scheduler:
             self.stats["faults"] += 1
             self._publish()
             self._fail_all(Fault(f"the device failed: {error}"))
-            self._waiting.clear_prefixes()
+            self._prefixes.clear()
             self._state = self._engine.init_decode_state()
         return True
 
@@ -256,13 +252,13 @@ class Scheduler:
 
     def _set_weights(self, params: transformer.Params, version: int) -> None:
         self._params, self.version = params, version
-        self._waiting.restart()
+        self._waiting.set_weights(params, version)
         self.stats["weight_updates"] += 1
 
     def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
         self.is_paused = is_paused
         if clear_prefixes:
-            self._waiting.clear_prefixes()
+            self._prefixes.clear()
 
     def _drop_done(self) -> None:
         """Removes requests that were cancelled or failed, from the queue and from slots."""
@@ -275,28 +271,24 @@ class Scheduler:
 
     def _deactivate(self, slots: list[int]) -> None:
         """Stops slots on the device."""
-        self._state = self._engine.deactivate(self._state, _pad(slots, self._num_slots, self._num_slots))
+        self._state = self._engine.deactivate(self._state, _pad(slots, self._num_slots, fill=self._num_slots))
 
     def _start_sequences(self) -> None:
         """Fills the free slots: one insert call for all sequences whose prompts share a prefill."""
         free = collections.deque(self._slots.free)
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
-        while free and (group := self._waiting.next(self._params, self.version, self._slots.fair_share)):
-            text = self._engine.tokenizer.text_stream() if group.request.stop_texts else None
-            sequence = group.start_next(text)
-            if group.num_started == group.request.num_samples:
-                self._waiting.remove(group)
+        while free and (sequence := self._waiting.next(self._slots.fair_share)):
             slot = free.popleft()
             self._slots.put(slot, sequence)
-            started[id(group.prefix)].append((slot, sequence))
+            started[id(sequence.group.prefix)].append((slot, sequence))
         for pairs in started.values():
             slots, sequences = zip(*pairs, strict=True)
             size = next(size for size in self._engine.config.insert_sizes if size >= len(slots))
             self._state = self._engine.insert_batch(
                 sequences[0].group.prefix,
-                _pad([sequence.group.row for sequence in sequences], 0, size),
+                _pad([sequence.group.row for sequence in sequences], size, fill=0),
                 self._state,
-                _pad(slots, self._num_slots, size),
+                _pad(slots, size, fill=self._num_slots),
                 decode_state.request_arrays([sequence.seeded_request for sequence in sequences], size),
             )
 
@@ -315,7 +307,7 @@ class Scheduler:
         self.stats["generate_calls"] += 1
         self.stats["decode_steps"] += int(values[2].max())
         self.stats["decode_s"] += time.perf_counter() - begun
-        output = step_output.StepOutput(self._engine, self._state, result, self._slots)
+        output = step_output.StepOutput(self._engine, self._state, result, self._slots.running)
         output.collect(values, self.version, self._fail)
         self.stats["tokens"] += output.num_tokens
         self.stats["first_tokens"] += len(output.started)
@@ -343,12 +335,14 @@ class Scheduler:
         for group in (*self._slots.groups, *self._waiting, *finished):
             sequence_lib.fail(group.future, error)
         self._slots.clear()
-        self._waiting.clear()
+        self._waiting.drop_done()
         self._output = None
 
 
-def _pad(values: Sequence[int], fill: int, size: int) -> np.ndarray:
+def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     """An array of fixed size, so that no program is compiled twice."""
-    padded = np.full((size,), fill, np.int32)
-    padded[: len(values)] = values
-    return padded
+    return np.array([*values, *[fill] * (size - len(values))], np.int32)
+
+
+def _shutting_down() -> Closed:
+    return Closed("the server is shutting down; send the request to another server")

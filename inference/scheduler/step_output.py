@@ -5,28 +5,15 @@
 2. `publish` does the rest while the next call runs: proofs, listeners, finished samples.
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from inference.engine import cpu_sub_batches
 from inference.engine import engine as engine_lib
 from inference.proofs import window as proof_window
 from inference.scheduler import sequence as sequence_lib
-from inference.scheduler import slots as slots_lib
 
 Fail = Callable[[sequence_lib.SequenceGroup, str], None]  # ends a request with the reason
-
-
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """The largest values of up to 32 hidden states of a sequence, of which a proof is made."""
-
-    sequence: sequence_lib.Sequence
-    num_rows: int
-    indices_k: np.ndarray
-    bits_k: np.ndarray
 
 
 class StepOutput:
@@ -37,15 +24,19 @@ class StepOutput:
     """
 
     def __init__(
-        self, engine: engine_lib.Engine, state: cpu_sub_batches.State, result: engine_lib.Result, slots: slots_lib.Slots
+        self,
+        engine: engine_lib.Engine,
+        state: engine_lib.State,
+        result: engine_lib.Result,
+        running: Sequence[tuple[int, sequence_lib.Sequence]],
     ):
-        self._engine, self._state, self._result = engine, state, result
-        self.running = slots.running
+        self._engine, self._state, self._result, self._running = engine, state, result, running
         self.started: list[sequence_lib.Sequence] = []
         self.finished: list[tuple[int, sequence_lib.Sequence]] = []
         self.unseen_ends: list[int] = []
         self.num_tokens = 0
-        self._windows: list[_Window] = []
+        # (sequence, rows, indices [k], bits [k]) of the windows that proofs are made of
+        self._windows: list[tuple[sequence_lib.Sequence, int, np.ndarray, np.ndarray]] = []
 
     def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int, fail: Fail) -> None:
         """Appends the call's tokens to their sequences. `values` are the call's `Engine.read`.
@@ -55,7 +46,7 @@ class StepOutput:
         tokens, logprobs, counts = values
         is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
         result = self._result
-        for slot, sequence in self.running:
+        for slot, sequence in self._running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
                 fail(sequence.group, "a log-probability is not finite: the weights, or an overflow in the model")
@@ -86,16 +77,15 @@ class StepOutput:
 
     def publish(self, fail: Fail) -> None:
         """Makes the proofs, calls the listeners, and hands in the finished samples."""
-        windows = self._windows
-        if windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
-            tops = np.stack([w.indices_k for w in windows]), np.stack([w.bits_k for w in windows])
-            proofs = proof_window.encode([w.num_rows for w in windows], *tops, self._engine.model.model_dim)
-            for window, proof in zip(windows, proofs, strict=True):
-                window.sequence.proofs.append(proof)
+        if self._windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
+            sequences, *windows = zip(*self._windows, strict=True)
+            proofs = proof_window.encode(*windows, self._engine.model.model_dim)
+            for sequence, proof in zip(sequences, proofs, strict=True):
+                sequence.proofs.append(proof)
                 if not proof:
-                    fail(window.sequence.group, "a hidden state is not finite, so it has no proof")
+                    fail(sequence.group, "a hidden state is not finite, so it has no proof")
         # Before a future is set: a streaming client must not see the end before the last piece.
-        for _, sequence in self.running:
+        for _, sequence in self._running:
             if sequence.group.listener is not None:
                 try:
                     sequence.group.listener(sequence.index, sequence.completion)
@@ -107,14 +97,13 @@ class StepOutput:
     def _add_windows(self, slot: int, sequence: sequence_lib.Sequence, before: int, is_end_unseen: bool) -> None:
         """Adds the window that a sequence completed after its `before` tokens, and the partly filled one at its end."""
         size, after = proof_window.WINDOW, len(sequence.completion.tokens)
-        if after // size > before // size:
-            indices, bits = self._engine.read_proofs(self._result)
-            self._windows.append(_Window(sequence, size, indices[0, slot], bits[0, slot]))
-        if not sequence.completion.finish_reason or after % size == 0:
-            return
-        if is_end_unseen:  # so the device has not reduced this window
-            tops = self._engine.top_values(self._state, slot, after // size, after % size)
-            self._windows.append(_Window(sequence, after % size, *tops))
-        else:
-            indices, bits = self._engine.read_proofs(self._result)
-            self._windows.append(_Window(sequence, after % size, indices[1, slot], bits[1, slot]))
+        whole = size if after // size > before // size else 0
+        rest = after % size if sequence.completion.finish_reason else 0
+        for which, num_rows in enumerate((whole, rest)):
+            if not num_rows:
+                continue
+            if which == 1 and is_end_unseen:  # so the device has not reduced this window
+                tops = self._engine.top_values(self._state, slot, after // size, num_rows)
+            else:
+                tops = (values[which, slot] for values in self._engine.read_proofs(self._result))
+            self._windows.append((sequence, num_rows, *tops))
