@@ -22,23 +22,18 @@ from models.kernels import int8
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prefill(model, routed, params, tokens_PT, length_P):
     """Prefills prompts [P, T] of lengths [P]; returns a `Prefix`, with the experts of each token if `routed`."""
-    P, T = tokens_PT.shape
-    positions_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
-    start_P = jnp.zeros((P,), jnp.int32)
-    cache = kv_cache.create(model, P, T)
-    attend = kv_cache.attend_at(start_P)
-    _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
+    start_P, cache = jnp.zeros_like(length_P), kv_cache.create(model, *tokens_PT.shape)
+    cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, cache)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
-    pieces = (routed_experts.compact(routing, model),) if routed else ()
-    return decode_state.placed(decode_state.Prefix(cache, last_P, length_P, pieces))
+    return decode_state.placed(decode_state.Prefix(cache, last_P, length_P, experts))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
-def prefill_chunk(model, routed, params, tokens_1T, start_1, cache):
-    """Prefills a chunk of one prompt from position `start`; returns the new cache and the piece of `Prefix.experts`."""
-    positions_1T = start_1[:, None] + jnp.arange(tokens_1T.shape[1], dtype=jnp.int32)[None]
-    attend = kv_cache.attend_at(start_1)
-    _, cache, routing = transformer.extend(params, model, tokens_1T, positions_1T, cache, attend)
+def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
+    """Prefills a chunk of each prompt from position `start`; returns the new cache and the piece of `Prefix.experts`."""
+    positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
+    attend = kv_cache.attend_at(start_P)
+    _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     return decode_state.placed(cache), (routed_experts.compact(routing, model),) if routed else ()
 
 
@@ -82,17 +77,15 @@ def insert(prefix, rows_N, state, slots_N, request):
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
 
-    state = decode_state.DecodeState(
+    new = state.replace(
         cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
         token=put(state.token, prefix.last_token[rows_N]),
         position=put(state.position, prefix.length[rows_N] - 1),
         generated=put(state.generated, 0),
         active=put(state.active, True),
         request=jax.tree.map(put, state.request, request),
-        ring=state.ring,
-        limit=state.limit,
     )
-    return decode_state.placed(state)
+    return decode_state.placed(new)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -137,16 +130,17 @@ def generate(model, num_steps, max_len, routed, params, state):
         logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
         logp_BV = sampler.scores(logits_BV, state.request.sampling)
         token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
-        active, row_B, generated = state.active, state.generated, state.generated + state.active
+        active, generated = state.active, state.generated + state.active
         stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
         full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
+        goes_on_B = active & ~stopped_B & ~full_B
         new_state = state.replace(
             cache=cache,
             token=jnp.where(active, token_B, state.token),
-            position=jnp.where(active & ~stopped_B & ~full_B, state.position + 1, state.position),
+            position=state.position + goes_on_B,
             generated=generated,
-            active=active & ~stopped_B & ~full_B,
-            ring=window.write(state.ring, hidden_B1D[:, 0], row_B, active),
+            active=goes_on_B,
+            ring=window.write(state.ring, hidden_B1D[:, 0], state.generated, active),
         )
         return (
             step + 1,
@@ -174,14 +168,13 @@ def generate(model, num_steps, max_len, routed, params, state):
 
 
 @jax.jit
-def join(results):
-    """Concatenates the results of several sub-batches along the slots."""
+def join(data, extras, proofs, experts):
+    """Concatenates the results of `generate`, given as one tuple each over the sub-batches, along the slots."""
 
-    def join(parts, axis):
+    def join(parts, axis=0):
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
 
-    data, extras, proofs, experts = zip(*results, strict=True)
-    return join(data, 0), join(extras, 0), join(proofs, 1), join(experts, 0)
+    return join(data), join(extras), join(proofs, axis=1), join(experts)
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
@@ -195,11 +188,10 @@ def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
         logps, ids = jax.lax.top_k(logp_BV, num_top)
         return values[0].at[:, step].set(ids), values[1].at[:, step].set(logps)
 
-    def skip(values, logits_BV, logp_BV):
-        return values
+    def either(want_B, compute, values):
+        wanted = jnp.any(state.active & want_B)
+        return jax.lax.cond(wanted, compute, lambda values, *_: values, values, logits_BV, logp_BV)
 
     raw_logps, *tops = extras
-    want_raw, want_top = (jnp.any(state.active & want) for want in (state.request.want_raw, state.request.want_top))
-    raw_logps = jax.lax.cond(want_raw, raw, skip, raw_logps, logits_BV, logp_BV)
-    top_ids, top_logps = jax.lax.cond(want_top, top, skip, tuple(tops), logits_BV, logp_BV)
-    return raw_logps, top_ids, top_logps
+    request = state.request
+    return either(request.want_raw, raw, raw_logps), *either(request.want_top, top, tuple(tops))

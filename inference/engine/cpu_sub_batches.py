@@ -15,7 +15,6 @@ import concurrent.futures
 from collections.abc import Callable
 
 import numpy as np
-from flax import struct
 
 from inference.engine import cpu_decode_attention, decode_state
 from models import config as config_lib
@@ -26,30 +25,13 @@ MIN_SLOTS = 4  # of a sub-batch
 MAX_WEIGHTS_BYTES = 2**26  # measured: a gain at 16 MB, a loss at 400 MB
 
 
-@struct.dataclass
-class SubBatches:
-    """The decode states of an engine's sub-batches."""
-
-    states: tuple[decode_state.DecodeState, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of slots of one sub-batch."""
-        return len(self.states[0].token)
-
-
-State = decode_state.DecodeState | SubBatches  # of all slots of an engine
+State = tuple[decode_state.DecodeState, ...]  # all slots of an engine: one sub-batch, or `NUM`
 
 
 def count(model: config_lib.ModelConfig, num_slots: int) -> int:
     """Returns the number of sub-batches for a model and a number of slots: 1 or `NUM`."""
     is_small = cpu_decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_WEIGHTS_BYTES
     return NUM if is_small and num_slots % NUM == 0 and num_slots >= NUM * MIN_SLOTS else 1
-
-
-def each(function: Callable[[decode_state.DecodeState], decode_state.DecodeState], state: State) -> State:
-    """Applies a function to each sub-batch."""
-    return SubBatches(tuple(map(function, state.states))) if isinstance(state, SubBatches) else function(state)
 
 
 def at(
@@ -59,21 +41,12 @@ def at(
 
     Slots of other sub-batches are passed as out of range.
     """
-    if not isinstance(state, SubBatches):
-        return function(state, slots_N)
-    states, size = [], state.size
-    for n, part in enumerate(state.states):
+    states, size = [], len(state[0].token)
+    for n, part in enumerate(state):
         own_N = np.asarray(slots_N, np.int32) - n * size
         is_own_N = (0 <= own_N) & (own_N < size)
         states.append(function(part, np.where(is_own_N, own_N, size).astype(np.int32)) if is_own_N.any() else part)
-    return SubBatches(tuple(states))
-
-
-def locate(state: State, slot: int) -> tuple[decode_state.DecodeState, int]:
-    """Returns the sub-batch that contains a slot, and the slot's number in it."""
-    if not isinstance(state, SubBatches):
-        return state, slot
-    return state.states[slot // state.size], slot % state.size
+    return tuple(states)
 
 
 class ConcurrentDecoder:
@@ -83,11 +56,11 @@ class ConcurrentDecoder:
         self._others = concurrent.futures.ThreadPoolExecutor(NUM - 1, thread_name_prefix="sub-batch")
         self._is_compiled = False
 
-    def __call__(self, function: Callable[[decode_state.DecodeState], tuple], batches: SubBatches) -> list[tuple]:
+    def __call__(self, function: Callable[[decode_state.DecodeState], tuple], state: State) -> list[tuple]:
         """Returns the function's result for each sub-batch. The first time, calls are sequential: one compiles for all."""
-        first, *rest = batches.states
+        first, *rest = state
         if not self._is_compiled:
-            results = [function(part) for part in batches.states]
+            results = [function(part) for part in state]
             self._is_compiled = True
             return results
         later = [self._others.submit(function, part) for part in rest]

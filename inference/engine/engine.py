@@ -139,11 +139,9 @@ class Engine(engine_api.Engine):
         The cache is donated; None: start is 0. Returns the new one, and the chunk's part of `Prefix.experts`.
         """
         cache = self.empty_prefix() if cache is None else cache
+        options, start_1 = (self.model, self.config.routed_experts), np.array([start], np.int32)
         with self._on_mesh():
-            start_1 = np.array([start], np.int32)
-            return compiled_steps.prefill_chunk(
-                self.model, self.config.routed_experts, params, tokens_1T, start_1, cache
-            )
+            return compiled_steps.prefill_chunk(*options, params, tokens_1T, start_1, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """An empty cache with room for the longest prompt."""
@@ -166,7 +164,7 @@ class Engine(engine_api.Engine):
         prefix = dataclasses.replace(prefix, experts=())
         with self._on_mesh():
             return cpu_sub_batches.at(
-                lambda part, slots: compiled_steps.insert(prefix, rows, part, slots, request), state, slots
+                lambda part, own: compiled_steps.insert(prefix, rows, part, own, request), state, slots
             )
 
     def deactivate(self, state: State, slots) -> State:
@@ -180,17 +178,17 @@ class Engine(engine_api.Engine):
         if self.mesh.size > 1:  # laid out as programs return it: another layout would be compiled again
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
             limit_array = jax.device_put(limit_array, replicated)
-        return cpu_sub_batches.each(lambda part: dataclasses.replace(part, limit=limit_array), state)
+        return tuple(dataclasses.replace(part, limit=limit_array) for part in state)
 
     def top_values(self, state: State, slot: int, window_index: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Fetches proof values (indices, bits) [k] of the first rows of a window that the device has not reduced.
 
         That is the last window of a sequence which the host ended.
         """
-        part, own_slot = cpu_sub_batches.locate(state, slot)
+        part, own_slot = divmod(slot, len(state[0].token))
         with self._on_mesh():
             where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
-            indices, bits = compiled_steps.top_values(part, *where)
+            indices, bits = compiled_steps.top_values(state[part], *where)
         return np.asarray(indices)[0], np.asarray(bits)[0]
 
     def bucket(self, length: int) -> int:
@@ -226,8 +224,7 @@ class Engine(engine_api.Engine):
         """A state with no slot in use."""
         with self._on_mesh():
             num_parts = cpu_sub_batches.count(self.model, self.config.num_slots)
-        parts = [self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts)]
-        return cpu_sub_batches.SubBatches(tuple(parts)) if num_parts > 1 else parts[0]
+        return tuple(self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
         """Prefills one prompt, to be sampled at temperature 1 and seed 0 until a stop id of the tokenizer."""
@@ -255,13 +252,10 @@ class Engine(engine_api.Engine):
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
         params = self._decode_weights.of(params)
-        if isinstance(decode_state, cpu_sub_batches.SubBatches):
+        with self._on_mesh():
             done = self._concurrently(functools.partial(compiled_steps.generate, *options, params), decode_state)
-            state = cpu_sub_batches.SubBatches(tuple(part for part, *_ in done))
-            data, extras, proofs, experts = compiled_steps.join([results for _, *results in done])
-        else:
-            with self._on_mesh():
-                state, data, extras, proofs, experts = compiled_steps.generate(*options, params, decode_state)
+        state, *results = zip(*done, strict=True)
+        data, extras, proofs, experts = compiled_steps.join(*results) if len(state) > 1 else done[0][1:]
         return state, Result(
             data=data,
             tokens_idx=(0, K),

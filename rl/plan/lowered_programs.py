@@ -216,7 +216,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         name="decode",
         title=f"decode: {slots} slots of {exp.engine.capacity} tokens, {exp.engine.steps_per_call} steps per call",
         mesh=mesh,
-        lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, state),
+        lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, (state,)),
         held=held,
         needed={},
         num_tokens=slots,

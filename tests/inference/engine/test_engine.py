@@ -86,7 +86,7 @@ class Bench:
                 self.logprobs[slot] += logprobs[slot, :count].tolist()
 
     def run(self):
-        while self.state.active.any():
+        while self.state[0].active.any():
             self.generate()
 
     def result(self, slot):
@@ -167,11 +167,11 @@ def test_the_ring_holds_the_hidden_states_that_predicted_the_last_tokens():
     rings = {}
     for _ in range(7):
         bench.generate()
-    rings[35] = np.asarray(bench.state.ring).view(jnp.bfloat16)
+    rings[35] = np.asarray(bench.state[0].ring).view(jnp.bfloat16)
     bench.run()
     tokens, _ = bench.result(2)
     assert len(tokens) == CAPACITY - len(ask.tokens)
-    rings[len(tokens)] = np.asarray(bench.state.ring).view(jnp.bfloat16)
+    rings[len(tokens)] = np.asarray(bench.state[0].ring).view(jnp.bfloat16)
     hidden_JD, _ = teacher_forced(ask.tokens, tokens)
     for count, ring in rings.items():
         assert ring.shape == (4, 2, 32, MODEL.model_dim)
@@ -188,7 +188,7 @@ def test_proofs_are_of_windows_that_were_asked_for():
     ask = dataclasses.replace(HELLO, max_tokens=38, proofs=True)
     bench.insert(bench.prefill(ask, dataclasses.replace(ask, proofs=False)), (0, 1, ask.seed), (1, 3, ask.seed))
     found = {}
-    while bench.state.active.any():
+    while bench.state[0].active.any():
         before = len(bench.tokens[1])
         bench.state, result = bench.engine.generate(params(), bench.state)
         tokens, _, counts = bench.engine.read(result)

@@ -125,7 +125,7 @@ def test_the_state_stays_where_it_is(name, axes):
     """generate returns the state in its layout and in place, and communicates nothing as large as a layer's keys."""
     capacity = 768  # a layer of keys is then larger than logits, or the windows that proofs are made of
     engine, placed = make(name, dataclasses.replace(CONFIG, max_model_len=capacity), **axes)
-    state = engine.init_decode_state()
+    (state,) = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
     with jax.set_mesh(engine.mesh):
         compiled = compiled_steps.generate.lower(engine.model, 5, capacity, False, placed, state).compile()
@@ -191,7 +191,7 @@ def test_layouts_by_hand():
     one = kv_cache.layout(jax.eval_shape(functools.partial(kv_cache.create, DENSE, 1, 96)), mesh)
     assert jax.sharding.NamedSharding(mesh, one[0][0]).shard_shape((1, 2, 96, 8)) == (1, 1, 96, 8)
     engine, _ = make("dense", data=2, expert=2, tensor=2)
-    state = engine.init_decode_state()
+    (state,) = engine.init_decode_state()
     assert state.ring.sharding.shard_shape(state.ring.shape)[0] == 2
     assert state.request.sampling.bias.sharding.shard_shape(state.request.sampling.bias.shape)[0] == 2
     assert decode_state.layout(state, mesh).limit == jax.sharding.PartitionSpec()
