@@ -4,21 +4,20 @@
 2. `read` accepts a file of any origin and checks sizes (parquet_footer.py), schema, and every field. For any bytes, a broken
    file is a ValueError that names the column and the rule.
 
-The columns include those of INTELLECT-2's files, for its readers. Four of them are written for such readers only and ignored
-here: `advantages` (zero: the orchestrator assigns advantages, because it has the whole group and need not trust a
-worker), `task_rewards` (= rewards), `length_penalties` (zero) and `target_lengths` (-1). So is `problem_id`, which
-repeats env and index. `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included.
-`rewards` and `temperature` are float64, theirs float32: the signature covers the exact numbers.
+The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here: `advantages` and
+`length_penalties` (zero: the orchestrator assigns advantages), `task_rewards` (= rewards), `target_lengths` (-1), and
+`problem_id`. `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards` and
+`temperature` are float64, theirs float32: the signature covers the exact numbers.
 
-Runs that replay routers add `ROUTED_SCHEMA`: the experts of each token but the last, for every layer of the model, as bytes
-with their shape. The bytes per index are the length over the product of the shape. Other files do not have these columns,
-and both are empty in a row without routed experts.
+Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
+with their shape. Both are empty in a row without routed experts.
 
 Left out: dictionary and delta encodings on read (a few bytes of them expand to any amount of memory).
 
 No jax here: a worker starts in a second.
 """
 
+import itertools
 import math
 import os
 import pathlib
@@ -64,22 +63,31 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "worker": (pa.string(), lambda r: r.worker),
     "signature": (pa.binary(), lambda r: r.signature),
 }
-_ROUTED_COLUMNS: dict[str, tuple[pa.DataType, Callable[[np.ndarray | None], Any]]] = {
-    "routed_experts": (pa.binary(), lambda a: b"" if a is None else rollout_lib.little_endian(a)),
-    "routed_experts_shape": (pa.list_(pa.int32()), lambda a: () if a is None else a.shape),
+# Columns of files with routed experts, which begin with the others.
+_ALL_COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = _COLUMNS | {
+    "routed_experts": (
+        pa.binary(),
+        lambda r: b"" if r.routed_experts is None else rollout_lib.little_endian(r.routed_experts),
+    ),
+    "routed_experts_shape": (
+        pa.list_(pa.int32()),
+        lambda r: () if r.routed_experts is None else r.routed_experts.shape,
+    ),
 }
-SCHEMA, ROUTED_SCHEMA = (
+SCHEMA, ALL_SCHEMA = (
     pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in columns.items()])
-    for columns in (_COLUMNS, _ROUTED_COLUMNS)
+    for columns in (_COLUMNS, _ALL_COLUMNS)
 )
+_MAX_BYTES = {"worker": 64, "finish_reason": 64, "signature": 64}  # of texts and bytes
+_MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
+_SAME = "sampled_mask versions temperature seed sample step finish_reason proofs worker signature".split()
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
     """Writes a file atomically and durably, and creates its parent directory."""
     data = to_bytes(rollouts)
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_file.write(path, data, durable=True)
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    atomic_file.write(pathlib.Path(path), data, durable=True)
 
 
 def read(path: str | os.PathLike) -> list[rollout_lib.Rollout]:
@@ -94,12 +102,9 @@ def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
     for row, rollout in enumerate(rollouts):
         if reason := rollout_lib.validate(rollout):
             raise ValueError(f"rollout {row} cannot be written: {reason}")
-    schema = SCHEMA
-    arrays = [pa.array(map(value, rollouts), dtype) for dtype, value in _COLUMNS.values()]
-    experts = [rollout.routed_experts for rollout in rollouts]
-    if any(array is not None for array in experts):
-        schema = pa.schema([*SCHEMA, *ROUTED_SCHEMA])
-        arrays += [pa.array(map(value, experts), dtype) for dtype, value in _ROUTED_COLUMNS.values()]
+    is_routed = any(rollout.routed_experts is not None for rollout in rollouts)
+    columns, schema = (_ALL_COLUMNS, ALL_SCHEMA) if is_routed else (_COLUMNS, SCHEMA)
+    arrays = [pa.array(map(value, rollouts), dtype) for dtype, value in columns.values()]
     sink = pa.BufferOutputStream()
     pq.write_table(
         pa.table(arrays, schema=schema),
@@ -131,8 +136,7 @@ def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
     """Returns our schema, with routed experts if the file has them; raises ValueError if the file has another."""
-    is_routed = schema.names[len(SCHEMA) :] == ROUTED_SCHEMA.names
-    wanted = pa.schema([*SCHEMA, *ROUTED_SCHEMA]) if is_routed else SCHEMA
+    wanted = ALL_SCHEMA if schema.names == ALL_SCHEMA.names else SCHEMA
     for position, field in enumerate(wanted):
         found = schema.field(position) if position < len(schema) else None
         if found is None or found.name != field.name or found.type != field.type:
@@ -148,32 +152,28 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
 def _column(name: str, chunked: pa.ChunkedArray) -> list:
     """Returns one entry per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
     array = chunked.combine_chunks()
-    inner = [array.keys, array.items] if pa.types.is_map(array.type) else []
-    inner = [array.values] if pa.types.is_list(array.type) else inner
-    if array.null_count or any(values.null_count for values in inner):
+    is_list, is_map = pa.types.is_list(array.type), pa.types.is_map(array.type)
+    inner = [array.keys, array.items] if is_map else [array.values] if is_list else []
+    if any(values.null_count for values in (array, *inner)):
         raise ValueError(f"rollout file: column {name} must not contain nulls; fill them in")
     # Sizes are checked before Python objects are made: these take up to a hundred times the bytes in the table.
-    texts = array.keys if pa.types.is_map(array.type) else array
-    limits = {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
-    longest = (limits | {"worker": 64, "finish_reason": 64, "signature": 64}).get(name, 4 * rollout_lib.MAX_NAME)
-    if not pa.types.is_list(array.type) and (texts.type == pa.string() or texts.type == pa.binary()):
-        if (
-            len(texts)
-            and (found := pc.call_function("max", [pc.call_function("binary_length", [texts])]).as_py()) > longest
-        ):
+    texts = array.keys if is_map else array
+    if texts.type in (pa.string(), pa.binary()):
+        longest = _MAX_BYTES.get(name, 4 * rollout_lib.MAX_NAME)
+        found = pc.call_function("max", [pc.call_function("binary_length", [texts])]).as_py()
+        if found is not None and found > longest:
             raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}")
-    if pa.types.is_map(array.type):  # ten million empty ones fit into 7 kB of file
+    if is_map:  # ten million empty ones fit into 7 kB of file
         counts = np.diff(array.offsets.to_numpy())
         if counts.max(initial=0) > rollout_lib.MAX_REWARD_PARTS or counts.sum() > MAX_FILE_PARTS:
             raise ValueError(
                 f"rollout file: column {name} has {counts.max()} entries in a row and {counts.sum()} in all; at most "
                 f"{rollout_lib.MAX_REWARD_PARTS} and {MAX_FILE_PARTS} are read"
             )
-    if not pa.types.is_list(array.type):
+    if not is_list:
         return array.to_pylist()
-    values = array.values.to_numpy(zero_copy_only=False)
-    offsets = array.offsets.to_numpy()
-    return [values[start:end] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    values, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
@@ -183,21 +183,12 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
         raise ValueError(f"rollout file, row {row}: reward_parts: names must differ; merge or rename them")
     rollout = rollout_lib.Rollout(
         tokens=np.concatenate([get["input_tokens"], get["output_tokens"]]),
-        sampled_mask=get["sampled_mask"],
         logprobs=np.concatenate([get["input_logprobs"], get["output_logprobs"]]),
-        versions=get["versions"],
-        temperature=get["temperature"],
-        seed=get["seed"],
         task=rollout_lib.TaskRef(get["task_type"], get["task_index"], get["task_group"], get["task_seed"]),
-        sample=get["sample"],
-        step=get["step"],
         reward=get["rewards"],
         rewards=parts,
-        finish_reason=get["finish_reason"],
-        proofs=get["proofs"],
-        worker=get["worker"],
-        signature=get["signature"],
         routed_experts=_experts(row, get.get("routed_experts", b""), get.get("routed_experts_shape", ())),
+        **{name: get[name] for name in _SAME},
     )
     reason = rollout_lib.validate(rollout)
     # The split is redundant with the mask, but a signed rollout should have one file only.

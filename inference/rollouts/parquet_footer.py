@@ -4,14 +4,14 @@
 2. `check` parses the footer and every page header here, in Python, and adds up the decoded sizes that all pages declare.
    Only then is pyarrow given the bytes.
 
-The parser is ours because pyarrow's is not safe for malicious input: the column accessors of `pq.FileMetaData` end the process
-(C++ terminate, pyarrow 26) on an unknown codec or a malformed size statistic, and a few bytes of dictionary or delta
-encoding expand to any amount of memory. Field numbers are those of parquet.thrift; the wire format is Thrift's compact
-protocol.
+The parser is ours because pyarrow's ends the process (C++ terminate, pyarrow 26) on an unknown codec or a malformed size
+statistic, and a few bytes of dictionary or delta encoding expand to any amount of memory. Field numbers are those of
+parquet.thrift; the wire format is Thrift's compact protocol.
 
 For any bytes, the only exception raised is a ValueError that names the rule. No jax here.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,10 +28,7 @@ PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its hea
 
 def check_size(num_bytes: int) -> None:
     """Raises ValueError if a file of this size is too large to read."""
-    if num_bytes > MAX_FILE_BYTES:
-        raise ValueError(
-            f"rollout file: {num_bytes} bytes, at most {MAX_FILE_BYTES} are read; write fewer rollouts per file"
-        )
+    _check_most(num_bytes, MAX_FILE_BYTES, "bytes")
 
 
 def check(data: bytes) -> None:
@@ -43,20 +40,19 @@ def check(data: bytes) -> None:
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
-        num_rows = max(_counted(footer, 3), sum(_counted(group, 3) for group in groups))
-        if num_rows > MAX_ROWS:
-            raise ValueError(
-                f"rollout file: {num_rows} rows, at most {MAX_ROWS} are read; write fewer rollouts per file"
-            )
-        decoded_bytes = 0
-        for page_bytes in (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk)):
-            decoded_bytes += page_bytes
-            if decoded_bytes > MAX_DECODED_BYTES:  # checked for each page: a million chunks may share pages
-                raise ValueError(
-                    f"rollout file: more than {MAX_DECODED_BYTES} bytes decoded; write fewer rollouts per file"
-                )
+        _check_most(max(_counted(footer, 3), sum(_counted(group, 3) for group in groups)), MAX_ROWS, "rows")
+        page_bytes = (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk))
+        for decoded_bytes in itertools.accumulate(
+            page_bytes
+        ):  # checked for each page: a million chunks may share pages
+            _check_most(decoded_bytes, MAX_DECODED_BYTES, "decoded bytes")
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
         raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
+
+
+def _check_most(found: int, most: int, unit: str) -> None:
+    if found > most:
+        raise ValueError(f"rollout file: {found} {unit}, at most {most} are read; write fewer rollouts per file")
 
 
 def pages(data: bytes, chunk: dict) -> Iterator[int]:

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import math
 import numbers
+import operator
 import os
 import pathlib
 import re
@@ -32,6 +33,10 @@ MAX_ROUTED_BYTES = 2**27  # per stream: 16,000 tokens of 48 layers with 8 expert
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
+_ARRAYS = {"tokens": "<i4", "sampled_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+_LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
+_DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
+    reward rewards finish_reason proofs worker routed_experts""".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,37 +154,31 @@ def signature_ok(rollout: Rollout) -> bool:
 def digest(rollout: Rollout) -> bytes:
     """The SHA-256 of every field but `signature` of a valid rollout.
 
-    The preimage is "intellax/rollout/1", then name and payload of each field, in the order below, each preceded by its
+    The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
     (name, value) sorted by name. `routed_experts`, shape before elements, is included only if it is set.
     """
-    task = rollout.task
-    parts = sorted((name.encode(), float(value)) for name, value in rollout.rewards.items())
-    fields = {
-        "tokens": rollout.tokens.astype("<i4").tobytes(),
-        "sampled_mask": rollout.sampled_mask.astype("u1").tobytes(),
-        "logprobs": rollout.logprobs.astype("<f4").tobytes(),
-        "versions": rollout.versions.astype("<i4").tobytes(),
-        "temperature": struct.pack("<d", rollout.temperature),
-        "seed": struct.pack("<q", rollout.seed),
-        "task.env": task.env.encode(),
-        "task.index": struct.pack("<q", task.index),
-        "task.group": struct.pack("<q", task.group),
-        "task.seed": struct.pack("<q", task.seed),
-        "sample": struct.pack("<q", rollout.sample),
-        "step": struct.pack("<q", rollout.step),
-        "reward": struct.pack("<d", rollout.reward),
-        "rewards": b"".join(_framed(name) + struct.pack("<d", value) for name, value in parts),
-        "finish_reason": rollout.finish_reason.encode(),
-        "proofs": rollout.proofs,
-        "worker": rollout.worker.encode(),
-    }
-    if (experts := rollout.routed_experts) is not None:
-        fields["routed_experts"] = struct.pack("<4q", *experts.shape, experts.itemsize) + little_endian(experts)
     hasher = hashlib.sha256(b"intellax/rollout/1")
-    for name, payload in fields.items():
-        hasher.update(_framed(name.encode()) + _framed(payload))
+    for name in _DIGESTED:
+        value = _get(rollout, name)
+        if value is not None:
+            hasher.update(_framed(name.encode()) + _framed(_payload(name, value)))
     return hasher.digest()
+
+
+def _payload(name: str, value) -> bytes:
+    if name in _ARRAYS:
+        return value.astype(_ARRAYS[name]).tobytes()
+    if name in _LIMITS:
+        return struct.pack("<q", value)
+    if name in ("temperature", "reward"):
+        return struct.pack("<d", value)
+    if name == "rewards":
+        parts = sorted((part.encode(), float(number)) for part, number in value.items())
+        return b"".join(_framed(part) + struct.pack("<d", number) for part, number in parts)
+    if name == "routed_experts":
+        return struct.pack("<4q", *value.shape, value.itemsize) + little_endian(value)
+    return value.encode() if isinstance(value, str) else value
 
 
 def _framed(payload: bytes) -> bytes:
@@ -201,11 +200,10 @@ def little_endian(array: np.ndarray) -> bytes:
 
 
 def _array_error(rollout: Rollout) -> str | None:
-    for name, dtype in [("tokens", "i4"), ("sampled_mask", "?"), ("logprobs", "f4"), ("versions", "i4")]:
+    for name, dtype in _ARRAYS.items():
         array = getattr(rollout, name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.dtype(dtype):
-            found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            return f"{name}: must be a numpy {np.dtype(dtype)} [T], got {found}"
+            return f"{name}: must be a numpy {np.dtype(dtype)} [T], got {_shown(array)}"
         if len(array) != len(rollout.tokens):
             return f"{name}: must have one entry per token, got {len(array)} for {len(rollout.tokens)}"
     if len(rollout.tokens) > MAX_TOKENS:
@@ -232,10 +230,8 @@ def _experts_error(rollout: Rollout) -> str | None:
     if experts is None:
         return None
     if not isinstance(experts, np.ndarray) or experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
-        found = f"{experts.dtype}{list(experts.shape)}" if isinstance(experts, np.ndarray) else type(experts).__name__
-        return (
-            f"routed_experts: must be None or a numpy uint8 or uint16 [T - 1, layers, experts per token], got {found}"
-        )
+        rule = "must be None or a numpy uint8 or uint16 [T - 1, layers, experts per token]"
+        return f"routed_experts: {rule}, got {_shown(experts)}"
     if len(experts) != len(rollout.tokens) - 1 or not experts.size:
         return f"routed_experts: must have a row per token but the last, got {list(experts.shape)}"
     if experts.nbytes > MAX_ROUTED_BYTES:
@@ -244,39 +240,39 @@ def _experts_error(rollout: Rollout) -> str | None:
 
 
 def _scalar_error(rollout: Rollout) -> str | None:
-    task = rollout.task
+    task, proofs, signature, worker = rollout.task, rollout.proofs, rollout.signature, rollout.worker
     if not isinstance(task, TaskRef):
         return f"task: must be a TaskRef, got {type(task).__name__}"
-    for name, value, limit in [
-        ("seed", rollout.seed, 2**32),
-        ("task.index", task.index, 2**63),
-        ("task.group", task.group, 2**63),
-        ("task.seed", task.seed, 2**63),
-        ("sample", rollout.sample, 2**31),
-        ("step", rollout.step, 2**31),
-    ]:
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not 0 <= value < limit:
-            return f"{name}: must be an integer in [0, {limit}), got {_shown(value)}"
-    if not _is_finite(rollout.temperature) or rollout.temperature < 0:
-        return f"temperature: must be finite and >= 0, got {_shown(rollout.temperature)}"
-    if not _is_finite(rollout.reward):
-        return f"reward: must be finite, got {_shown(rollout.reward)}"
     if not isinstance(rollout.rewards, dict) or len(rollout.rewards) > MAX_REWARD_PARTS:
         return f"rewards: must be a dict of at most {MAX_REWARD_PARTS}, got {_shown(rollout.rewards)}"
     for name, value in rollout.rewards.items():
         if not _is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
-    if not _is_name(task.env):
-        return f"task.env: must be 1 to {MAX_NAME} printable characters, got {_shown(task.env)}"
-    if not isinstance(rollout.finish_reason, str) or rollout.finish_reason not in FINISH_REASONS:
-        return f"finish_reason: must be one of {FINISH_REASONS}, got {_shown(rollout.finish_reason)}"
-    if not isinstance(rollout.proofs, bytes) or len(rollout.proofs) > MAX_PROOF_BYTES:
-        return f"proofs: must be at most {MAX_PROOF_BYTES} bytes"
-    if not isinstance(rollout.worker, str) or not re.fullmatch("(?:[0-9a-f]{64})?", rollout.worker):
-        return f"worker: must be a public key as 64 lower-case hex digits, or empty, got {_shown(rollout.worker)}"
-    if not isinstance(rollout.signature, bytes) or len(rollout.signature) not in (0, 64):
-        return f"signature: must be 64 bytes, or empty, got {_shown(rollout.signature)}"
+    for name, is_valid, rule in (
+        *((name, _is_index(_get(rollout, name), most), f"an integer in [0, {most})") for name, most in _LIMITS.items()),
+        ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0, "finite and >= 0"),
+        ("reward", _is_finite(rollout.reward), "finite"),
+        ("task.env", _is_name(task.env), f"1 to {MAX_NAME} printable characters"),
+        ("finish_reason", _is_text(rollout.finish_reason, "|".join(FINISH_REASONS)), f"one of {FINISH_REASONS}"),
+        ("worker", _is_text(worker, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
+        ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES, f"at most {MAX_PROOF_BYTES} bytes"),
+        ("signature", isinstance(signature, bytes) and len(signature) in (0, 64), "64 bytes, or empty"),
+    ):
+        if not is_valid:
+            return f"{name}: must be {rule}, got {_shown(_get(rollout, name))}"
     return None
+
+
+def _get(rollout: Rollout, name: str):
+    return operator.attrgetter(name)(rollout)
+
+
+def _is_index(value, limit: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= value < limit
+
+
+def _is_text(value, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _is_finite(value) -> bool:
@@ -291,6 +287,8 @@ def _is_name(value) -> bool:
 
 def _shown(value) -> str:
     """Returns a short repr that cannot fail (repr of an int of 5000 digits does)."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, str | bytes):
         return repr(value[:80])
     if isinstance(value, numbers.Integral) and abs(int(value)) >= 2**64:
