@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import jax
 from absl import app, flags
+from flax import traverse_util
 from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
@@ -62,15 +63,9 @@ class Experiment:
 
     def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
         """Returns the description of the run's train step on `mesh`."""
-        return train_step.Learner(
-            self.model,
-            train_step.make_optimizer(self.optimizer, self.model, self.lora),
-            objective_lib.bind(self.loss, self.loss_options),
-            mesh,
-            self.objective,
-            self.lora,
-            self.credit.share_prompts,
-        )
+        optimizer = train_step.make_optimizer(self.optimizer, self.model, self.lora)
+        loss, share_prompts = objective_lib.bind(self.loss, self.loss_options), self.credit.share_prompts
+        return train_step.Learner(self.model, optimizer, loss, mesh, self.objective, self.lora, share_prompts)
 
     @property
     def broadcast_metadata(self) -> dict:
@@ -85,8 +80,8 @@ class Experiment:
         shards = rules.num_batch_shards(mesh)
         if self.config.train.rows % shards:
             raise ValueError(
-                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh (data x fsdp x "
-                f"expert); set it to a multiple of {shards}"
+                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh (data x "
+                f"fsdp x expert); set it to a multiple of {shards}"
             )
         return self.config.train.rows
 
@@ -96,10 +91,8 @@ define_flags = command_line.define
 
 def run(main: Callable[[], None]) -> None:
     """Parses the flags and calls `main`; a mistake of the user exits with one line on stderr."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line per request
-    logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
-    # Otherwise "unable to initialize backend" for each absent one.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+    for name, level in (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR")):
+        logging.getLogger(name).setLevel(level)  # otherwise a line per request, and one per absent backend
 
     def guarded(argv):
         if len(argv) > 1:
@@ -152,6 +145,7 @@ def joined() -> Iterator[hosts_lib.Hosts]:
 def resolve(config: config_dict.ConfigDict) -> Experiment:
     """Builds the experiment of a config; ValueError gives the field, the rule, and the remedy."""
     loss, config = _own_loss(config)
+    rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
@@ -160,7 +154,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
             f"{-(-tokenizer.vocab_size // 16) * 16}"
         )
     for name, value, table in (
-        ("rl.loss", config.rl.loss, losses.LOSSES if loss == config.rl.loss else config.loss_options),
+        ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
         ("topology.mode", config.topology.mode, ("local", "remote")),
         ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
@@ -176,7 +170,15 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     if config.topology.mode == "remote" and not config.topology.servers:
         raise ValueError("topology.mode = 'remote' needs inference servers; set topology.servers to their URLs")
     optimizer = optimizers.OptimizerConfig(**config.optimizer)
-    config_rules.check_contradictions(config)
+    for message in config_rules.contradictions(config):
+        raise ValueError(message)
+    try:
+        objective = objective_lib.Objective(**config.objective)
+    except ValueError as error:  # begins with the field
+        raise ValueError(f"objective.{error}") from None
+    loss_options = config.loss_options[rl.loss].to_dict()
+    if rl.loss == "dr_grpo" and not loss_options["length"]:
+        loss_options["length"] = float(config.sampling.max_tokens)
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
     return Experiment(
@@ -186,42 +188,22 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         server_mesh=server_mesh,
         optimizer=optimizer,
         loss=loss,
-        loss_options=_loss_options(config),
-        objective=_objective(config),
+        loss_options=loss_options,
+        objective=objective,
         credit=credit_lib.Credit(
-            config.rl.advantage,
-            config.rl.normalize,
-            config.rl.average,
-            config.rl.overlong_buffer,
-            config.sampling.max_tokens,
-            config.objective.teacher_coef,
-            config.train.share_prompts,
-            router_replay.RouterReplay.of(model) if config.train.router_replay else None,
+            **{name: rl[name] for name in ("advantage", "normalize", "average", "overlong_buffer")},
+            max_tokens=config.sampling.max_tokens,
+            teacher_coef=objective.teacher_coef,
+            share_prompts=config.train.share_prompts,
+            router_replay=router_replay.RouterReplay.of(model) if config.train.router_replay else None,
         ),
         lora=lora_lib.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )
 
 
-def _objective(config: config_dict.ConfigDict) -> objective_lib.Objective:
-    try:
-        return objective_lib.Objective(**config.objective)
-    except ValueError as error:  # begins with the field
-        raise ValueError(f"objective.{error}") from None
-
-
-def _loss_options(config: config_dict.ConfigDict) -> dict:
-    options = config.loss_options[config.rl.loss].to_dict()
-    if config.rl.loss == "dr_grpo" and not options["length"]:
-        options["length"] = float(config.sampling.max_tokens)
-    return options
-
-
 def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
-    """Returns the loss (a name or the config's own function) and a config that can be saved.
-
-    In that config, a function is replaced by its name and a hash of its source.
-    """
+    """Returns the loss (a name or the config's own function) and a config with its name and hash, which can be saved."""
     function = config.rl.loss_function
     if function is None:
         return config.rl.loss, config
@@ -249,14 +231,12 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     found = fields(experiment)
     changed = {name: value for name, value in found.items() if value != defaults.get(name)}
     width = max(map(len, changed), default=0)
-    return "\n".join(
-        (
-            f"{len(changed)} of {len(found)} config fields differ from configs/base.py (all are in {workdir / 'config.json'}):",
-            *(f"  {name:<{width}} = {value!r} (was {defaults.get(name)!r})" for name, value in changed.items()),
-            f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}",
-            f"logs of the child processes: {workdir / 'logs'}",
-        )
-    )
+    lines = [
+        f"{len(changed)} of {len(found)} config fields differ from configs/base.py (all are in {workdir / 'config.json'}):"
+    ]
+    lines += [f"  {name:<{width}} = {value!r} (was {defaults.get(name)!r})" for name, value in changed.items()]
+    lines += [f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}"]
+    return "\n".join([*lines, f"logs of the child processes: {workdir / 'logs'}"])
 
 
 def fields(experiment: Experiment) -> dict:
@@ -264,15 +244,9 @@ def fields(experiment: Experiment) -> dict:
     return flat(json.loads(experiment.config.to_json()))
 
 
-def flat(tree: dict, prefix: str = "") -> dict:
+def flat(tree: dict) -> dict:
     """Flattens nested dicts to one by dotted names."""
-    found = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
+    return traverse_util.flatten_dict(tree, sep=".")
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -13,18 +13,17 @@ from ml_collections import config_flags
 from rl.experiment import rules
 
 CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field (configs/base.py has all of them)"
+WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, report"
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines `--config` and, unless `needs_workdir` is False, `--workdir`; both are required."""
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
     if needs_workdir:
-        words = "directory of the run: checkpoints, weights, rollouts, metrics, report"
-        flags.DEFINE_string("workdir", None, words, flag_values=values)
-    names = ["config", "workdir"] if needs_workdir else ["config"]
-    flags.mark_flags_as_required(names, flag_values=values)
-    for name in names:  # --help lists those of the main module
-        values.register_key_flag_for_module(sys.argv[0], values[name])
+        flags.DEFINE_string("workdir", None, WORKDIR_HELP, flag_values=values)
+    for name in ["config", "workdir"][: 1 + needs_workdir]:
+        flags.mark_flag_as_required(name, flag_values=values)
+        values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module
 
 
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
@@ -50,18 +49,18 @@ def _explained(error: Exception) -> str:
     cause = error.args[0] if error.args else error
     if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
         cause = cause.args[0]
-    text = str(cause).strip()
+    text, trace = str(cause).strip(), "".join(traceback.format_exception(error))
     if missing := re.findall(r"Flag --(\w+) must have a value other than None", text):
         return f"{' and '.join(f'--{name}' for name in missing)} must be given; --help lists the flags"
     if unknown := re.match(r'Key "(\w+)" does not exist and cannot be added', text):  # in a config file
         hint = re.search(r"Did you mean.*", text)
-        return f"{_place(_trace(error))}: {_no_field(unknown[1], hint[0] if hint else '')}"
+        return f"{_place(trace)}: {_no_field(unknown[1], hint[0] if hint else '')}"
     if isinstance(cause, AttributeError | str) and "has no attribute 'get_config" in text:
         return "the config file does not define get_config(), which returns the config; copy configs/quickstart.py"
     if "Traceback (most recent call last)" in text:  # of get_config, as ml_collections quotes it
         return _in_config_file(text)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
-        return _in_config_file(_trace(error))
+        return _in_config_file(trace)
     field, _, hint = text.partition("\n")
     if isinstance(error, (AttributeError, KeyError)):
         return _no_field(field.strip("'\""), hint)
@@ -72,10 +71,6 @@ def _no_field(name: str, hint: str) -> str:
     return f"the config has no field {name!r}; {hint or 'configs/base.py lists all fields'}"
 
 
-def _trace(error: Exception) -> str:
-    return "".join(traceback.format_exception(error))
-
-
 def _in_config_file(trace: str) -> str:
     """Place and message of an error that was raised while a config file ran."""
     lines = [line for line in trace.strip().splitlines() if line.strip()]
@@ -84,7 +79,7 @@ def _in_config_file(trace: str) -> str:
 
 
 def _place(trace: str) -> str:
-    """The innermost line of a traceback outside of libraries."""
+    """The innermost line of a traceback that is not in a library."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     file, line = next((p for p in reversed(places) if "site-packages" not in p[0]), ("?", "?"))
     return f"{file}, line {line}"

@@ -1,17 +1,18 @@
 """The rules that a config must satisfy beyond the types of its fields.
 
 1. `check_ranges`: each number is within its bounds (`RANGES`), each address and key is well-formed. NaN is within no bounds.
-2. `check_contradictions`: fields that would ignore or contradict each other.
+2. `contradictions`: fields that would ignore or contradict each other.
 3. `check_trainable`: sampling that an evaluation may use, but that a run cannot learn from.
 4. `check_overrides`: a field set on the command line has an effect. A config file may contain unused fields, such as options of
    losses that it does not use; a user who types a field expects an effect.
 """
 
+import functools
 import math
+import operator
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from ml_collections import config_dict
 
@@ -56,7 +57,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     """Raises ValueError for the first field that is out of its range or malformed."""
     for rule, is_within, names in RANGES:
         for name in names.split():
-            if not is_within(value := _get(config, name)):
+            if not is_within(value := functools.reduce(operator.getitem, name.split("."), config)):
                 raise ValueError(f"{name} = {value} must be {rule}")
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
@@ -67,14 +68,8 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for key in config.topology.workers:
         if not re.fullmatch("[0-9a-f]{64}", str(key)):
             raise ValueError(
-                f"topology.workers contains {key!r}, which is not a public key; write its 64 hexadecimal digits"
+                f"topology.workers contains {key!r}, which is not a public key; write 64 hexadecimal digits"
             )
-
-
-def check_contradictions(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError for the first fields that contradict each other, with the remedy."""
-    for message in contradictions(config):
-        raise ValueError(message)
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
@@ -118,10 +113,8 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "objective.policy_coef = 0 and the teacher is the policy itself; set objective.reference_model to another model"
     uses_reference = objective.teacher_coef or (objective.kl_coef and objective.kl_reference == "reference")
     if objective.reference_model and not uses_reference:
-        yield (
-            "objective.reference_model has no effect; set objective.teacher_coef, or objective.kl_coef and objective.kl_reference = "
-            "'reference'"
-        )
+        remedy = "set objective.teacher_coef, or objective.kl_coef and objective.kl_reference = 'reference'"
+        yield f"objective.reference_model has no effect; {remedy}"
     if loss in SAMPLER_CORRECTIONS and objective.old_logprobs != "learner":
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
     if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo"):
@@ -134,27 +127,24 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"
     num_updates = c.rl.num_steps * objective.optimizer_steps
     if c.optimizer.schedule != "constant" and c.optimizer.total_steps < num_updates:
-        yield (
-            f"optimizer.total_steps = {c.optimizer.total_steps} is less than rl.num_steps x objective.optimizer_steps, and the rate "
-            f"would stay at its floor for the rest of the run; set it to {num_updates}"
+        found = (
+            f"optimizer.total_steps = {c.optimizer.total_steps} is less than rl.num_steps x objective.optimizer_steps"
         )
+        yield f"{found}, and the rate would stay at its floor for the rest of the run; set it to {num_updates}"
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
-        yield (
-            "topology.mode = 'local' starts workers with new keys, which topology.workers would reject; remove topology.workers, or "
-            "set topology.mode = 'remote'"
-        )
+        remedy = "remove topology.workers, or set topology.mode = 'remote'"
+        yield f"topology.mode = 'local' starts workers with new keys, which topology.workers would reject; {remedy}"
+    length, limit = (
+        f"inference.max_model_len = {inference.max_model_len}",
+        f"sampling.max_tokens = {c.sampling.max_tokens}",
+    )
     if inference.max_model_len <= c.sampling.max_tokens:
-        yield (
-            f"inference.max_model_len = {inference.max_model_len} leaves no room for a prompt: it must exceed sampling.max_tokens = "
-            f"{c.sampling.max_tokens}; raise it (and train.row_length)"
-        )
+        yield f"{length} leaves no room for a prompt: it must exceed {limit}; raise it (and train.row_length)"
     if 0 < model.max_positions < inference.max_model_len:
-        yield (
-            f"inference.max_model_len = {inference.max_model_len} exceeds model.max_positions = {model.max_positions}, for which the "
-            "model was trained; lower it, or set model.rope_scaling and raise model.max_positions"
-        )
+        remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
+        yield f"{length} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
     if not model.num_experts and (model.experts_per_token or model.expert_ffn_dim):
         yield "model.experts_per_token and model.expert_ffn_dim have no effect in a dense model; set model.num_experts"
     if not model.num_experts and (objective.router_balance_coef or objective.router_balance_rate):
@@ -166,10 +156,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.train.router_replay and not model.num_experts:
         yield "train.router_replay = True, but the model has no router to replay (model.num_experts = 0); remove it"
     if c.train.router_replay and (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
-        yield (
-            f"train.router_replay needs a whole group with its experts in one submission: {num_bytes} bytes exceed the limit of "
-            f"{web.MAX_BODY_BYTES}; lower rl.samples_per_prompt or inference.max_model_len"
-        )
+        found = "train.router_replay needs a whole group with its experts in one submission"
+        remedy = "lower rl.samples_per_prompt or inference.max_model_len"
+        yield f"{found}: {num_bytes} bytes exceed the limit of {web.MAX_BODY_BYTES}; {remedy}"
 
 
 def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, str]]:
@@ -197,7 +186,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
 
 
 def _group_bytes(config: config_dict.ConfigDict) -> int:
-    """The largest size of a group that names its experts, plus 21 bytes per token for other data; it hardly compresses."""
+    """The largest size of a group that names its experts, with 21 bytes per token of other data; it hardly compresses."""
     num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
     return num_tokens * (experts + 21)
@@ -209,9 +198,3 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # a port may be malformed
     except ValueError:
         return False
-
-
-def _get(config: config_dict.ConfigDict, name: str) -> Any:
-    for part in name.split("."):
-        config = config[part]
-    return config

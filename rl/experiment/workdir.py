@@ -15,7 +15,7 @@ import pathlib
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
@@ -33,9 +33,8 @@ def open_workdir(
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens `workdir` for this experiment and locks it during the block; yields its absolute path.
 
-    Raises:
-      ValueError: the directory belongs to another config (the error names a field that differs), another process uses it, or this
-        host was started with another config than the first.
+    Raises ValueError if the directory belongs to another config, another process uses it, or this host was started with another
+    config than the first.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
@@ -44,12 +43,11 @@ def open_workdir(
         _check_same(hosts.broadcast(), experiment)
         yield path
         return
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"workdir {path} is a file; give a directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"workdir {path} cannot be created: {error.strerror}; give another --workdir") from error
+        problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
+        raise ValueError(f"workdir {path} {problem}; give another --workdir") from error
     with _locked(path):
         _claim(path, experiment)
         hosts.broadcast(experiment.config.to_json())
@@ -76,12 +74,13 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
         free.append("train.rows")
-    saved, wanted = _saved(path), experiment_lib.fields(experiment)
-    return sorted(
-        name
-        for name in saved.keys() | wanted.keys()
-        if saved.get(name) != wanted.get(name) and not name.startswith(tuple(free))
-    )
+    return _differing(_saved(path), experiment_lib.fields(experiment), free)
+
+
+def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
+    """The sorted names whose values differ, without those that begin with one of `free`."""
+    names = sorted(old.keys() | new.keys())
+    return [name for name in names if old.get(name) != new.get(name) and not name.startswith(tuple(free))]
 
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:
@@ -117,19 +116,16 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"workdir {path} is in use by another run; wait for it or give another --workdir"
-            ) from None
+            raise ValueError(f"workdir {path} is in use by another run; wait, or use another --workdir") from None
         yield
 
 
 def _check_same(firsts: str, experiment: experiment_lib.Experiment) -> None:
     first, own = experiment_lib.flat(json.loads(firsts)), experiment_lib.fields(experiment)
-    for name in sorted(first.keys() | own.keys()):
-        if first.get(name) != own.get(name) and name != "topology.process_id":
-            raise ValueError(
-                f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0; give every host the same command and checkout"
-            )
+    for name in _differing(first, own, ["topology.process_id"]):
+        raise ValueError(
+            f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0; give every host the same command and checkout"
+        )
 
 
 def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
@@ -142,29 +138,21 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name] if spec else [sys.argv[0]]
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
-    saved = {
-        "config": json.loads(experiment.config.to_json()),
-        "command": shlex.join([*program, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version()} | versions,
-    }
-    atomic_file.write(file, (json.dumps(saved, indent=2) + "\n").encode())
+    versions = {"python": platform.python_version()} | {x: metadata.version(x) for x in ("jax", "jaxlib", "optax")}
+    saved = {"config": json.loads(experiment.config.to_json()), "command": shlex.join([*program, *sys.argv[1:]])}
+    atomic_file.write(file, (json.dumps(saved | {"versions": versions}, indent=2) + "\n").encode())
 
 
 def _saved(path: pathlib.Path) -> dict:
     try:
         return experiment_lib.flat(json.loads((path / "config.json").read_text())["config"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path / 'config.json'} is not the config of a run ({error!r}); give another --workdir"
-        ) from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:  # flax asserts that a tree is a dict
+        raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
 
 
 def _mismatch(path: pathlib.Path, experiment: experiment_lib.Experiment, differs: list[str]) -> str:
     old = _saved(path).get(differs[0], "absent")
     new = experiment_lib.fields(experiment).get(differs[0], "absent")
     more = f" ({len(differs) - 1} more fields differ)" if differs[1:] else ""
-    return (
-        f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; give another --workdir, or "
-        f"the config of its first start"
-    )
+    remedy = "give another --workdir, or the config of its first start"
+    return f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; {remedy}"
