@@ -41,11 +41,11 @@ NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
     """Raises ValueError if the rollout system of this config cannot run next to a learner of `num_hosts` hosts."""
-    platform = jax.default_backend()
-    if num_hosts > 1 and experiment.config.topology.mode == "local" and platform != "cpu":
+    chip = jax.default_backend()
+    if num_hosts > 1 and experiment.config.topology.mode == "local" and chip != "cpu":
         raise ValueError(
-            f"topology.mode = 'local' would start the inference server on this host's {platform}s, but the learner of {num_hosts} "
-            f"hosts uses them. Set topology.mode = 'remote' and topology.servers"
+            f"topology.mode = 'local' would start the inference server on this host's {chip}s, but the learner of "
+            f"{num_hosts} hosts uses them. Set topology.mode = 'remote' and topology.servers"
         )
 
 
@@ -61,14 +61,8 @@ def start_rollout_system(
 ) -> Iterator[orchestrator.Orchestrator]:
     """Starts everything that generates and checks rollouts; yields the orchestrator and stops all at the end of the block.
 
-    Args:
-      experiment: the resolved config and its parts.
-      workdir: the work directory of the run.
-      weights: the directory of the broadcast.
-      version: the policy version to start with, already published in `weights`.
-      on_wait: receives lines for people while something is waited for.
-      num_hosts: hosts of the learner; this runs on the first.
-      known: `Orchestrator.state` as saved in the checkpoint of `version`, if any.
+    The first policy is `version`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
+    checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     """
     config = experiment.config
     rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait), None
@@ -91,14 +85,13 @@ def start_rollout_system(
         evidence.restore(known["evidence"])
     rollouts.resume(version, known)
     if config.topology.mode == "remote":
-        rollouts.connect(
-            config.topology.servers
-        )  # before `serve`: workers that are already running ask for them immediately
+        # Before `serve`: workers that are already running ask for them immediately.
+        rollouts.connect(config.topology.servers)
     url = rollouts.serve()
     with contextlib.ExitStack() as stack:
 
         def start(name: str, command: list[str]) -> _Child:
-            return stack.enter_context(_child(name, command, workdir, rollouts.fail))
+            return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
 
         stack.callback(rollouts.close)
         if config.topology.mode == "local":
@@ -119,9 +112,7 @@ def start_rollout_system(
         yield rollouts
 
 
-def _on_device(
-    device: str, check: Callable[[Sequence[rollout_lib.Rollout]], str | None], num_hosts: int
-) -> Callable[[Sequence[rollout_lib.Rollout]], str | None]:
+def _on_device(device: str, check: orchestrator.CheckWithWeights, num_hosts: int) -> orchestrator.CheckWithWeights:
     """`check` with its weights and programs on the default accelerator, or on the CPU of this host."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check
@@ -154,23 +145,24 @@ def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
     """Blocks until each server accepts connections: people start them with the commands just printed."""
     begun_s = noticed_s = time.monotonic()
     for url in urls:
-        parts = urllib.parse.urlsplit(url)
-        while True:
-            try:
-                port = parts.port or (443 if parts.scheme == "https" else 80)
-                socket.create_connection((parts.hostname or "", port), timeout=5).close()
-                break
-            except OSError as error:
-                now_s = time.monotonic()
-                if now_s > begun_s + START_TIMEOUT_S:
-                    raise ValueError(
-                        f"no inference server at {url} within {START_TIMEOUT_S:.0f} s ({error}). Start it, or correct "
-                        "topology.servers"
-                    ) from error
-                if now_s > noticed_s + NOTICE_S:
-                    on_wait(f"waiting for the inference server at {url}: {error}")
-                    noticed_s = now_s
-                time.sleep(0.2)
+        while error := _connection_error(url):
+            now_s = time.monotonic()
+            if now_s > begun_s + START_TIMEOUT_S:
+                missing = f"no inference server at {url} within {START_TIMEOUT_S:.0f} s ({error})"
+                raise ValueError(f"{missing}. Start it, or correct topology.servers") from error
+            if now_s > noticed_s + NOTICE_S:
+                on_wait(f"waiting for the inference server at {url}: {error}")
+                noticed_s = now_s
+            time.sleep(0.2)
+
+
+def _connection_error(url: str) -> OSError | None:
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        return socket.create_connection((parts.hostname or "", port), timeout=5).close()
+    except OSError as error:
+        return error
 
 
 def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
@@ -183,18 +175,16 @@ def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Pa
         if child.process.poll() is not None:
             raise ValueError(child.obituary())
         if time.monotonic() > deadline_s:
-            raise ValueError(
-                f"the {name} process did not start within {START_TIMEOUT_S:.0f} s. Read its log: {child.log}"
-            )
+            raise ValueError(f"the {name} process did not start in {START_TIMEOUT_S:.0f} s. Read its log: {child.log}")
         time.sleep(0.02)
     return file.read_text()
 
 
 class _Child:
-    """A child process, whose output a thread copies to its log with a time stamp per line."""
+    """Runs `python -m COMMAND` during a `with` block. One thread copies its output to its log, one watches for an early end."""
 
-    def __init__(self, name: str, command: list[str], workdir: pathlib.Path):
-        self.name, self.log = name, workdir / "logs" / f"{name}.log"
+    def __init__(self, name: str, command: list[str], workdir: pathlib.Path, on_death: Callable[[Exception], None]):
+        self.name, self.log, self._on_death = name, workdir / "logs" / f"{name}.log", on_death
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command, "--exit_with_parent"],
@@ -204,19 +194,17 @@ class _Child:
             cwd=experiment_lib.ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
+        self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)
         log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
-        self._write(log, f"==== start: python -m {shlex.join(command)}".encode())
+        _write(log, f"==== start: python -m {shlex.join(command)}".encode())
         self._copier = threading.Thread(target=self._copy, args=(log,), name=f"log-{name}", daemon=True)
         self._copier.start()
-
-    def join(self) -> None:
-        """Waits until the output of an ended child is in its log, at most 1 s: its own children may keep the pipe open."""
-        self._copier.join(1.0)
+        threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
 
     def obituary(self) -> str:
         """The error message for a child that ended early."""
-        self.join()
+        self._copier.join(1.0)  # not longer: its own children may keep the pipe open
         tail = " | ".join(self._last) or "it printed nothing"
         return f"the {self.name} process ended with code {self.process.returncode}: {tail} (log: {self.log})"
 
@@ -224,36 +212,30 @@ class _Child:
         assert self.process.stdout is not None
         with log, self.process.stdout:
             for line in self.process.stdout:  # until the child and its own children have ended
-                self._write(log, line.rstrip(b"\r\n"))
+                _write(log, line.rstrip(b"\r\n"))
                 if text := line.decode(errors="replace").strip():
                     self._last.append(text)
 
-    def _write(self, log: BinaryIO, line: bytes) -> None:
-        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-        log.write(now.encode() + b" " + line + b"\n")
-        log.flush()
+    def _watch(self) -> None:
+        self.process.wait()
+        if not self._is_stopping:
+            self._on_death(ValueError(self.obituary()))
 
+    def __enter__(self) -> "_Child":
+        return self
 
-@contextlib.contextmanager
-def _child(name: str, command: list[str], workdir: pathlib.Path, on_death: Callable) -> Iterator[_Child]:
-    """Runs `python -m COMMAND` during the block; calls `on_death` with an error if it ends earlier."""
-    child, stopping = _Child(name, command, workdir), threading.Event()
-    process = child.process
-
-    def watch():
-        process.wait()
-        if not stopping.is_set():
-            on_death(ValueError(child.obituary()))
-
-    threading.Thread(target=watch, name=f"watch-{name}", daemon=True).start()
-    try:
-        yield child
-    finally:
-        stopping.set()
-        assert process.stdin is not None
-        process.stdin.close()
+    def __exit__(self, *_) -> None:
+        self._is_stopping = True
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
-        process.kill()
-        process.wait()
-        child.join()
+            self.process.wait(timeout=1)
+        self.process.kill()
+        self.process.wait()
+        self._copier.join(1.0)
+
+
+def _write(log: BinaryIO, line: bytes) -> None:
+    now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+    log.write(now.encode() + b" " + line + b"\n")
+    log.flush()

@@ -17,7 +17,7 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
     begun = datetime.datetime.now().astimezone()
     deaths = []
     for count in (1, 2):
-        with launch._child("worker0", COMMAND, tmp_path, deaths.append) as child:
+        with launch._Child("worker0", COMMAND, tmp_path, deaths.append) as child:
             proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
     _, error = deaths
     assert re.fullmatch(
@@ -33,7 +33,7 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
 
 def test_a_child_that_is_stopped_is_not_reported(tmp_path):
     deaths = []
-    with launch._child("worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path, deaths.append) as child:
+    with launch._Child("worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path, deaths.append) as child:
         pass
     assert child.process.returncode is not None and not deaths
 
