@@ -66,14 +66,13 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
                 reply = await _exchange(
                     http, "POST", "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)}
                 )
-                groups = reply["groups"]
-                for group in groups:
+                for group in reply["groups"]:
                     task = tasks.create_task(_roll_out(client, run, key, group, finished))
                     running.add(task)
                     task.add_done_callback(running.discard)
                 if len(running) == concurrency:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: poll less often
+                pause_s = 0.01 if reply["groups"] else min(pause_s * 1.5, 0.1)  # idle: poll less often
                 await asyncio.sleep(pause_s)
 
 
@@ -81,40 +80,38 @@ def make_rollouts(
     run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[client_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
-    rollouts, P = [], len(prompt)
+    P = len(prompt)
     scored = run.scorer.score(task, [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples])
-    for index, (sample, rewards) in enumerate(zip(samples, (one.scores for one in scored), strict=True)):
-        rollouts.append(
-            rollout_lib.Rollout(
-                tokens=np.array([*prompt, *sample.tokens], np.int32),
-                sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
-                logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
-                versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
-                temperature=group["temperature"],
-                seed=(group["seed"] + index) % 2**32,
-                task=rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed),
-                sample=index,
-                step=group["step"],
-                reward=rewards["reward"],
-                rewards=rewards,
-                finish_reason=sample.finish_reason,
-                proofs=sample.proofs,
-                worker="",
-                signature=b"",
-                routed_experts=sample.experts,
-            )
+    return [
+        rollout_lib.Rollout(
+            tokens=np.array([*prompt, *sample.tokens], np.int32),
+            sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
+            logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
+            versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
+            temperature=group["temperature"],
+            seed=(group["seed"] + index) % 2**32,
+            task=rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed),
+            sample=index,
+            step=group["step"],
+            reward=one.scores["reward"],
+            rewards=one.scores,
+            finish_reason=sample.finish_reason,
+            proofs=sample.proofs,
+            worker="",
+            signature=b"",
+            routed_experts=sample.experts,
         )
-    return rollouts
+        for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
+    ]
 
 
 async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finished: asyncio.Queue) -> None:
     task = run.env.make_task(group["index"], group["split"])
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
-    sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     trains = group["split"] == "train"
-    samples = await client.generate(
-        prompt, sampling | {"return_routed_experts": run.router_replay and trains}, proofs=trains
-    )
+    sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
+    sampling["return_routed_experts"] = run.router_replay and trains
+    samples = await client.generate(prompt, sampling, proofs=trains)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
@@ -122,20 +119,18 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
 
 async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
     """Submits finished groups, in one file up to a size: the cost of a file is mostly fixed."""
-    left: list[rollout_lib.Rollout] = []  # a finished group that did not fit
+    rollouts, left = [], []  # `left`: a finished group that did not fit
     while True:
         rollouts, left = left or await finished.get(), []
         while not left and not finished.empty():
-            group = finished.get_nowait()
-            if _estimated_bytes(rollouts + group) <= MAX_JOINED_BYTES:
-                rollouts = rollouts + group
-            else:
-                left = group
+            left = finished.get_nowait()
+            if _estimated_bytes(rollouts + left) <= MAX_JOINED_BYTES:
+                rollouts, left = rollouts + left, []
         body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
             raise ValueError(
-                f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, but a submission may have at "
-                f"most {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
+                f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, but a submission may "
+                f"have at most {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
             )
         reply = await _exchange(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
@@ -159,8 +154,10 @@ def _read_run(body: dict) -> Run:
         raise ValueError(
             f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator; correct --orchestrator"
         ) from error
-    env = envs.load(name, seed=seed, **options)
-    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
+    env, scorer = (
+        envs.load(name, seed=seed, **options),
+        scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S),
+    )
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
@@ -198,16 +195,13 @@ def _error_message(response: httpx.Response) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    parser = cli.Parser(prog="python -m rl.worker", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--orchestrator", required=True, help="URL of the run's orchestrator")
-    parser.add_argument(
-        "--key", help="file of this worker's signing key; generated if absent (default: a new key per process)"
-    )
-    parser.add_argument("--concurrency", type=int, default=64, help="groups to work on at the same time")
-    parser.add_argument(
-        "--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator"
-    )
-    parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
+    parser = cli.Parser(prog="python -m rl.worker", description=__doc__)
+    add = parser.add_argument
+    add("--orchestrator", required=True, help="URL of the run's orchestrator")
+    add("--key", help="file of this worker's signing key; generated if absent (default: a new key per process)")
+    add("--concurrency", type=int, default=64, help="groups to work on at the same time")
+    add("--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator")
+    add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
         web.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
@@ -216,7 +210,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1")
-        key = _load_key(args.key)
+        if args.key and not pathlib.Path(args.key).exists():
+            rollout_lib.WorkerKey.generate().save(args.key)
+        key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
         asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
@@ -228,14 +224,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _load_key(path: str | None) -> rollout_lib.WorkerKey:
-    if path is None:
-        return rollout_lib.WorkerKey.generate()
-    if not pathlib.Path(path).exists():
-        rollout_lib.WorkerKey.generate().save(path)
-    return rollout_lib.WorkerKey.load(path)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ def steady_time() -> float:
     The monotonic clock would not do: it stops while a laptop sleeps, and the worker's requests would be too old forever.
     """
     global _last_s
-    _last_s = max(
-        _last_s + 2e-6, time.time()
-    )  # two: float64 has a resolution of 0.24 us, one could round to the same us
+    _last_s = max(_last_s + 2e-6, time.time())  # two: float64 resolves 0.24 us, so one could round to the same us
     return _last_s
 
 
@@ -52,32 +50,24 @@ class LeaseVerifier:
         """Returns (worker, capacity) of a request; ValueError if it is rejected."""
         worker, capacity, time_us, signature = (body.get(x) for x in ("worker", "capacity", "time_us", "signature"))
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
-            raise ValueError(
-                f"lease request has worker {worker!r:.80} and capacity {capacity!r:.80}; send a hex public key and an integer in "
-                f"1..{MAX_CAPACITY}"
-            )
+            found = f"worker {worker!r:.80} and capacity {capacity!r:.80}"
+            raise ValueError(f"lease request has {found}; send a hex public key and an integer in 1..{MAX_CAPACITY}")
         if type(time_us) is not int or not 0 <= time_us < 2**63 or not isinstance(signature, str):
+            found = f"time_us {time_us!r:.80} and signature {signature!r:.80}"
             raise ValueError(
-                f"lease request has time_us {time_us!r:.80} and signature {signature!r:.80}; send an integer in 0..2^63 - 1 and the "
-                "hex signature of the worker's key"
+                f"lease request has {found}; send an integer in 0..2^63 - 1 and the worker's hex signature"
             )
         if self._invited and worker not in self._invited:
-            raise ValueError(
-                f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add its key"
-            )
+            raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
-            raise ValueError(
-                f"lease request is dated {(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are "
-                "allowed; set the worker's clock"
-            )
+            found = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
+            raise ValueError(f"lease request is dated {found}; set the worker's clock")
         if not _is_signed(worker, capacity, time_us, signature):
             raise ValueError(f"lease request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if time_us <= self._last_us.get(worker, 0):
-            raise ValueError(
-                "lease request rejected as a replay: its time_us is not later than this worker's previous request; sign a new one "
-                "with the current time"
-            )
+            found = "its time_us is not later than this worker's previous request"
+            raise ValueError(f"lease request rejected as a replay: {found}; sign a new one with the current time")
         self._last_us[worker] = time_us
         if len(self._last_us) > self._prune_at:
             oldest_us = now_us - MAX_CLOCK_SKEW_S * 1e6  # a copy of anything older is rejected by its date

@@ -1,6 +1,6 @@
 """The tasks and noise seeds of each batch: pure functions of the run's seed, which anyone can recompute.
 
-1. `task_order(seed)[g]` is the task index of group g: grain's index shuffle with random access and no state. The position of a run
+1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: batch n contains groups (n - 1) P .. n P - 1.
 2. `sampling_seed(seed, split, step, group)` is the noise seed of a group; sample i uses that seed plus i. A worker can choose
    neither, so it cannot resample until it likes a completion.
@@ -35,11 +35,6 @@ class Group:
         return self.split, self.step, self.group
 
 
-def task_order(seed: int) -> grain.MapDataset:
-    """Maps a group number to a task index: a permutation for each epoch of `NUM_TASKS`."""
-    return grain.MapDataset.range(NUM_TASKS).shuffle(seed=seed).repeat()
-
-
 def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
     """Returns a uint32 from SHA-256: two groups share noise only by chance."""
     text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
@@ -50,34 +45,18 @@ def train_groups(config, step: int) -> list[Group]:
     """The P groups of batch `step` (1-based) of a resolved config."""
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
+    rules = (config.rl.samples_per_prompt, config.sampling.temperature, max(0, step - 1 - config.rl.max_lag))
     return [
-        Group(
-            step=step,
-            group=group,
-            split="train",
-            index=index,
-            seed=sampling_seed(config.seed, "train", step, group),
-            num_samples=config.rl.samples_per_prompt,
-            temperature=config.sampling.temperature,
-            min_version=max(0, step - 1 - config.rl.max_lag),
-        )
+        Group(step, group, "train", index, sampling_seed(config.seed, "train", step, group), *rules)
         for group, index in zip(groups, _task_indices(config.seed, groups), strict=True)
     ]
 
 
 def held_out_groups(config, version: int) -> list[Group]:
     """The held-out groups for the evaluation of `version`: the same tasks at every evaluation, in order."""
+    rules = (config.evaluation.samples_per_task, config.evaluation.temperature, version)
     return [
-        Group(
-            step=version,
-            group=group,
-            split="held_out",
-            index=group,
-            seed=sampling_seed(config.seed, "held_out", 0, group),
-            num_samples=config.evaluation.samples_per_task,
-            temperature=config.evaluation.temperature,
-            min_version=version,
-        )
+        Group(version, group, "held_out", group, sampling_seed(config.seed, "held_out", 0, group), *rules)
         for group in range(config.evaluation.num_tasks)
     ]
 
@@ -89,5 +68,5 @@ def warmup_indices(config, step: int) -> list[int]:
 
 
 def _task_indices(seed: int, positions: Iterable[int]) -> list[int]:
-    order = task_order(seed)
+    order = grain.MapDataset.range(NUM_TASKS).shuffle(seed=seed).repeat()  # a permutation for each epoch of NUM_TASKS
     return [int(cast(int, order[position])) for position in positions]
