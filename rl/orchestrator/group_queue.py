@@ -121,12 +121,9 @@ class GroupQueue:
 
     def recheck(self, worker: str) -> list[Entry]:
         """Moves the eligible training groups of `worker` that were not replayed to CHECKING; returns them."""
-        found = [
-            entry
-            for entry in self._entries.values()
-            if (entry.state, entry.worker, entry.group.split, entry.is_replayed)
-            == (State.ELIGIBLE, worker, "train", False)
-        ]
+        sought = (State.ELIGIBLE, worker, "train", False)
+        entries = self._entries.values()
+        found = [e for e in entries if (e.state, e.worker, e.group.split, e.is_replayed) == sought]
         for entry in found:
             _move(entry, State.CHECKING)
         return found

@@ -19,12 +19,14 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import hmac
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +45,8 @@ from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-CheckWithWeights = Callable[
-    [Sequence[rollout_lib.Rollout]], "str | None"
-]  # a group -> the reason to reject it, or None
+# A group -> the reason to reject it, or None.
+CheckWithWeights = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]
 # (group, split) -> the same, and the samples that are worth 0 because their reward could not be recomputed in time.
 CheckWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
 
@@ -62,15 +63,10 @@ class Batch:
 class Orchestrator:
     """The shell around `GroupQueue`: lock, threads, clock, HTTP. Every method may be called from any thread.
 
-    Args:
-      config: the resolved config (frozen).
-      workdir: the directory in which rollouts are kept.
-      credit: turns rewards into the training signal.
-      check_with_weights: the replay of one group; called in a single thread.
-      check_without_weights: the other checks of every group; called by a few threads, in which workers take turns.
-      evidence: returns the validator's memory as of a step (plain JSON), to be saved with the checkpoint.
-      secret: decides which groups are replayed; workers must not know it.
-      on_wait: receives a line for people every `WAIT_NOTICE_S` seconds of waiting.
+    Rollouts are kept in `workdir`; `credit` turns rewards into the training signal. `check_with_weights`, the replay of a group,
+    runs in one thread; `check_without_weights` runs in a few, in which workers take turns. `evidence` returns the validator's
+    memory as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed: workers must
+    not know it. `on_wait` receives a line for people every `WAIT_NOTICE_S` seconds of waiting.
     """
 
     def __init__(
@@ -85,8 +81,7 @@ class Orchestrator:
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
-        self._config, self._workdir, self._credit = config, workdir, credit
-        self._rules = rules_lib.Rules.of(config)
+        self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
         self._check_with_weights, self._check_without_weights = check_with_weights, check_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
         self._servers: tuple[str, ...] = ()
@@ -95,9 +90,7 @@ class Orchestrator:
         self._version = -1  # the newest version that all servers have
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
-        self._health = worker_health.WorkerHealth(
-            max_rejections=config.trust.max_attempts, lease_s=config.topology.lease_s
-        )
+        self._health = worker_health.WorkerHealth(config.trust.max_attempts, config.topology.lease_s)
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._failure: BaseException | None = None
@@ -111,9 +104,7 @@ class Orchestrator:
         """Starts to answer workers in a thread; returns the URL."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
         self._web = web.server(routes.make_app(self, self._config.topology.workers))
-        self._thread = threading.Thread(
-            target=self._web.run, kwargs={"sockets": [sock]}, name="orchestrator", daemon=True
-        )
+        self._thread = threading.Thread(target=self._web.run, args=([sock],), name="orchestrator", daemon=True)
         self._thread.start()
         return sockets.address(sock)
 
@@ -141,7 +132,7 @@ class Orchestrator:
     def publish(self, version: int) -> None:
         """Announces that `version` is on the broadcast. Returns immediately; servers load it in the background."""
         self._announced = version
-        self._updater.submit(self._update_servers, version)
+        self._updater.submit(self._guarded, self._update_servers, version)
 
     def next_batch(self, step: int) -> Batch:
         """Waits for batch `step` (1-based) and returns it; raises the error given to `fail`, if any."""
@@ -152,27 +143,19 @@ class Orchestrator:
         rollouts = [rollout for group in groups for rollout in group]
         trees, flat = self._credit.assign(groups)
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
-        metrics = _describe(rollouts) | {
-            "rollout/zero_advantage_frac": flat,
-            "sync/lag": float(lag.mean()),
-            "sync/lag_max": float(lag.max()),
-        }
+        metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
+        metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
-        """The plain JSON that `resume` needs besides the step, as of the hand-off of batch `step`.
-
-        Later events are left out: a resumed run generates those groups again.
-        """
+        """The plain JSON that `resume` needs, as of the hand-off of batch `step`: later groups are generated again."""
         return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
         """Waits until the servers have `version`, then for rollouts of the held-out tasks; returns them by task."""
         groups = task_schedule.held_out_groups(self._config, version)
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._version >= version)
-            if self._failure:
-                raise self._failure
+            self._wait_for(lambda: self._version >= version)
             self._queue.add(groups, first=True)  # before training groups: the servers' version moves on
         return [_rewarded(entry) for entry in self._collect([group.key for group in groups], None)]
 
@@ -208,10 +191,9 @@ class Orchestrator:
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
             room = self._health.room(worker, self._queue.num_held(worker), num_unfinished, now_s)
+            may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
             deadline_s = now_s + self._config.topology.lease_s
-            return self._queue.lease(
-                worker, min(room, capacity), deadline_s, lambda key: self._health.may_lease(worker, key, now_s)
-            )
+            return self._queue.lease(worker, min(room, capacity), deadline_s, may_lease)
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
         """Takes the rollouts of one file; per group a future of "accepted", "checking", or "refused: " and the reason."""
@@ -222,16 +204,25 @@ class Orchestrator:
 
     # Servers.
 
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in one of the threads. An exception is a bug and ends the run: its future may not be read."""
+        try:
+            return function(*args)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def _update_servers(self, version: int) -> None:
+        async def load():
+            async with client_lib.Client(self._servers) as client:
+                await client.update_weights(version)
+
         try:
             if self._servers:
-                asyncio.run(self._load_on_servers(version))
+                asyncio.run(load())
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             self.fail(ValueError(f"an inference server did not load policy version {version}: {error}"))
             return
-        except BaseException as error:  # a bug: no caller looks at this thread's future
-            self.fail(error)
-            raise
         with self._changed:
             self._version = version
             last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
@@ -240,10 +231,6 @@ class Orchestrator:
                 self._queue.add(groups, drawn=_drawn(groups, self._config.trust.check_fraction, self._secret))
             self._opened_step = max(self._opened_step, last)
             self._changed.notify_all()
-
-    async def _load_on_servers(self, version: int) -> None:
-        async with client_lib.Client(self._servers) as client:
-            await client.update_weights(version)
 
     # Submissions.
 
@@ -272,7 +259,7 @@ class Orchestrator:
             verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._announced))
             if not verdict.accepted:
                 return _known(self._reject(key, str(verdict)))
-        return self._checkers.submit(holder, self._check, key)
+        return self._checkers.submit(holder, self._guarded, self._check, key)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):
         with self._changed:
@@ -282,29 +269,21 @@ class Orchestrator:
     def _check(self, key: group_queue.Key) -> str:
         """Checks a submitted group without weights, then accepts or rejects it, or queues its replay."""
         entry = self._queue[key]
-        try:
-            reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
-        except BaseException as error:  # as in `_replay`
-            self.fail(error)
-            raise
+        reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
         with self._changed:
             if reason is not None:
                 return self._reject(key, reason)
             entry.timed_out = frozenset(timed_out)
             if key[0] == "train" and (entry.is_drawn or self._health.is_suspect(entry.worker)):
                 self._queue.check(key)
-                self._replayer.submit(self._replay, key)
+                self._replayer.submit(self._guarded, self._replay, key)
                 return "checking"
             return self._accept(key)
 
     def _replay(self, key: group_queue.Key) -> None:
         """Replays a group in state CHECKING, then accepts or rejects it."""
         rollouts = self._queue[key].rollouts
-        try:
-            reason = self._check_with_weights(rollouts)
-        except BaseException as error:  # the validator itself is broken: end the run with its traceback
-            self.fail(error)
-            raise
+        reason = self._check_with_weights(rollouts)
         if reason is not None and reason.startswith("weights:"):  # of a published version: our own fault
             self.fail(ValueError(f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"))
             return
@@ -333,15 +312,12 @@ class Orchestrator:
         if by_replay:
             for suspect in self._queue.recheck(worker):
                 self._counts["called_back"] += len(suspect.rollouts)  # maybe accepted before the counts were last taken
-                self._replayer.submit(self._replay, suspect.group.key)
+                self._replayer.submit(self._guarded, self._replay, suspect.group.key)
         if self._health.is_banned(worker) and not self._health.has_others(worker, time.monotonic()):
-            self.fail(
-                ValueError(
-                    f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active; "
-                    f"the last reason, for group {group.group} of step {group.step}: {reason}. Look at that worker and its "
-                    f"server, or raise trust.max_attempts"
-                )
-            )
+            found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
+            last = f"the last reason, for group {group.group} of step {group.step}: {reason}"
+            remedy = "Look at that worker and its server, or raise trust.max_attempts"
+            self.fail(ValueError(f"{found}; {last}. {remedy}"))
         self._changed.notify_all()
         return f"refused: {reason}"
 
@@ -351,13 +327,8 @@ class Orchestrator:
         """Waits until all groups are eligible and takes them; requeues those that are too stale for batch `step`."""
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._failure or self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S
-                )
-                if self._failure:
-                    raise self._failure
-                if self._queue.num_eligible(keys) < len(keys):  # a long wait is not an error
-                    self._on_wait(self._wait_notice(keys, step))
+                if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
+                    self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
                     continue
                 oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy
                 stale = [key for key in keys if self._queue[key].oldest_version < oldest]
@@ -372,15 +343,20 @@ class Orchestrator:
                 self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)
                 return taken
 
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Needs the lock."""
+        is_met = self._changed.wait_for(lambda: self._failure or condition(), timeout_s)
+        if self._failure:
+            raise self._failure
+        return bool(is_met)
+
     def _wait_notice(self, keys: list[group_queue.Key], step: int | None) -> str:
         count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
         return (
             f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED] + count[State.CHECKING]} are being checked"
-            + f"; workers banned after trust.max_attempts rejections: {banned}"
-            * (banned > 0)
-        )
+        ) + (f"; workers banned after trust.max_attempts rejections: {banned}" if banned else "")
 
     def _take_counts(self) -> dict[str, float]:
         """Returns the counters since the last call as metrics.

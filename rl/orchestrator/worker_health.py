@@ -32,7 +32,7 @@ class _Worker:
 class WorkerHealth:
     """The reputation of all workers. A worker is active if it asked for work in the last `lease_s` seconds."""
 
-    def __init__(self, *, max_rejections: int, lease_s: float):
+    def __init__(self, max_rejections: int, lease_s: float):
         self._max_rejections, self._lease_s = max_rejections, lease_s
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._expired_with: dict[tuple, str] = {}  # group -> the worker whose lease on it expired last

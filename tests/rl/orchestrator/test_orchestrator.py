@@ -708,10 +708,10 @@ def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     orchestrator = make()
     orchestrator.connect(["http://127.0.0.1:9"])
 
-    async def load(version):
+    async def load(client, version):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(orchestrator, "_load_on_servers", load)
+    monkeypatch.setattr(orchestrator_lib.client_lib.Client, "update_weights", load)
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
     with pytest.raises(KeyError, match="a bug"):
