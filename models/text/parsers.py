@@ -13,7 +13,9 @@ Reasoning is between <think> and </think>, except in harmony. A prompt may end w
 Left out: grammars that force well-formed calls; the arguments of a call before it is complete.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -79,15 +81,12 @@ def parse(
     if call_format == "harmony":
         return _read_harmony(text, read_calls, final)
     reasoning, rest = _split_reasoning(text, in_reasoning, final)
-    if rest is None:
-        return Parsed(reasoning, "", ())
-    if not read_calls:
-        return Parsed(reasoning, rest, ())
+    if not rest or not read_calls:
+        return Parsed(reasoning, rest or "", ())
     if call_format == "llama":
         content, calls = _split_llama(rest, final)
     else:
-        schemas = _schemas(tools)
-        read = _read_chatml if call_format == "chatml" else lambda inside: _read_glm(inside, schemas)
+        read = _read_chatml if call_format == "chatml" else functools.partial(_read_glm, schemas=_schemas(tools))
         content, calls = _split_marked(rest, read, final)
     return Parsed(reasoning, content, tuple(calls))
 
@@ -97,47 +96,35 @@ def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple
     stripped = text.lstrip()
     if not final and len(stripped) < len(THINK) and THINK.startswith(stripped):
         return None, None  # may become <think>
-    if not in_reasoning and not stripped.startswith(THINK):
-        # A lone </think> in a finished text closes a block that the prompt opened.
-        if not (in_reasoning is None and final and END_THINK in text):
-            return None, text
     before, end, after = text.partition(END_THINK)
-    reasoning = before.lstrip().removeprefix(THINK)
-    reasoning = reasoning.lstrip("\n")
-    if end:
-        after = after.lstrip("\n")
-        return reasoning.rstrip("\n"), after if after or final else None
-    if final:
-        return reasoning.rstrip("\n"), ""
-    return without_partial(reasoning, (END_THINK,)).rstrip("\n"), None
+    closes_prompt = in_reasoning is None and final and bool(end)  # a lone </think> closes a block of the prompt
+    if not (in_reasoning or closes_prompt or stripped.startswith(THINK)):
+        return None, text
+    reasoning = before.lstrip().removeprefix(THINK).lstrip("\n")
+    if not end and not final:
+        return without_partial(reasoning, (END_THINK,)).rstrip("\n"), None
+    after = after.lstrip("\n")
+    return reasoning.rstrip("\n"), after if after or final else None
 
 
 def _split_marked(text: str, read: Callable[[str], ToolCall | None], final: bool) -> tuple[str, list[ToolCall]]:
     """Returns (content, calls): `read` parses the text between two markers and returns None if it is malformed."""
     content, calls, at = [], [], 0
-    while True:
-        start = text.find(OPEN, at)
-        end = text.find(CLOSE, start) if start >= 0 else -1
-        if end < 0:
-            break
-        call = read(text[start + len(OPEN) : end])
-        stop = end + len(CLOSE)
-        if call is None:
-            content.append(text[at:stop])
-        else:
-            calls.append(call)
-            content.append(text[at:start].removesuffix("\n"))
+    while (start := text.find(OPEN, at)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
+        call, stop = read(text[start + len(OPEN) : end]), end + len(CLOSE)
+        content.append(text[at:start].removesuffix("\n") if call else text[at:stop])
+        calls += [call] if call else []
         at = stop
     rest = text[at:]
     if not final:
-        rest = rest[: start - at] if start >= 0 else without_partial(rest, (OPEN,))
+        rest = text[at:start] if start >= 0 else without_partial(rest, (OPEN,))
         rest = rest.removesuffix("\n")  # a call that follows would remove it
-    content.append(rest)
-    return "".join(content), calls
+    return "".join([*content, rest]), calls
 
 
 def _read_chatml(inside: str) -> ToolCall | None:
-    return _read_json_call(_load(inside), ("arguments",))
+    value = _load(inside)
+    return _tool_call(value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else None
 
 
 def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
@@ -152,7 +139,7 @@ def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
         is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         loaded = None if is_text else _load(value)
         arguments[key] = value if is_text or (loaded is None and value.strip() != "null") else loaded
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return _tool_call(name, arguments)
 
 
 def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
@@ -167,7 +154,8 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
             value, end = decoder.raw_decode(body, at)
         except (ValueError, RecursionError):
             return text, []
-        call = _read_json_call(value, ("parameters", "arguments"))
+        fields = value if isinstance(value, dict) else {}
+        call = _tool_call(fields.get("name"), fields.get("parameters", fields.get("arguments")))
         if call is None:
             return text, []
         calls.append(call)
@@ -182,7 +170,8 @@ def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
         is_complete = message.is_complete or final
         body = message.body if is_complete else without_partial(message.body, harmony.STRUCTURE)
         if message.recipient:
-            call = _read_harmony_call(message) if is_complete and read_calls else None
+            name = message.recipient.removeprefix("functions.")
+            call = _tool_call(name, message.body) if is_complete and read_calls else None
             calls += [call] if call else []
             content += [message.text] if is_complete and call is None else []
         elif message.channel == "analysis":
@@ -193,33 +182,22 @@ def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
     return Parsed(thought, "\n".join(filter(None, content)), tuple(calls))
 
 
-def _read_harmony_call(message: harmony.Message) -> ToolCall | None:
-    arguments = _load(message.body)
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(message.recipient.removeprefix("functions."), json.dumps(arguments, ensure_ascii=False))
-
-
-def _read_json_call(value: Any, names: tuple[str, ...]) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = next((value[name] for name in names if name in value), {} if names == ("arguments",) else None)
+def _tool_call(name: Any, arguments: Any) -> ToolCall | None:
+    """Returns None unless `name` is a string and `arguments` is an object, or a string that spells one."""
     if isinstance(arguments, str):
-        arguments = _load(arguments)  # an object spelled as a string
-    if not isinstance(arguments, dict):
+        arguments = _load(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
     """Returns {function name: schemas of its parameters}, without malformed tools."""
     schemas = {}
     for tool in tools or ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-        parameters = function.get("parameters") if isinstance(function, Mapping) else None
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if isinstance(properties, Mapping) and isinstance(function.get("name"), str):
-            schemas[function["name"]] = properties
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            function = tool.get("function", tool)
+            schemas[function["name"]] = dict(function["parameters"]["properties"])
     return schemas
 
 
