@@ -314,8 +314,7 @@ async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[Gener
 
 
 def _call(call: parsers.ToolCall) -> dict:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return call.field(f"call_{uuid.uuid4().hex[:24]}")
 
 
 def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:

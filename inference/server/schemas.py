@@ -1,21 +1,14 @@
 """The request bodies of all routes, as pydantic models: wrong types are rejected by name, unknown keys are ignored.
 
-`null` means "not given" everywhere, as in OpenAI's clients: the field gets its default. Numbers must be finite and of their own type: a string is not a
-number, and true is not an integer. inference/server/inference_server.py turns the fields into engine requests.
+`null` means "not given" everywhere, as in OpenAI's clients: the field gets its default. Numbers must be finite and of their
+own type: a string is not a number, and true is not an integer.
 """
 
 from typing import Annotated, Any, Literal
 
 import pydantic
 
-
-class _FailFast(pydantic.FailFast):
-    """Stops at the first mistake in a list of a million IDs. Hashable, which members of a union must be."""
-
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # the dataclass sets it to None
-
-
-Ids = Annotated[list[int], _FailFast()]
+Ids = Annotated[list[int], pydantic.Field(fail_fast=True)]  # stops at the first mistake in a list of a million
 
 
 class Body(pydantic.BaseModel):

@@ -37,6 +37,10 @@ class ToolCall:
     name: str
     arguments: str  # JSON of an object
 
+    def field(self, id: str) -> dict:
+        """Returns an entry of the field `tool_calls` of a message, in the form of OpenAI's API."""
+        return {"id": id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:

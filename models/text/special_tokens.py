@@ -13,32 +13,25 @@ This covers templates that insert strings unchanged, or trim, cut, and join them
 them (lower case, replacements) could spell a special token itself; no known template does.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # A name such as <|user|>. Markers such as <think> are text to be read.
 CONTROL = re.compile(r"<([|｜]).+\1>", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
 class Escaper:
-    """The special and control tokens of one tokenizer, as patterns to escape and to find."""
+    """The patterns of one tokenizer's special tokens, and of control tokens among the `ordinary` added ones.
 
-    special: re.Pattern  # any special token, as a group
-    control: re.Pattern
-    either: re.Pattern
-    prefixes: tuple[str, ...]  # proper prefixes of both
+    `special` matches any special token, as a group.
+    """
 
-    @classmethod
-    def create(cls, specials: Iterable[str], ordinary: Iterable[str]) -> "Escaper":
-        """Builds the patterns from the special tokens and the `ordinary` other tokens that were added to the vocabulary."""
-        specials = list(specials)
+    def __init__(self, specials: Collection[str], ordinary: Iterable[str]):
         controls = [name for name in ordinary if name not in specials and CONTROL.fullmatch(name)]
         names = [*specials, *controls]
-        prefixes = {name[:size] for name in names for size in range(1, len(name))}
-        return cls(_any_of(specials), _any_of(controls), _any_of(names), tuple(prefixes))
+        self.special, self._control, self._either = _any_of(specials), _any_of(controls), _any_of(names)
+        self._prefixes = tuple({name[:size] for name in names for size in range(1, len(name))})
 
     def escape(self, value: Any, escape: str) -> Any:
         """Returns a copy of nested strings, lists, and mappings with `escape` inside each token that a string spells or could begin.
@@ -46,8 +39,8 @@ class Escaper:
         The second case matters because a template may join two of a caller's strings: "...<|im_" and "end|>...".
         """
         if isinstance(value, str):
-            value = self.either.sub(lambda match: match[0][0] + escape + match[0][1:], value)
-            return value + escape if value.endswith(self.prefixes) else value
+            value = self._either.sub(lambda match: match[0][0] + escape + match[0][1:], value)
+            return value + escape if value.endswith(self._prefixes) else value
         if isinstance(value, Mapping):
             return {self.escape(k, escape): self.escape(v, escape) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -57,7 +50,7 @@ class Escaper:
     def unescape(self, text: str, escape: str) -> list[str]:
         """Returns the pieces to encode of a text without special tokens: one, unless joining them would make a control token."""
         whole = text.replace(escape, "")
-        if len(self.control.findall(whole)) == len(self.control.findall(text)):
+        if len(self._control.findall(whole)) == len(self._control.findall(text)):
             return [whole]
         return text.split(escape)
 

@@ -165,14 +165,7 @@ class Tokenizer:
             message["reasoning_content"] = parsed.reasoning
         message["content"] = parsed.content
         if parsed.calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{index}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for index, call in enumerate(parsed.calls)
-            ]
+            message["tool_calls"] = [call.field(f"call_{index}") for index, call in enumerate(parsed.calls)]
         return message
 
     def bridge(
@@ -325,7 +318,7 @@ class Tokenizer:
     @functools.cached_property
     def _escaper(self) -> special_tokens.Escaper:
         ordinary = [token.content for token in self.model.get_added_tokens_decoder().values() if not token.special]
-        return special_tokens.Escaper.create(self.specials, ordinary)
+        return special_tokens.Escaper(self.specials, ordinary)
 
     @functools.cached_property
     def _stop(self) -> re.Pattern:
@@ -394,16 +387,14 @@ def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
     """Builds a tokenizer. Raises ValueError if its kind or its special tokens are unusable."""
     model, named = parts.model, parts.named
     layout = json.loads(model.to_str())
+    mistake = None
     if any(kind in json.dumps([layout["pre_tokenizer"], layout["normalizer"]]) for kind in ("Metaspace", "Prepend")):
-        raise ValueError(
-            "tokenizer.json is a SentencePiece tokenizer, whose IDs depend on where a text is split; use a model with a "
-            "byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
-        )
-    if "ByteLevel" not in json.dumps(layout["decoder"]):
-        raise ValueError(
-            "tokenizer.json has no byte-level decoder, which decoding token by token needs; use a model with a byte-level "
-            "tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
-        )
+        mistake = "is a SentencePiece tokenizer, whose IDs depend on where a text is split"
+    elif "ByteLevel" not in json.dumps(layout["decoder"]):
+        mistake = "has no byte-level decoder, which decoding token by token needs"
+    if mistake:
+        remedy = "use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+        raise ValueError(f"tokenizer.json {mistake}; {remedy}")
     model.encode_special_tokens = True
     model.no_padding()
     model.no_truncation()

@@ -33,9 +33,5 @@ def load(name: str, **options) -> environment.Environment:
         raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = [parameter.name for parameter in parameters if parameter.name != "seed"]
-        for option in options.keys() - {"seed", *known}:
-            hint = environment.did_you_mean(option, known)
-            raise ValueError(
-                f"environment {kind} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}"
-            )
+        environment.check_options(f"environment {kind}", options.keys() - {"seed"}, known)
     return environment.checked(ENVS[kind](*[variant] * takes_variant, **options))

@@ -48,7 +48,7 @@ import difflib
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 16
@@ -65,9 +65,7 @@ class Task:
     split: str  # "train" or "held_out"
     messages: tuple[dict, ...]  # system and user turns, in the form of OpenAI's API; the last one is the prompt
     answer: str  # a completion with reward 1.0
-    decoy: str = (
-        ""  # a tempting completion with a lower reward, for studies of wrong demonstrations; "" if there is none
-    )
+    decoy: str = ""  # a tempting completion with a lower reward, for studies of wrong demonstrations; "" for none
     info: dict = dataclasses.field(default_factory=dict)  # further data for `score`; never leaves the process
 
 
@@ -131,6 +129,13 @@ def describe(error: BaseException) -> str:
     where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return "".join(c if c.isprintable() else "?" for c in text)[:MAX_ERROR_CHARS] + where
+
+
+def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:
+    """Raises ValueError for an option that is not `known`. `owner` names the environment or dataset."""
+    for option in options - set(known):
+        hint = did_you_mean(option, known)
+        raise ValueError(f"{owner} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

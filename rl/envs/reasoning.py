@@ -126,11 +126,7 @@ def _check(dataset: str, config: dict, datasets: dict) -> None:
     if dataset in REFUSED:
         raise ValueError(f"dataset reasoning_gym:{dataset} cannot be used: {REFUSED[dataset]}; choose another one")
     known = sorted({field.name for field in dataclasses.fields(datasets[dataset][1])} - {"seed", "size"})
-    for option in config.keys() - known:
-        hint = environment.did_you_mean(option, known)
-        raise ValueError(
-            f"dataset reasoning_gym:{dataset} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}"
-        )
+    environment.check_options(f"dataset reasoning_gym:{dataset}", config.keys(), known)
 
 
 def _reference(entry: dict) -> str | None:
