@@ -58,7 +58,7 @@ def attend_packed(
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.shape["context"] > 1:
-        return _ring(q_BTHC, k_BTKC, v_BTKV, packing, window, how, mesh)
+        return _ring(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
     if implementation == "splash":
         return splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, window=window, **how)
@@ -113,6 +113,7 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
     """Resolves "auto"; raises ValueError if the named implementation cannot run the layer."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
+    heads = f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128"
     reasons = {
         "xla": [],
         "splash": [
@@ -121,10 +122,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
         ],
         "cudnn": [
             (q_BTHC.dtype != jnp.bfloat16, f"activations are {q_BTHC.dtype}, not bfloat16"),
-            (
-                C % 8 != 0 or C > 128 or v_BTKV.shape[-1] != C,
-                f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128",
-            ),
+            (C % 8 != 0 or C > 128 or v_BTKV.shape[-1] != C, heads),
             (how["sinks_H"] is not None or how["softcap"] > 0, "the layer has sinks or a softcap"),
         ],
     }
@@ -185,14 +183,18 @@ def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sin
     if sinks_H is None:
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     else:
-        sinks_BKGT1 = jnp.broadcast_to(_per_head(sinks_H, scores_BKGTS), (*scores_BKGTS.shape[:-1], 1))
+        _, K, G, *_ = scores_BKGTS.shape
+        sinks_1KG11 = sinks_H.astype(jnp.float32).reshape(1, K, G, 1, 1)
+        sinks_BKGT1 = jnp.broadcast_to(sinks_1KG11, (*scores_BKGTS.shape[:-1], 1))
         weights_BKGTS = jax.nn.softmax(jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("BKGTS,BKSV->BKGTV", weights_BKGTS.astype(q_BKGTC.dtype), v_BKSV)
 
 
 def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
-    """Maps `run(q, packing, columns)` over blocks of queries. Leaves of its result have queries as dim 1."""
+    """Maps `run(q, packing, columns)` over blocks of queries, if more than one. Its results have queries as dim 1."""
     T = q_BTHC.shape[1]
+    if T <= BLOCK:
+        return run(q_BTHC, packing, columns_T)
     pad = -T % BLOCK
 
     def split(x, axis):  # [.., T, ..] -> [blocks, .., BLOCK, ..]
@@ -220,33 +222,26 @@ def _scores(q_BKGTC, k_BKSC, mask_BTS, scale: float, softcap: float) -> jax.Arra
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-def _per_head(sinks_H, scores_BKGTS) -> jax.Array:
-    _, K, G, *_ = scores_BKGTS.shape
-    return sinks_H.astype(jnp.float32).reshape(1, K, G, 1, 1)
-
-
 # ---- the ring over `context` -----------------------------------------------------------------------------------------
 
 
-def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict, mesh) -> jax.Array:
+def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
     batch, context = rules.RULES["batch"], "context"
     tokens, heads = PartitionSpec(batch, context), PartitionSpec(batch, context, "tensor", None)
-    run = functools.partial(
-        _ring_local, window=window, scale=how["scale"], softcap=how["softcap"], num_devices=mesh.shape[context]
-    )
+    run = functools.partial(_ring_local, window=window, scale=how["scale"], softcap=how["softcap"])
     in_specs = heads, heads, heads, tokens, PartitionSpec("tensor")
     run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
     return run(q_BTHC, k_BTKC, v_BTKV, packing, how["sinks_H"])
 
 
-def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap, num_devices):
+def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
     """Attends for one device's queries; T is its share of the row.
 
     The softmax is accumulated as (weighted values, sum of weights, maximum).
     """
     B, T, H, _ = q_BTHC.shape
     K, V = v_BTKV.shape[2:]
-    index = jax.lax.axis_index("context")
+    index, num_devices = jax.lax.axis_index("context"), jax.lax.axis_size("context")
     columns_T = jnp.arange(T)
 
     def partial_softmax(q, packing_q, columns_q, keys, columns_k):
@@ -259,26 +254,20 @@ def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, sc
         return out, jnp.moveaxis(weights.sum(axis=-1), 3, 1), jnp.moveaxis(top[..., 0], 3, 1)  # [B, T, K, G, ..]
 
     @jax.checkpoint
-    def attend_to(keys, owner, out, total, top):
-        columns_k = owner * T + columns_T
-
-        def run(q, packing_q, columns_q):
-            return partial_softmax(q, packing_q, columns_q, keys, columns_k)
-
-        columns_q = index * T + columns_T
-        part = run(q_BTHC, packing, columns_q) if T <= BLOCK else _by_blocks(run, q_BTHC, packing, columns_q)
-        return _merge((out, total, top), part)
+    def attend_to(keys, owner, so_far):
+        run = functools.partial(partial_softmax, keys=keys, columns_k=owner * T + columns_T)
+        return _merge(so_far, _by_blocks(run, q_BTHC, packing, index * T + columns_T))
 
     def step(carry, i):
-        keys, out, total, top = carry
-        out, total, top = attend_to(keys, (index - i) % num_devices, out, total, top)
+        keys, so_far = carry
+        so_far = attend_to(keys, (index - i) % num_devices, so_far)
         around = [(device, (device + 1) % num_devices) for device in range(num_devices)]
-        keys = jax.tree.map(lambda x: jax.lax.ppermute(x, "context", around), keys)
-        return (keys, out, total, top), None
+        return (jax.tree.map(lambda x: jax.lax.ppermute(x, "context", around), keys), so_far), None
 
     empty = jnp.zeros((B, T, K, H // K, V), jnp.float32), jnp.zeros((B, T, K, H // K), jnp.float32)
-    carry = (k_BTKC, v_BTKV, packing), *empty, jnp.full((B, T, K, H // K), MASKED, jnp.float32)
-    (_, out, total, top), _ = jax.lax.scan(step, carry, jnp.arange(num_devices))
+    so_far = *empty, jnp.full((B, T, K, H // K), MASKED, jnp.float32)
+    carry = (k_BTKC, v_BTKV, packing), so_far
+    (_, (out, total, top)), _ = jax.lax.scan(step, carry, jnp.arange(num_devices))
     if sinks_H is not None:
         sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, 1, K, H // K), top.shape)
         out, total, _ = _merge((out, total, top), (jnp.zeros_like(out), jnp.ones_like(total), sink))
@@ -301,20 +290,16 @@ def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, si
     """Runs JAX's splash attention kernel, per device, on its rows and heads. `interpret` runs it on a CPU."""
     T = q_BTHC.shape[1]
     block = next(size for size in (SPLASH_BLOCK, 256, 128) if T % size == 0)
-    sizes = splash_attention_kernel.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"), block),
-        **dict.fromkeys(("block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block),
-    )
+    backward = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = splash_attention_kernel.BlockSizes(block, block, **dict.fromkeys(backward, block))
 
     def run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H):
         mask = splash_attention_mask.CausalMask((T, T))
         if window:  # a packed sequence's columns are consecutive, so a window of positions is one of columns
             mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), 0)
-        kernel = splash_attention_kernel.make_splash_mha(
+        kernel = splash_attention_kernel.make_splash_mha_single_device(
             splash_attention_mask.MultiHeadMask([mask] * q_BTHC.shape[2]),
             block_sizes=sizes,
-            head_shards=1,
-            q_seq_shards=1,
             attn_logits_soft_cap=softcap or None,
             interpret=interpret,
         )

@@ -7,11 +7,10 @@ of a Hugging Face checkpoint; `configs/presets.py` has the published models.
 
 import dataclasses
 import math
-
-FAMILIES = ("llama", "qwen2", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss", "gemma3")
+from collections.abc import Iterator
 
 CHOICES = {
-    "family": FAMILIES,
+    "family": ("llama", "qwen2", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss", "gemma3"),
     "param_dtype": ("float32", "bfloat16"),
     "dtype": ("float32", "bfloat16"),
     "remat": ("none", "block", "dots", "offload"),
@@ -109,7 +108,9 @@ class ModelConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON has lists only
-        _check(self)
+        for holds, field, rule in _rules(self):
+            if not holds:
+                raise ValueError(f"model.{field} = {getattr(self, field)!r} {rule}")
 
     def is_moe(self, layer: int) -> bool:
         """Returns True if `layer` (0-based) routes its tokens to experts."""
@@ -153,72 +154,63 @@ def yarn_temperature(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _check(config: ModelConfig) -> None:
-    def require(holds: bool, field: str, rule: str):
-        if not holds:
-            raise ValueError(f"model.{field} = {getattr(config, field)!r} {rule}")
-
-    for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), KINDS.get(field.type, field.type)
+def _rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yields (the config keeps the rule, the rule's field, the rule). Each rule relies on those before it."""
+    for field in dataclasses.fields(c):
+        value, kinds = getattr(c, field.name), KINDS.get(field.type, field.type)
         is_kind = isinstance(value, kinds) and (field.type is bool or not isinstance(value, bool))
-        require(is_kind, field.name, f"must be of type {getattr(field.type, '__name__', field.type)}")
-        require(not isinstance(value, float) or math.isfinite(value), field.name, "must be finite")
+        yield is_kind, field.name, f"must be of type {getattr(field.type, '__name__', field.type)}"
+        yield not isinstance(value, float) or math.isfinite(value), field.name, "must be finite"
     for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
-        require(getattr(config, name) >= 1, name, "must be at least 1")
+        yield getattr(c, name) >= 1, name, "must be at least 1"
     for name in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
-        require(getattr(config, name) >= 0, name, "must be at least 0")
+        yield getattr(c, name) >= 0, name, "must be at least 0"
     for name, choices in CHOICES.items():
-        require(getattr(config, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}")
-    has_dense_layers = not all(map(config.is_moe, range(config.num_layers)))
-    require(config.ffn_dim >= 1 or not has_dense_layers, "ffn_dim", "must be at least 1 if any layer is dense")
-    rule = f"must be a multiple of model.num_kv_heads = {config.num_kv_heads}: key heads serve equal numbers of query heads"
-    require(config.num_heads % config.num_kv_heads == 0, "num_heads", rule)
-    if config.num_experts:
-        _check_moe(config, require)
-    _check_attention(config, require)
+        yield getattr(c, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}"
+    all_moe = all(map(c.is_moe, range(c.num_layers)))
+    yield c.ffn_dim >= 1 or all_moe, "ffn_dim", "must be at least 1 if any layer is dense"
+    rule = f"must be a multiple of model.num_kv_heads = {c.num_kv_heads}: key heads serve equal numbers of query heads"
+    yield c.num_heads % c.num_kv_heads == 0, "num_heads", rule
+    if c.num_experts:
+        yield from _moe_rules(c)
+    yield from _attention_rules(c)
 
 
-def _check_moe(config: ModelConfig, require) -> None:
-    E, X, groups = config.num_experts, config.experts_per_token, config.router_groups
-    require(1 <= X <= E, "experts_per_token", f"must be in 1..model.num_experts = {E}")
-    require(groups >= 1 and E % groups == 0, "router_groups", f"must divide model.num_experts = {E}")
-    require(
-        1 <= config.router_groups_kept <= groups, "router_groups_kept", f"must be in 1..model.router_groups = {groups}"
-    )
+def _moe_rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    E, X, groups, kept = c.num_experts, c.experts_per_token, c.router_groups, c.router_groups_kept
+    yield 1 <= X <= E, "experts_per_token", f"must be in 1..model.num_experts = {E}"
+    yield groups >= 1 and E % groups == 0, "router_groups", f"must divide model.num_experts = {E}"
+    yield 1 <= kept <= groups, "router_groups_kept", f"must be in 1..model.router_groups = {groups}"
     if groups > 1:
-        rule = f"needs model.router = 'sigmoid', but it is {config.router!r}"
-        require(config.router == "sigmoid", "router_groups", rule)
+        yield c.router == "sigmoid", "router_groups", f"needs model.router = 'sigmoid', but it is {c.router!r}"
         rule = f"leaves fewer than 2 of {E} experts per group; a group's score is the sum of its best two"
-        require(E // groups >= 2, "router_groups", rule)
-    kept = config.router_groups_kept * (E // groups)
-    require(kept >= X, "experts_per_token", f"must be at most {kept}, the number of experts in the kept groups")
-    require(config.expert_ffn_dim >= 1, "expert_ffn_dim", f"must be at least 1, because model.num_experts = {E}")
+        yield E // groups >= 2, "router_groups", rule
+    num_kept = kept * (E // groups)
+    yield num_kept >= X, "experts_per_token", f"must be at most {num_kept}, the number of experts in the kept groups"
+    yield c.expert_ffn_dim >= 1, "expert_ffn_dim", f"must be at least 1, because model.num_experts = {E}"
 
 
-def _check_attention(config: ModelConfig, require) -> None:
+def _attention_rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     # An odd rope_dim rotates as one dim more (GLM's half of 10), at the odd number's frequencies.
-    is_odd = config.rotated_dim % 2 == 1
-    may_be_odd = config.rope_dim > 0 and not config.is_latent and config.rope_scaling != "yarn"
-    require(
-        (may_be_odd or not is_odd) and config.rotated_dim + is_odd <= config.head_dim,
-        "rope_dim" if config.rope_dim else "head_dim",
-        f"must be even and at most head_dim = {config.head_dim}: rotary positions rotate pairs of dims",
-    )
-    require(config.rope_theta > 0, "rope_theta", "must be above 0")
-    pattern, scaling = config.layer_pattern, config.rope_scaling
+    is_odd = c.rotated_dim % 2 == 1
+    may_be_odd = c.rope_dim > 0 and not c.is_latent and c.rope_scaling != "yarn"
+    fits = (may_be_odd or not is_odd) and c.rotated_dim + is_odd <= c.head_dim
+    rule = f"must be even and at most head_dim = {c.head_dim}: rotary positions rotate pairs of dims"
+    yield fits, "rope_dim" if c.rope_dim else "head_dim", rule
+    yield c.rope_theta > 0, "rope_theta", "must be above 0"
+    pattern, scaling = c.layer_pattern, c.rope_scaling
     is_pattern = bool(pattern) and not set(pattern) - set("FS")
-    require(is_pattern, "layer_pattern", "must consist of the letters F (full) and S (sliding), such as 'SSSSSF'")
+    yield is_pattern, "layer_pattern", "must consist of the letters F (full) and S (sliding), such as 'SSSSSF'"
     rule = f"must be at least 1, because model.layer_pattern = {pattern!r} has sliding layers"
-    require("S" not in pattern or config.window >= 1, "window", rule)
-    needs_original = scaling in ("llama3", "yarn")
+    yield "S" not in pattern or c.window >= 1, "window", rule
     rule = f"must be at least 1 with model.rope_scaling = {scaling!r}"
-    require(not needs_original or config.rope_original_positions >= 1, "rope_original_positions", rule)
-    require(config.rope_factor > 0, "rope_factor", "must be above 0")
+    yield scaling not in ("llama3", "yarn") or c.rope_original_positions >= 1, "rope_original_positions", rule
+    yield c.rope_factor > 0, "rope_factor", "must be above 0"
     if scaling == "llama3":
-        rule = f"must be above 0 and at most model.rope_high_freq = {config.rope_high_freq}"
-        require(0 < config.rope_low_freq <= config.rope_high_freq, "rope_low_freq", rule)
-    if config.is_latent:
-        plain_heads = config.num_kv_heads == config.num_heads and not config.qk_norm and not config.sinks
-        require(plain_heads, "kv_latent_dim", "needs num_kv_heads = num_heads, qk_norm = False and sinks = False")
-        rule = f"must be in 1..{config.head_dim - 1}: a latent head has rotated and plain dims"
-        require(0 < config.rope_dim < config.head_dim, "rope_dim", rule)
+        rule = f"must be above 0 and at most model.rope_high_freq = {c.rope_high_freq}"
+        yield 0 < c.rope_low_freq <= c.rope_high_freq, "rope_low_freq", rule
+    if c.is_latent:
+        plain_heads = c.num_kv_heads == c.num_heads and not c.qk_norm and not c.sinks
+        yield plain_heads, "kv_latent_dim", "needs num_kv_heads = num_heads, qk_norm = False and sinks = False"
+        rule = f"must be in 1..{c.head_dim - 1}: a latent head has rotated and plain dims"
+        yield 0 < c.rope_dim < c.head_dim, "rope_dim", rule

@@ -80,15 +80,12 @@ class ModelFlops:
 
         An expert is read if any token chose it; with random routing none does with probability (1 - X / E) ^ tokens.
         """
-        config, read = self.config, 0.0
-        for spec, is_lookup in _specs(config):
-            if is_lookup:
-                continue
-            fraction = 1.0
-            if "experts" in spec.logical_axes:
-                fraction = 1 - (1 - config.experts_per_token / config.num_experts) ** num_tokens
-            read += fraction * math.prod(spec.shape)
-        return read
+        unread = (1 - self.config.experts_per_token / max(self.config.num_experts, 1)) ** num_tokens
+        return sum(
+            math.prod(spec.shape) * (1 - unread if "experts" in spec.logical_axes else 1)
+            for spec, is_lookup in _specs(self.config)
+            if not is_lookup
+        )
 
 
 def _specs(config: config_lib.ModelConfig) -> list[tuple[rules.ParamSpec, bool]]:

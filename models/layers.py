@@ -3,6 +3,7 @@
 Letters: B sequences, T tokens, D model, H heads, C head dim, F ffn, R rotated pairs of a head.
 """
 
+import functools
 import math
 
 import jax
@@ -63,23 +64,20 @@ def _project(x, kernel):
     [B, T, F]. A gated ffn of 6144 tokens, D 256, F 1024, forward and backward: 760 ms of CPU time with JAX's rule, 350 ms
     with this one (2 cores, loaded, in turns).
     """
-    n = x.ndim - 2
-    return jax.lax.dot_general(x, kernel, ((tuple(range(2, x.ndim)), tuple(range(n))), ((), ())))
-
-
-def _project_forward(x, kernel):
-    return _project(x, kernel), (x, kernel)
+    return _contract(x, kernel, range(2, x.ndim), range(x.ndim - 2))
 
 
 def _project_backward(saved, out):
     x, kernel = saved
-    n = x.ndim - 2
-    d_x = jax.lax.dot_general(out, kernel, ((tuple(range(2, out.ndim)), tuple(range(n, kernel.ndim))), ((), ())))
-    d_kernel = jax.lax.dot_general(x, out, (((0, 1), (0, 1)), ((), ())))
-    return d_x, d_kernel
+    d_x = _contract(out, kernel, range(2, out.ndim), range(x.ndim - 2, kernel.ndim))
+    return d_x, _contract(x, out, (0, 1), (0, 1))
 
 
-_project.defvjp(_project_forward, _project_backward)
+def _contract(a, b, dims_a, dims_b) -> jax.Array:
+    return jax.lax.dot_general(a, b, ((tuple(dims_a), tuple(dims_b)), ((), ())))
+
+
+_project.defvjp(lambda x, kernel: (_project(x, kernel), (x, kernel)), _project_backward)
 
 
 def _recomputed(function):
@@ -223,8 +221,7 @@ def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
 def _yarn_attention_factor(config: config_lib.ModelConfig) -> float:
     if config.rope_attention_factor:
         return config.rope_attention_factor
-    temperature = config_lib.yarn_temperature
+    temperature = functools.partial(config_lib.yarn_temperature, config.rope_factor)
     if config.rope_mscale and config.rope_mscale_all_dim:
-        scale = config.rope_factor
-        return temperature(scale, config.rope_mscale) / temperature(scale, config.rope_mscale_all_dim)
-    return temperature(config.rope_factor, 1.0)
+        return temperature(config.rope_mscale) / temperature(config.rope_mscale_all_dim)
+    return temperature(1.0)

@@ -60,10 +60,7 @@ def route(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> Routing:
-    """Returns the experts of each token and their weights, computed in float32.
-
-    Arguments are those of `ffn`; equations are in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
-    """
+    """Returns the routing of `ffn`, in float32; equations are in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
     logits_BTE = jnp.einsum(
         "BTD,DE->BTE",
         x_BTD.astype(jnp.float32),
@@ -167,14 +164,12 @@ def _margin(chosen_BTE, logits_BTE, scores_BTE, params: dict, config: config_lib
     if config.router_groups == 1:
         return jnp.maximum(passed_over_BTE.max(axis=-1), 0.0)
     grouped_BTGE, group_score_BTG = _grouped(choice_BTE, config)
-    sorted_BTG = jnp.pad(jnp.sort(group_score_BTG, descending=True), ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
-    last_BT1, next_BT1 = (
-        sorted_BTG[..., i : i + 1] for i in (config.router_groups_kept - 1, config.router_groups_kept)
-    )
+    # The scores of the last group that the router keeps, and of the next one; a group's score is a sum of two.
+    best_BTG, kept = jnp.sort(group_score_BTG, descending=True), config.router_groups_kept
+    last_BT1 = best_BTG[..., kept - 1 : kept]
+    next_BT1 = best_BTG[..., kept : kept + 1] if kept < config.router_groups else jnp.full_like(last_BT1, -jnp.inf)
     used_BTG = chosen_BTE.reshape(grouped_BTGE.shape).any(axis=-1)
-    promoted_BTG = jnp.where(used_BTG, last_BT1 - group_score_BTG, -jnp.inf) / (
-        2 * slope
-    )  # a group's score is a sum of two
+    promoted_BTG = jnp.where(used_BTG, last_BT1 - group_score_BTG, -jnp.inf) / (2 * slope)
     dropped_BTG1 = ((group_score_BTG - next_BT1) / (2 * slope))[..., None]
     passed_over_BTGE = jnp.minimum(passed_over_BTE.reshape(grouped_BTGE.shape), dropped_BTG1)
     return jnp.maximum(jnp.maximum(passed_over_BTGE.max(axis=(-2, -1)), promoted_BTG.max(axis=-1)), 0.0)

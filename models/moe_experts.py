@@ -65,19 +65,11 @@ def run(
     if mesh is None:
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
-    specs = {
-        name: jax.tree.map(functools.partial(_partition, mesh, AXES[name], param.shape), param)
-        for name, param in params.items()
-    }
-    run_local = jax.shard_map(
-        functools.partial(_run_local, config=config),
-        in_specs=(tokens, tokens, tokens, specs),
-        out_specs=tokens,
-        check_vma=False,
-    )
-    return _evenly(
-        lambda x, weights, experts: run_local(x, weights, experts, params), mesh, x_BTD, weights_BTX, experts_BTX
-    )
+    specs = {name: jax.tree.map(functools.partial(_partition, mesh, name, x.shape), x) for name, x in params.items()}
+    run_local = functools.partial(_run_local, config=config)
+    in_specs = (tokens, tokens, tokens, specs)
+    run_local = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return _evenly(lambda *arrays: run_local(*arrays, params), mesh, x_BTD, weights_BTX, experts_BTX)
 
 
 def grouped_matmul(
@@ -107,22 +99,19 @@ def grouped_matmul(
     tile = max(rows for rows in TILES if rows == min(TILES) or A >= rows * E)
     padded_AD = jnp.pad(mask(rows_AD), ((0, -A % tile), (0, 0)))
     out_AF = megablox.gmm(
-        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _TILINGS[tile], None, None, False, interpret
+        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), None, None, False, interpret
     )
     return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
 
 
-def _tiles(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Returns the tile sizes of a megablox matmul [m, k] [k, n]: as few tiles as possible, evenly filled."""
-    del m
+@functools.cache  # megablox takes a static argument: one object for each number of rows
+def _tiling(rows: int):
+    """Returns a function from the dims of a matmul [m, k] [k, n] to its tile: as few tiles as possible, evenly filled."""
 
     def even(dim):
         return -(-dim // (-(-dim // TILES[rows]) * TILE)) * TILE
 
-    return rows, even(k), even(n)
-
-
-_TILINGS = {rows: functools.partial(_tiles, rows) for rows in TILES}  # static arguments: one object each
+    return lambda m, k, n: (rows, even(k), even(n))
 
 
 def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
@@ -158,9 +147,8 @@ def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: j
     has_all = num_local == config.num_experts
     group_A = experts_BTX.reshape(-1) - first_expert
     if not has_all:
-        group_A = jnp.where(
-            (group_A >= 0) & (group_A < num_local), group_A, num_local
-        )  # experts of other devices sort last
+        # Experts of other devices sort last.
+        group_A = jnp.where((group_A >= 0) & (group_A < num_local), group_A, num_local)
     order = _Order.of(group_A, num_local + 1)
     rows_AD = _spread(experts_BTX.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1]), order)
     out_AD = _ffn(rows_AD, group_A[order.taken], _sizes(group_A, num_local), params, config, all_inside=has_all)
@@ -216,11 +204,10 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 
     def project(rows, name):
         kernel = params[name]
-        if isinstance(kernel, int8.Quantized):
-            out = grouped_matmul(rows, kernel.values.astype(rows.dtype), group_sizes, inside_A, config)
-            out = int8.grouped(out, kernel, group_A)
-        else:
-            out = grouped_matmul(rows, kernel, group_sizes, inside_A, config)
+        is_int8 = isinstance(kernel, int8.Quantized)
+        values = kernel.values.astype(rows.dtype) if is_int8 else kernel
+        out = grouped_matmul(rows, values, group_sizes, inside_A, config)
+        out = int8.grouped(out, kernel, group_A) if is_int8 else out
         if f"{name}_bias" not in params:
             return out
         bias_AF = params[f"{name}_bias"][jnp.minimum(group_A, num_local - 1)]
@@ -250,11 +237,9 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     first = 0 if splits_ffn else jax.lax.axis_index("tensor") * num_local
     per_shard = config.num_experts // num_shards
     arguments = x_BTD, weights_BTX, experts_BTX
-    if num_shards == 1:
-        run_some = functools.partial(_run_all, params=full, config=config, first_expert=first)
-        return jax.lax.psum(_by_chunks(run_some, *arguments), "tensor")
-    if num_shards * experts_BTX.size > GATHERED:
-        run_some = functools.partial(_exchange, params=full, config=config, first_expert=first)
+    if num_shards == 1 or num_shards * experts_BTX.size > GATHERED:
+        run_some = _run_all if num_shards == 1 else _exchange
+        run_some = functools.partial(run_some, params=full, config=config, first_expert=first)
         return jax.lax.psum(_by_chunks(run_some, *arguments), "tensor")
     gathered = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in arguments)
     first += jax.lax.axis_index("expert") * per_shard
@@ -262,9 +247,9 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
 
 
-def _partition(mesh, axes: tuple[str, ...], shape: tuple[int, ...], x) -> PartitionSpec:
+def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
     """Returns the layout of a parameter of `shape`, or of its int8 scales, whose summed dims have size 1."""
-    spec = rules.partition(mesh, shape, axes)
+    spec = rules.partition(mesh, shape, AXES[name])
     return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
 
 
@@ -297,10 +282,9 @@ def _exchange(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert) 
     num_rounds = -(-counts_SPE.sum(axis=(0, 2)).max() // rows)
     # All devices run the same number of rounds, even those that share no expert: it is one program.
     num_rounds = jax.lax.pmax(num_rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
+    plan = _Order.of(key_A, P * num_local + 1), counts_SPE
     one_round = functools.partial(_round, config=config, rows=rows)
-    return _sum_of_rounds(
-        one_round, num_rounds, (_Order.of(key_A, P * num_local + 1), counts_SPE), (x_BTD, weights_BTX, params)
-    )
+    return _sum_of_rounds(one_round, num_rounds, plan, (x_BTD, weights_BTX, params))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -365,9 +349,8 @@ def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Arr
 
 def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P) -> jax.Array:
     """Sends rows from_P[p] .. + sizes_P[p] to row to_P[p] of device p on the expert axis; zero where no row arrives."""
-    D = rows_AD.shape[1]
+    empty = jnp.zeros((num_rows, rows_AD.shape[1]), rows_AD.dtype)
     if mesh_lib.platform() != "cpu":
-        empty = jnp.zeros((num_rows, D), rows_AD.dtype)
         return jax.lax.ragged_all_to_all(rows_AD, empty, from_P, sizes_P, to_P, receive_P, axis_name="expert")
     most = min(rows_AD.shape[0], num_rows)
     index_1M = jnp.arange(most)[None]
@@ -376,5 +359,4 @@ def _ragged_all_to_all(rows_AD, num_rows: int, from_P, sizes_P, to_P, receive_P)
     received_PMD = jax.lax.all_to_all(sent_PMD, "expert", 0, 0)
     to_PM = jax.lax.all_to_all(to_P, "expert", 0, 0, tiled=True)[:, None] + index_1M
     to_PM = jnp.where(index_1M < receive_P[:, None], to_PM, num_rows)
-    empty = jnp.zeros((num_rows, D), rows_AD.dtype)
     return empty.at[to_PM].set(received_PMD, mode="drop")

@@ -38,12 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (inspect, convert, compare):
         command.add_argument("dir", help="checkpoint folder or hub id")
     convert.add_argument("out", help="folder to write; must be new or empty")
-    convert.add_argument(
-        "--dtype", choices=config_lib.CHOICES["dtype"], help="dtype to write; the checkpoint's by default"
-    )
-    compare.add_argument(
-        "other", nargs="?", help="checkpoint to compare with; omit it to compare logits with transformers'"
-    )
+    dtypes = config_lib.CHOICES["dtype"]
+    convert.add_argument("--dtype", choices=dtypes, help="dtype to write; the checkpoint's by default")
+    other_help = "checkpoint to compare with; omit it to compare logits with transformers'"
+    compare.add_argument("other", nargs="?", help=other_help)
     args = parser.parse_args(argv)
     try:
         return {"inspect": _inspect, "convert": _convert, "compare": _compare}[args.command](args)
@@ -99,20 +97,15 @@ def _compare(args) -> int:
     other_config, other = hf.load(args.other, dtype="float32")
     mine, theirs = tensor_names.leaves(params), tensor_names.leaves(other)
     if mine.keys() != theirs.keys() or any(mine[path].shape != theirs[path].shape for path in mine):
-        changed = [
-            f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(other_config, f.name)
-        ]
-        raise ValueError(
-            f"{args.dir} and {args.other} are different models; their configs differ in {', '.join(changed)}"
-        )
+        other_fields = dataclasses.asdict(other_config)
+        changed = ", ".join(name for name, value in dataclasses.asdict(config).items() if value != other_fields[name])
+        raise ValueError(f"{args.dir} and {args.other} are different models; their configs differ in {changed}")
     differs = 0
-    for path in mine:
-        error = float(jnp.abs(mine[path] - theirs[path]).max())
-        if error > 0:
+    for path, leaf in mine.items():
+        if (error := float(jnp.abs(leaf - theirs[path]).max())) > 0:
             differs += 1
-            print(
-                f"{'.'.join(path):40} max |difference| {error:.3g} at max |value| {float(jnp.abs(mine[path]).max()):.3g}"
-            )
+            size = float(jnp.abs(leaf).max())
+            print(f"{'.'.join(path):40} max |difference| {error:.3g} at max |value| {size:.3g}")
     print(f"{len(mine) - differs} of {len(mine)} parameters are equal")
     return int(differs > 0)
 

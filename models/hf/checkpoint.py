@@ -63,14 +63,13 @@ def load(
 
     paths_and_specs, structure = jax.tree_util.tree_flatten_with_path(transformer.specs(config), is_leaf=rules.is_spec)
     layouts = [None] * len(paths_and_specs) if shardings is None else structure.flatten_up_to(shardings)
-    sizes = [math.prod(spec.shape) for _, spec in paths_and_specs]
+    largest_first = sorted(range(len(layouts)), key=lambda n: -math.prod(paths_and_specs[n][1].shape))  # an even finish
     futures = {}
     with concurrent.futures.ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):  # largest first, for an even finish
+        for n in largest_first:
             path, spec = paths_and_specs[n]
-            part_sources = sources[tuple(key.key for key in path)]
-            futures[n] = pool.submit(_place, reader, spec, part_sources, layouts[n])
-        return config, structure.unflatten(futures[n].result() for n in range(len(sizes)))
+            futures[n] = pool.submit(_place, reader, spec, sources[tuple(key.key for key in path)], layouts[n])
+        return config, structure.unflatten(futures[n].result() for n in range(len(layouts)))
 
 
 def read_config(
@@ -111,16 +110,16 @@ def save(
     check_new(path)
     hf = hf_config.write(config) | (extra or {})
     leaves = tensor_names.leaves(params)
-    tensors = {}
-    for name, tensor in tensor_names.tensors(config).items():
+
+    def lazy(tensor):
         dtype = np.dtype(leaves[tensor.parts[0].path].dtype)
-        tensors[name] = (dtype, tensor.shape, lambda tensor=tensor, dtype=dtype: _assemble(tensor, dtype, leaves))
+        return dtype, tensor.shape, lambda: _assemble(tensor, dtype, leaves)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    _write_tensors(partial, tensors)
+    _write_tensors(partial, {name: lazy(tensor) for name, tensor in tensor_names.tensors(config).items()})
     _write_json(partial / "config.json", hf)
     write_more(partial)
     if path.exists():
@@ -172,16 +171,15 @@ def _transfer(out: np.ndarray, view: np.ndarray, done: Callable[[np.ndarray], No
     if out.dtype == view.dtype and out.dtype.kind == "V":  # bfloat16: numpy copies integers without its global lock
         out, view = out.view(np.uint16), view.view(np.uint16)
     out, view = _merge_dims(out, view)
-    if view.nbytes <= PIECE_BYTES:
-        _transpose(out, view)
+    if not view.ndim or not view.nbytes:
+        out[...] = view
         return done(view)
     slow = max(range(view.ndim), key=lambda dim: abs(view.strides[dim]))
-    out, view = np.moveaxis(out, slow, 0), np.moveaxis(view, slow, 0)
-    step = max(1, PIECE_BYTES * len(view) // view.nbytes)
-    for start in range(0, len(view), step):
-        piece = view[start : start + step]
-        _transpose(np.moveaxis(out[start : start + step], 0, slow), np.moveaxis(piece, 0, slow))
-        done(piece)
+    step = max(1, PIECE_BYTES * view.shape[slow] // view.nbytes)
+    for start in range(0, view.shape[slow], step):
+        piece = (slice(None),) * slow + (slice(start, start + step),)
+        _transpose(out[piece], view[piece])
+        done(view[piece])
 
 
 def _transpose(out: np.ndarray, view: np.ndarray) -> None:
@@ -238,22 +236,21 @@ def _assemble(tensor: tensor_names.Tensor, dtype: np.dtype, leaves) -> np.ndarra
 
 def _write_tensors(folder: pathlib.Path, tensors: dict) -> None:
     """Writes one file, or several with an index if they exceed `MAX_FILE_BYTES`."""
-    files, sizes = [{}], [0]
+    files, total, filled = [{}], 0, 0
     for name, tensor in tensors.items():
         size = math.prod(tensor[1]) * tensor[0].itemsize
-        if files[-1] and sizes[-1] + size > MAX_FILE_BYTES:
+        if files[-1] and filled + size > MAX_FILE_BYTES:
             files.append({})
-            sizes.append(0)
+            filled = 0
         files[-1][name] = tensor
-        sizes[-1] += size
+        total, filled = total + size, filled + size
     if len(files) == 1:
-        safetensors_file.write(folder / "model.safetensors", files[0])
-        return
+        return safetensors_file.write(folder / "model.safetensors", files[0])
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     for name, file in zip(names, files, strict=True):
         safetensors_file.write(folder / name, file)
     weight_map = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
-    _write_json(folder / safetensors_file.INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+    _write_json(folder / safetensors_file.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_json(path: pathlib.Path, value: dict) -> None:

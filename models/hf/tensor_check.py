@@ -20,11 +20,8 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
     """
     wanted = tensor_names.tensors(config)
     # transformers writes empty tensors for zero shared experts; no tensor of ours is empty.
-    unknown = [
-        name
-        for name in shapes
-        if name not in wanted and not tensor_names.is_ignored(name, config) and 0 not in shapes[name]
-    ]
+    allowed = wanted.keys() | {n for n in shapes if tensor_names.is_ignored(n, config) or 0 in shapes[n]}
+    unknown = [name for name in shapes if name not in allowed]
     missing = [name for name in wanted if name not in shapes]
     wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name].shape]
     if not (unknown or missing or wrong):

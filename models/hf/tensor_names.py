@@ -9,7 +9,6 @@ P rotated dims of a latent head.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -45,10 +44,9 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
     for key, indices in transformer.stacks(config).items():
         for n, index in enumerate(indices):
             lead = (n,) if config.scan_layers else ()
-            for name, (shape, parts) in _layer(config, index).items():
-                out[f"model.layers.{index}.{name}"] = Tensor(
-                    shape, tuple(Part(("layers", key, *path), view, (*lead, *expert)) for path, view, *expert in parts)
-                )
+            for name, (shape, views) in _layer(config, index).items():
+                parts = (_part(("layers", key), lead, path, view) for path, view in views.items())
+                out[f"model.layers.{index}.{name}"] = Tensor(shape, tuple(parts))
     out["model.norm.weight"] = Tensor((D,), (Part(("final_norm",), _same),))
     if not config.tie_embeddings:
         out["lm_head.weight"] = Tensor((V, D), (Part(("lm_head",), np.transpose),))
@@ -70,8 +68,14 @@ def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
+def _part(prefix: Path, lead: tuple[int, ...], path: str, view) -> Part:
+    *names, last = path.split(".")
+    expert = (int(last),) if last.isdigit() else ()
+    return Part((*prefix, *names, *(() if expert else (last,))), view, lead + expert)
+
+
 def _layer(config, index: int) -> dict:
-    """Returns name within the layer -> (shape, [(path within the layer, view, expert...)])."""
+    """Returns name within the layer -> (shape, {path within the layer, an expert's with its number: view})."""
     D = config.model_dim
     norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if config.post_norms:
@@ -81,85 +85,84 @@ def _layer(config, index: int) -> dict:
             "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
-    out = {f"{theirs}.weight": ((D,), [((ours,), _same)]) for ours, theirs in norms.items()}
-    out |= _latent_attention(config) if config.is_latent else _attention(config)
+    out = {f"{theirs}.weight": ((D,), {ours: _same}) for ours, theirs in norms.items()}
+    out |= _within("self_attn", "attn", _latent_attention(config) if config.is_latent else _attention(config))
     if not config.is_moe(index):
-        return out | _ffn("mlp", ("mlp",), D, config.ffn_dim, config.ffn_bias)
-    return out | (_fused_moe(config) if config.family == "gpt_oss" else _moe(config))
+        return out | _within("mlp", "mlp", _ffn(D, config.ffn_dim, config.ffn_bias))
+    return out | _within("mlp", "moe", _fused_moe(config) if config.family == "gpt_oss" else _moe(config))
+
+
+def _within(theirs: str, ours: str, tensors: dict) -> dict:
+    return {
+        f"{theirs}.{name}": (shape, {f"{ours}.{path}": view for path, view in views.items()})
+        for name, (shape, views) in tensors.items()
+    }
 
 
 def _attention(config) -> dict:
     D, H, K, C = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
     out: dict[str, tuple] = {}
     for name, heads in (("q", H), ("k", K), ("v", K)):
-        prefix = f"self_attn.{name}_proj"
-        out[f"{prefix}.weight"] = (heads * C, D), [(("attn", name), functools.partial(_heads_out, heads=heads))]
+        out[f"{name}_proj.weight"] = (heads * C, D), {name: _heads_out(heads)}
         if config.qkv_bias:
-            view = functools.partial(_heads_of_bias, heads=heads)
-            out[f"{prefix}.bias"] = (heads * C,), [(("attn", f"{name}_bias"), view)]
-    out["self_attn.o_proj.weight"] = (D, H * C), [(("attn", "o"), functools.partial(_heads_in, heads=H))]
+            out[f"{name}_proj.bias"] = (heads * C,), {f"{name}_bias": lambda x, heads=heads: x.reshape(heads, C)}
+    out["o_proj.weight"] = (D, H * C), {"o": _heads_in(H)}
     if config.out_bias:
-        out["self_attn.o_proj.bias"] = (D,), [(("attn", "o_bias"), _same)]
+        out["o_proj.bias"] = (D,), {"o_bias": _same}
     if config.qk_norm:
-        out |= {f"self_attn.{name}.weight": ((C,), [(("attn", name), _same)]) for name in ("q_norm", "k_norm")}
+        out |= {f"{name}.weight": ((C,), {name: _same}) for name in ("q_norm", "k_norm")}
     if config.sinks:
-        out["self_attn.sinks"] = (H,), [(("attn", "sinks"), _same)]
+        out["sinks"] = (H,), {"sinks": _same}
     return out
 
 
 def _latent_attention(config) -> dict:
     D, H, C, V = config.model_dim, config.num_heads, config.head_dim, config.v_dim
     R, P, Q = config.kv_latent_dim, config.rope_dim, config.q_latent_dim
-    N = C - P
-    heads_out = functools.partial(_heads_out, heads=H)
-    out: dict[str, tuple] = {}
+    N, heads_out = C - P, _heads_out(H)
+    out: dict[str, tuple] = {"q_proj.weight": ((H * C, D), {"q": heads_out})}
     if Q:
         out = {
-            "self_attn.q_a_proj.weight": ((Q, D), [(("attn", "q_down"), np.transpose)]),
-            "self_attn.q_a_layernorm.weight": ((Q,), [(("attn", "q_latent_norm"), _same)]),
-            "self_attn.q_b_proj.weight": ((H * C, Q), [(("attn", "q_up"), heads_out)]),
+            "q_a_proj.weight": ((Q, D), {"q_down": np.transpose}),
+            "q_a_layernorm.weight": ((Q,), {"q_latent_norm": _same}),
+            "q_b_proj.weight": ((H * C, Q), {"q_up": heads_out}),
         }
-    else:
-        out = {"self_attn.q_proj.weight": ((H * C, D), [(("attn", "q"), heads_out)])}
     if config.qkv_bias:
-        key_and_value = [(("attn", "kv_down_bias"), lambda x: x[:R]), (("attn", "k_rope_bias"), lambda x: x[R:])]
-        out["self_attn.kv_a_proj_with_mqa.bias"] = (R + P,), key_and_value
+        key_and_value = {"kv_down_bias": lambda x: x[:R], "k_rope_bias": lambda x: x[R:]}
+        out["kv_a_proj_with_mqa.bias"] = (R + P,), key_and_value
         if Q:
-            out["self_attn.q_a_proj.bias"] = (Q,), [(("attn", "q_down_bias"), _same)]
+            out["q_a_proj.bias"] = (Q,), {"q_down_bias": _same}
     if config.out_bias:
-        out["self_attn.o_proj.bias"] = (D,), [(("attn", "o_bias"), _same)]
+        out["o_proj.bias"] = (D,), {"o_bias": _same}
+    up = {"k_up": lambda x: heads_out(x)[..., :N], "v_up": lambda x: heads_out(x)[..., N:]}
     return out | {
-        "self_attn.kv_a_proj_with_mqa.weight": (
-            (R + P, D),
-            [(("attn", "kv_down"), lambda x: x[:R].T), (("attn", "k_rope"), lambda x: x[R:].T)],
-        ),
-        "self_attn.kv_a_layernorm.weight": ((R,), [(("attn", "kv_latent_norm"), _same)]),
-        "self_attn.kv_b_proj.weight": (
-            (H * (N + V), R),
-            [(("attn", "k_up"), lambda x: heads_out(x)[..., :N]), (("attn", "v_up"), lambda x: heads_out(x)[..., N:])],
-        ),
-        "self_attn.o_proj.weight": ((D, H * V), [(("attn", "o"), functools.partial(_heads_in, heads=H))]),
+        "kv_a_proj_with_mqa.weight": ((R + P, D), {"kv_down": lambda x: x[:R].T, "k_rope": lambda x: x[R:].T}),
+        "kv_a_layernorm.weight": ((R,), {"kv_latent_norm": _same}),
+        "kv_b_proj.weight": ((H * (N + V), R), up),
+        "o_proj.weight": ((D, H * V), {"o": _heads_in(H)}),
     }
 
 
-def _ffn(prefix: str, path: Path, D: int, F: int, bias: bool, *expert: int) -> dict:
+def _ffn(D: int, F: int, bias: bool) -> dict:
     out = {}
     for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
-        out[f"{prefix}.{name}_proj.weight"] = shape, [((*path, name), np.transpose, *expert)]
+        out[f"{name}_proj.weight"] = shape, {name: np.transpose}
         if bias:
-            out[f"{prefix}.{name}_proj.bias"] = shape[:1], [((*path, f"{name}_bias"), _same, *expert)]
+            out[f"{name}_proj.bias"] = shape[:1], {f"{name}_bias": _same}
     return out
 
 
 def _moe(config) -> dict:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-    out: dict[str, tuple] = {"mlp.gate.weight": ((E, D), [(("moe", "router"), np.transpose)])}
+    out: dict[str, tuple] = {"gate.weight": ((E, D), {"router": np.transpose})}
     if config.router_correction:
-        out["mlp.gate.e_score_correction_bias"] = (E,), [(("moe", "correction"), _same)]
-    for expert in range(E):
-        out |= _ffn(f"mlp.experts.{expert}", ("moe",), D, F, False, expert)
+        out["gate.e_score_correction_bias"] = (E,), {"correction": _same}
+    expert = _ffn(D, F, False)
+    for n in range(E):
+        for name, (shape, views) in expert.items():
+            out[f"experts.{n}.{name}"] = shape, {f"{path}.{n}": view for path, view in views.items()}
     if config.num_shared_experts:
-        out |= _ffn("mlp.shared_experts", ("moe", "shared"), D, F * config.num_shared_experts, False)
+        out |= _within("shared_experts", "shared", _ffn(D, F * config.num_shared_experts, False))
     return out
 
 
@@ -168,15 +171,15 @@ def _fused_moe(config) -> dict:
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
 
     def gate_and_up(suffix):
-        return [(("moe", f"gate{suffix}"), lambda x: x[..., 0::2]), (("moe", f"up{suffix}"), lambda x: x[..., 1::2])]
+        return {f"gate{suffix}": lambda x: x[..., 0::2], f"up{suffix}": lambda x: x[..., 1::2]}
 
     return {
-        "mlp.router.weight": ((E, D), [(("moe", "router"), np.transpose)]),
-        "mlp.router.bias": ((E,), [(("moe", "router_bias"), _same)]),
-        "mlp.experts.gate_up_proj": ((E, D, 2 * F), gate_and_up("")),
-        "mlp.experts.gate_up_proj_bias": ((E, 2 * F), gate_and_up("_bias")),
-        "mlp.experts.down_proj": ((E, F, D), [(("moe", "down"), _same)]),
-        "mlp.experts.down_proj_bias": ((E, D), [(("moe", "down_bias"), _same)]),
+        "router.weight": ((E, D), {"router": np.transpose}),
+        "router.bias": ((E,), {"router_bias": _same}),
+        "experts.gate_up_proj": ((E, D, 2 * F), gate_and_up("")),
+        "experts.gate_up_proj_bias": ((E, 2 * F), gate_and_up("_bias")),
+        "experts.down_proj": ((E, F, D), {"down": _same}),
+        "experts.down_proj_bias": ((E, D), {"down_bias": _same}),
     }
 
 
@@ -184,16 +187,11 @@ def _same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _heads_out(x: np.ndarray, heads: int) -> np.ndarray:
-    """Views [H C, D] as [D, H, C]."""
-    return x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
+def _heads_out(heads: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the view of [H C, D] as [D, H, C]."""
+    return lambda x: x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
 
 
-def _heads_in(x: np.ndarray, heads: int) -> np.ndarray:
-    """Views [D, H C] as [H, C, D]."""
-    return x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)
-
-
-def _heads_of_bias(x: np.ndarray, heads: int) -> np.ndarray:
-    """Views [H C] as [H, C]."""
-    return x.reshape(heads, -1)
+def _heads_in(heads: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the view of [D, H C] as [H, C, D]."""
+    return lambda x: x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)

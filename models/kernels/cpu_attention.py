@@ -154,7 +154,8 @@ class _Tiles:
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
-def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
     return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
 
 
@@ -214,13 +215,9 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
 
             def read(_):
                 weights_BKMS = jnp.exp(tiles.scores(q_BKMC, k_BKSC, mask_BSS) - log_norm_BKM1)
-                d_weights_BKMS = _dot(d_out_BKMV, v_BKSV, 3, 3)
-                d_scores_BKMS = weights_BKMS * (d_weights_BKMS - d_sum_BKM1) * tiles.scale
-                return (
-                    _dot(d_scores_BKMS, k_BKSC, 3, 2),
-                    _dot(q_BKMC, d_scores_BKMS, 2, 2),
-                    _dot(d_out_BKMV, weights_BKMS, 2, 2),
-                )
+                d_scores_BKMS = weights_BKMS * (_dot(d_out_BKMV, v_BKSV, 3, 3) - d_sum_BKM1) * tiles.scale
+                new_q_BKMC, new_k_BKCS = _dot(d_scores_BKMS, k_BKSC, 3, 2), _dot(q_BKMC, d_scores_BKMS, 2, 2)
+                return new_q_BKMC, new_k_BKCS, _dot(d_out_BKMV, weights_BKMS, 2, 2)
 
             blank = (jnp.zeros_like(q_BKMC), *(jnp.zeros((B, K, x.shape[3], tiles.size)) for x in (k_BKSC, v_BKSV)))
             new_q_BKMC, new_k_BKCS, new_v_BKVS = jax.lax.cond(jnp.any(mask_BSS), read, lambda _: blank, None)
@@ -231,9 +228,8 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
 
             return d_q_BKMC + new_q_BKMC, add(d_k_BKCT, new_k_BKCS), add(d_v_BKVT, new_v_BKVS)
 
-        d_q_BKMC, d_k_BKCT, d_v_BKVT = jax.lax.fori_loop(
-            0, i + 1, over_keys, (jnp.zeros_like(q_BKMC), d_k_BKCT, d_v_BKVT)
-        )
+        carry = jnp.zeros_like(q_BKMC), d_k_BKCT, d_v_BKVT
+        d_q_BKMC, d_k_BKCT, d_v_BKVT = jax.lax.fori_loop(0, i + 1, over_keys, carry)
         d_q_BKGSC = d_q_BKMC.reshape(B, K, G, tiles.size, C)
         d_q_BKGTC = jax.lax.dynamic_update_slice_in_dim(d_q_BKGTC, d_q_BKGSC, i * tiles.size, 3)
         return d_q_BKGTC, d_k_BKCT, d_v_BKVT
@@ -243,7 +239,6 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
-_attend_tiles = jax.custom_vjp(_tiles, nondiff_argnums=(0,))
 _attend_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 

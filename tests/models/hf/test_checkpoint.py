@@ -244,12 +244,12 @@ def test_blocks_are_put_together_as_one_copy_would_be(dtype):
     views = {
         "same": matrix,
         "transposed": matrix.T,
-        "heads_out": tensor_names._heads_out(matrix, heads=6),
-        "some_heads_out": tensor_names._heads_out(matrix, heads=6)[..., :70],
-        "heads_in": tensor_names._heads_in(matrix, heads=5),
+        "heads_out": tensor_names._heads_out(6)(matrix),
+        "some_heads_out": tensor_names._heads_out(6)(matrix)[..., :70],
+        "heads_in": tensor_names._heads_in(5)(matrix),
         "interleaved": cube[..., 0::2],
         "part": matrix.T[130:611, 7:593],
-        "part_of_heads": tensor_names._heads_out(matrix, heads=6)[300:, 2:5],
+        "part_of_heads": tensor_names._heads_out(6)(matrix)[300:, 2:5],
     }
     for name, view in views.items():
         out = checkpoint._aligned(view.shape, view.dtype)
@@ -269,8 +269,8 @@ def test_a_large_tensor_is_copied_and_given_back_in_pieces(monkeypatch):
     for view in (
         matrix,
         matrix.T,
-        tensor_names._heads_out(matrix, heads=6),
-        tensor_names._heads_in(matrix, heads=5),
+        tensor_names._heads_out(6)(matrix),
+        tensor_names._heads_in(5)(matrix),
         cube,
     ):
         pieces, out = [], checkpoint._aligned(view.shape, view.dtype)
