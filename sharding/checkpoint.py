@@ -9,9 +9,9 @@
    and the one before is used. Names, shapes and dtypes are compared with the requested state, which is then read straight
    into the requested shardings, on any mesh.
 
-The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), returns the wrong tree, and
-raises a bare `Exception` for a truncated one. The dtype check exists because orbax casts silently. The room is checked
-beforehand because a write that fails in tensorstore prints tracebacks of orbax's closed event loop.
+The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), and raises a bare `Exception`
+for a truncated file. The dtype check exists because orbax casts silently. The room is checked beforehand because a write
+that fails in tensorstore prints tracebacks of orbax's closed event loop.
 
 All hosts share one directory. Each writes and reads its own shards; the first seals, and decides for all which steps are saved,
 restored and renamed, since a network disk may show the others an older state.
@@ -67,7 +67,8 @@ class Checkpointer:
 
     def __exit__(self, error, *_) -> None:
         if error is None or self._hosts.count == 1:  # else the save in flight would wait for hosts that have failed
-            self.close()
+            with _full_disk(self._directory):
+                self._manager.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
         """Starts a save if `step` is a multiple of `every`, or with `force`. Returns False if there is nothing to save.
@@ -89,8 +90,9 @@ class Checkpointer:
         """Records the score of a saved step. The first step with the highest score is kept, however old it becomes."""
         best = _best(self._directory)
         if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
-            text = json.dumps({"step": step, "score": value}) + "\n"
-            atomic_file.write(self._directory / "best.json", text.encode())
+            atomic_file.write(
+                self._directory / "best.json", json.dumps({"step": step, "score": value}).encode() + b"\n"
+            )
 
     def wait(self) -> None:
         """Blocks until the save in flight is complete. Raises its error if it failed."""
@@ -117,11 +119,6 @@ class Checkpointer:
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))
         return found, restored["state"], restored["host"]
-
-    def close(self) -> None:
-        """Blocks until the save in flight is complete."""
-        with _full_disk(self._directory):
-            self._manager.close()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Keeps the newest `keep` checkpoints and the best one so far. orbax calls this after a save, with the oldest first."""
@@ -151,9 +148,8 @@ class Checkpointer:
             return found, False
         torn = [number for number in _numbered(self._directory) if found is None or number > found]
         for number in torn:
-            name = f"torn-{number}"
-            num_taken = sum(1 for _ in self._directory.glob(f"{name}*"))
-            name = f"{name}.{num_taken}" if num_taken else name
+            num_taken = sum(1 for _ in self._directory.glob(f"torn-{number}*"))
+            name = f"torn-{number}.{num_taken}" if num_taken else f"torn-{number}"
             self._directory.joinpath(str(number)).rename(self._directory / name)
         best = _best(self._directory)
         if found is not None and best is not None and best["step"] > found:  # a step that will be taken again
@@ -168,10 +164,7 @@ class Checkpointer:
         # orbax is still writing its own metadata at the top, which `restore` does not need.
         inside = (p for item in ("state", "host") for p in sorted(path.joinpath(item).rglob("*")))
         files = {str(p.relative_to(path)): _sha256(p) for p in inside if p.is_file()}
-        with open(path / "seal.json", "w") as file:
-            json.dump(files, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        atomic_file.write(path / "seal.json", json.dumps(files, indent=1).encode(), durable=True)
 
 
 def restore_params(directory: str | os.PathLike, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
@@ -217,17 +210,14 @@ def _numbered(directory: pathlib.Path) -> list[int]:
 def _pick(directory: pathlib.Path, step: int | None) -> int | None:
     """Returns `step`, or the newest intact one. Raises ValueError if that, or every saved step, is damaged."""
     steps = complete_steps(directory)
-    if step is not None:
-        if step not in steps:
-            raise FileNotFoundError(f"no checkpoint of step {step} in {directory}: choose one of {steps}")
-        damage = _damage(directory / str(step))
-        if damage:
-            raise ValueError(f"checkpoint {step} is damaged: {damage}: restore another of {steps}")
-        return step
-    for candidate in reversed(steps):
+    if step not in (None, *steps):
+        raise FileNotFoundError(f"no checkpoint of step {step} in {directory}: choose one of {steps}")
+    for candidate in reversed(steps) if step is None else [step]:
         damage = _damage(directory / str(candidate))
         if not damage:
             return candidate
+        if step is not None:
+            raise ValueError(f"checkpoint {step} is damaged: {damage}: restore another of {steps}")
         _log.warning("checkpoint %d is damaged and skipped: %s", candidate, damage)
     if steps:
         raise ValueError(f"every checkpoint in {directory} is damaged ({steps}): move them away to start over")

@@ -35,14 +35,12 @@ def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
       ValueError: an unknown axis, sizes whose product is not the number of devices, or axes that do not fit a TPU's torus.
     """
     devices = jax.devices() if devices is None else devices
-    unknown = set(sizes) - set(AXES)
+    unknown = sorted(set(sizes) - set(AXES))
     if unknown:
-        raise ValueError(f"mesh axis {sorted(unknown)[0]!r} does not exist: use one of {', '.join(AXES)}")
+        raise ValueError(f"mesh axis {unknown[0]!r} does not exist: use one of {', '.join(AXES)}")
     shape = _fill([int(sizes.get(axis, 1)) for axis in AXES], len(devices))
-    if devices[0].platform == "tpu":
-        device_array = _on_torus(shape, devices)
-    else:
-        device_array = np.asarray(devices).reshape(shape)
+    is_torus = devices[0].platform == "tpu"
+    device_array = _on_torus(shape, devices) if is_torus else np.asarray(devices).reshape(shape)
     return jax.sharding.Mesh(device_array, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 

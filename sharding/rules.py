@@ -71,45 +71,39 @@ def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ())
 
     def sharding(path, spec):
         axes = _axes(mesh, spec.shape, spec.logical_axes)
-        for at, name in enumerate(spec.logical_axes):
-            if name in or_whole and not _divides(mesh, spec.shape[at], axes[at]):
+        for at, (dim, name) in enumerate(zip(spec.shape, spec.logical_axes, strict=True)):
+            ways = _num_ways(mesh, axes[at])
+            if dim % ways and name in or_whole:
                 axes[at] = ()
-        for dim, name, mesh_axes in zip(spec.shape, spec.logical_axes, axes, strict=True):
-            if not _divides(mesh, dim, mesh_axes):
-                ways = math.prod(mesh.shape[axis] for axis in mesh_axes)
+            elif dim % ways:
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
-                    f"{ways}-way mesh axis {'/'.join(mesh_axes)}: change config.model or config.mesh"
+                    f"{ways}-way mesh axis {'/'.join(axes[at])}: change config.model or config.mesh"
                 )
-        used = [axis for mesh_axes in axes for axis in mesh_axes]
+        used = [axis for names in axes for axis in names]
         assert len(used) == len(set(used)), f"{path}: one mesh axis on two dims: {spec.logical_axes}"
-        return NamedSharding(mesh, PartitionSpec(*(_entry(a) for a in axes)))
+        return NamedSharding(mesh, _spec(axes))
 
     return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=is_spec)
 
 
 def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
     """Returns the partition of one parameter, as in `shardings`."""
-    return PartitionSpec(*(_entry(axes) for axes in _axes(mesh, shape, logical_axes)))
+    return _spec(_axes(mesh, shape, logical_axes))
 
 
 def fitting(mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> PartitionSpec:
     """Returns the partition of an activation or a cache. A dim that is not divisible stays whole, as does one named None."""
     axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
-    fits = (dim_axes if _divides(mesh, dim, dim_axes) else () for dim, dim_axes in zip(shape, axes, strict=True))
-    return PartitionSpec(*(_entry(dim_axes) for dim_axes in fits))
+    return _spec([() if dim % _num_ways(mesh, names) else names for dim, names in zip(shape, axes, strict=True)])
 
 
 def abstract(specs, mesh: jax.sharding.Mesh | None = None):
     """Returns the tree of `ShapeDtypeStruct` for a tree of `ParamSpec`, with shardings if a mesh is given."""
+    plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
     if mesh is None:
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
-    return jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        specs,
-        shardings(specs, mesh),
-        is_leaf=is_spec,
-    )
+        return plain
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), plain, shardings(specs, mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> NamedSharding:
@@ -117,10 +111,8 @@ def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> Na
 
     The last `num_whole` dims, which follow T, are not split.
     """
-    if ndim == 0:
-        return NamedSharding(mesh, PartitionSpec())
-    last = _entry(_present(mesh, RULES["batch"])), _entry(_present(mesh, RULES["sequence"]))
-    return NamedSharding(mesh, PartitionSpec(*[None] * (ndim - num_whole - 2), *last))
+    last = [_present(mesh, RULES["batch"]), _present(mesh, RULES["sequence"])] if ndim else []
+    return NamedSharding(mesh, _spec([()] * (ndim - num_whole - 2) + last))
 
 
 def several_devices() -> jax.sharding.AbstractMesh | None:
@@ -131,7 +123,7 @@ def several_devices() -> jax.sharding.AbstractMesh | None:
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
     """Returns the number of shards of a batch. The number of rows must be a multiple of it."""
-    return math.prod(mesh.shape[axis] for axis in _present(mesh, RULES["batch"]))
+    return _num_ways(mesh, _present(mesh, RULES["batch"]))
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
@@ -148,14 +140,14 @@ def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
     if EXPERTS in logical_axes:
         at = logical_axes.index(EXPERTS)
         spread = _present(mesh, (*RULES[EXPERTS], *RULES[EXPERT_FFN]))
-        if shape[at] % math.prod(mesh.shape[axis] for axis in spread) == 0:
+        if shape[at] % _num_ways(mesh, spread) == 0:
+            axes = [() if name == EXPERT_FFN else names for name, names in zip(logical_axes, axes, strict=True)]
             axes[at] = spread
-            axes = [() if name == EXPERT_FFN else dim_axes for name, dim_axes in zip(logical_axes, axes, strict=True)]
     return axes
 
 
-def _divides(mesh, dim: int, axes: tuple[str, ...]) -> bool:
-    return dim % math.prod(mesh.shape[axis] for axis in axes) == 0
+def _num_ways(mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -163,5 +155,5 @@ def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
-def _entry(axes: tuple[str, ...]):
-    return None if not axes else axes[0] if len(axes) == 1 else axes
+def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in axes))

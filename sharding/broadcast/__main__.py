@@ -10,6 +10,7 @@ SOURCE is a directory, a bucket URL, or the URLs of relays, separated by commas.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -81,28 +82,23 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
-    _verify_one(args, args.version, "verify")
-    return 0
-
-
 def _watch(args: argparse.Namespace) -> int:
     if args.count is not None and args.count < 1:
         raise ValueError(f"--count = {args.count} must be at least 1: leave it out to watch without end")
     if not ("://" in args.source or pathlib.Path(args.source).is_dir()):
         print(f"waiting for a publisher to create {args.source}", file=sys.stderr, flush=True)
     watched = broadcast.watch(_source(args.source), after=args.after, key=args.key)
-    for count, version in enumerate(watched, start=1):
-        _verify_one(args, version, f"version {version}")
-        if count == args.count:
-            break
+    for version in itertools.islice(watched, args.count):
+        args.version = version
+        _verify(args)
     return 0
 
 
-def _verify_one(args: argparse.Namespace, version: int | None, title: str) -> None:
-    with _progress_bar(title) as update:
-        found = broadcast.verify(_source(args.source), version, key=args.key, progress=update)
+def _verify(args: argparse.Namespace) -> int:
+    with _progress_bar("verify" if args.version is None else f"version {args.version}") as update:
+        found = broadcast.verify(_source(args.source), args.version, key=args.key, progress=update)
     print(f"ok: {_describe(found)}", flush=True)
+    return 0
 
 
 def _publish_dir(args: argparse.Namespace) -> int:
@@ -157,11 +153,9 @@ def _describe(m: manifest.Manifest) -> str:
 def _progress_bar(title: str) -> Iterator[assemble.Progress]:
     """Shows a bar on a terminal's standard error, which disappears at the end, and yields the function that updates it."""
     console = rich.console.Console(stderr=True)
-    columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
-    speed = rich.progress.TransferSpeedColumn()
-    with rich.progress.Progress(
-        *columns, speed, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    columns = (rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn())
+    bar = rich.progress.Progress(title, *columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

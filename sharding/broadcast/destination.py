@@ -6,9 +6,7 @@
 4. `abort`, after any error, deletes everything. A killed publisher leaves a directory without manifest, which no reader takes
    for a version and the next `begin` deletes.
 
-Nothing is synced to disk. A process that dies loses nothing. A machine that dies may lose the newest versions, or parts of
-them; readers detect that by the digests, and a resumed learner publishes them again from its checkpoint. A sync per object made
-the publisher wait for the disk at every step, to protect files that are kept for eight steps.
+Nothing is synced to disk (docs/decisions/broadcast.md).
 """
 
 import fcntl
@@ -40,11 +38,7 @@ def remove(root: str | os.PathLike, version: int) -> None:
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:
     """Returns the version that `version` needs, from the first bytes of its manifest: the whole may have 60 MB."""
-    if "://" in str(root):
-        head = _bucket(str(root)).read(f"{journal.dirname(version)}/manifest.json").result().value[:64]
-    else:
-        with open(pathlib.Path(root) / journal.dirname(version) / "manifest.json", "rb") as file:
-            head = file.read(64)
+    head = create(root, version).get("manifest.json", 64)
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
         raise journal.CorruptSource(f"manifest of version {version} under {root} begins with {head!r}: remove() it")
@@ -91,9 +85,10 @@ class Directory:
         if self._journal is not None:
             self._journal.write(json.dumps(vars(entry)).encode() + b"\n")
 
-    def get(self, path: str) -> bytes:
-        """Returns a file of the version."""
-        return (self._directory / path).read_bytes()
+    def get(self, path: str, limit: int = -1) -> bytes:
+        """Returns a file of the version, or its first `limit` bytes."""
+        with open(self._directory / path, "rb") as file:
+            return file.read(limit)
 
     def delete(self, path: str) -> None:
         """Deletes a file of the version."""
@@ -129,22 +124,16 @@ class Bucket:
     """
 
     def __init__(self, root: str, version: int):
-        self._store = _bucket(root)
+        self._store = ts.KvStore.open(root if root.endswith("/") else root + "/").result()
         self._name = journal.dirname(version)
-
-    def lock(self) -> None:
-        """Does nothing."""
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes a file of the version."""
         self._store.write(f"{self._name}/{path}", b"".join(parts)).result()
 
-    def note(self, entry: journal.Object) -> None:
-        """Does nothing."""
-
-    def get(self, path: str) -> bytes:
-        """Returns a file of the version."""
-        return self._store.read(f"{self._name}/{path}").result().value
+    def get(self, path: str, limit: int | None = None) -> bytes:
+        """Returns a file of the version, or its first `limit` bytes."""
+        return self._store.read(f"{self._name}/{path}").result().value[:limit]
 
     def delete(self, path: str) -> None:
         """Deletes a file of the version."""
@@ -154,8 +143,10 @@ class Bucket:
         """Writes the manifest, which makes the version visible."""
         self.put("manifest.json", [manifest])
 
-    def close(self) -> None:
+    def lock(self, *_) -> None:
         """Does nothing."""
+
+    note = close = lock
 
     def remove(self) -> None:
         """Deletes the version. It becomes invisible first."""
@@ -163,7 +154,3 @@ class Bucket:
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
 
     begin = abort = remove
-
-
-def _bucket(root: str) -> ts.KvStore:
-    return ts.KvStore.open(root if root.endswith("/") else root + "/").result()

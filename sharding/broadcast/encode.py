@@ -42,9 +42,9 @@ class HostCopy:
 
 @dataclasses.dataclass
 class HostPart:
-    """One host's result: (digest, patch) by tensor and chunk number, and its objects. A patch is (object, offset, size)."""
+    """One host's result: its objects and, by tensor, rows (chunk number, digest, patch). A patch is (object, offset, size)."""
 
-    chunks: dict[str, dict[int, tuple[str, tuple[int, int, int] | None]]]
+    chunks: dict[str, list[tuple[int, str, Sequence[int] | None]]]
     objects: list[journal.Object]
 
     def to_json(self) -> bytes:
@@ -55,11 +55,7 @@ class HostPart:
     def from_json(cls, data: bytes) -> "HostPart":
         """Returns the part that another host wrote."""
         part = json.loads(data)
-        found = {
-            name: {int(number): (digest, patch) for number, (digest, patch) in by_number.items()}
-            for name, by_number in part["chunks"].items()
-        }
-        return cls(found, [journal.Object(**o) for o in part["objects"]])
+        return cls(part["chunks"], [journal.Object(**o) for o in part["objects"]])
 
 
 def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
@@ -116,7 +112,7 @@ def write_chunks(
     Writes deltas to the base if `old_chunk` is given, and a snapshot if `writes_arrays`. `copy` receives the chunks.
     """
     untied = [t for t in tensors if t.tied_to is None]
-    part = HostPart({t.name: {} for t in untied}, [])
+    part = HostPart({t.name: [] for t in untied}, [])
     patches: list[tuple[_EncodedChunk, bytes]] = []  # of the next object of deltas
 
     def add(path: str, size: int, digest: str) -> None:
@@ -130,7 +126,7 @@ def write_chunks(
     def flush() -> None:
         offset = 0
         for done, patch in patches:
-            part.chunks[done.name][done.number] = done.digest, (len(part.objects), offset, len(patch))
+            part.chunks[done.name].append((done.number, done.digest, (len(part.objects), offset, len(patch))))
             offset += len(patch)
         if patches:
             path = f"deltas/{jax.process_index():05d}-{len(part.objects):06d}.bin"
@@ -168,13 +164,14 @@ def write_chunks(
             done = future.result()
             if writes_arrays:
                 add(done.path, done.size, done.digest)
-            part.chunks[done.name][done.number] = done.digest, None
-            if done.patch is not None:
-                patches.append((done, done.patch))
-                num_bytes += len(done.patch)
-                if num_bytes >= DELTA_OBJECT_BYTES:
-                    flush()
-                    num_bytes = 0
+            if done.patch is None:
+                part.chunks[done.name].append((done.number, done.digest, None))
+                continue
+            patches.append((done, done.patch))
+            num_bytes += len(done.patch)
+            if num_bytes >= DELTA_OBJECT_BYTES:
+                flush()
+                num_bytes = 0
     flush()
     return part
 
@@ -187,14 +184,14 @@ def merge(
     merged = []
     for t in tensors:
         if t.tied_to is None:
-            found = {}
+            rows = []
             for part, before in zip(parts, num_before, strict=False):
-                for number, (digest, patch) in part.chunks[t.name].items():
-                    found[number] = digest, None if patch is None else (patch[0] + before, *patch[1:])
-            assert sorted(found) == list(range(len(found))), f"chunks of {t.name}"
-            ordered = [found[i] for i in range(len(found))]
-            deltas = tuple(patch for _, patch in ordered) if has_deltas else None
-            t = dataclasses.replace(t, chunks=tuple(digest for digest, _ in ordered), deltas=deltas)
+                for number, digest, patch in part.chunks[t.name]:
+                    rows.append((number, digest, None if patch is None else (patch[0] + before, *patch[1:])))
+            rows.sort(key=lambda row: row[0])
+            assert [row[0] for row in rows] == list(range(len(rows))), f"chunks of {t.name}"
+            deltas = tuple(patch for _, _, patch in rows) if has_deltas else None
+            t = dataclasses.replace(t, chunks=tuple(digest for _, digest, _ in rows), deltas=deltas)
         merged.append(t)
     return tuple(merged)
 

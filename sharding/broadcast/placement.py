@@ -18,20 +18,17 @@ Placement = tuple[list[assemble.TensorRequest], Callable[[assemble.TensorRequest
 
 def on_host(target: manifest.Manifest) -> Placement:
     """Returns the placement of whole arrays in host memory."""
-    by_name, requests = {t.name: t for t in target.tensors}, []
-    for owner, names in _tied_names(target).items():
-        t = by_name[owner]
-        requests.append(assemble.TensorRequest(t, (tuple(slice(0, n) for n in t.shape),), tuple(names)))
+    requests = [
+        assemble.TensorRequest(t, (tuple(slice(0, n) for n in t.shape),), tuple(names)) for t, names in _leaves(target)
+    ]
     return requests, lambda request, arrays: arrays[0]
 
 
 def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
     """Returns the placement on this process's devices. Raises ValueError if a tensor does not fit its sharding."""
     checked = _checked_shardings(target, shardings)
-    by_name = {t.name: t for t in target.tensors}
     requests, places = [], {}
-    for owner, names in _tied_names(target).items():
-        t = by_name[owner]
+    for t, names in _leaves(target):
         by_sharding = collections.defaultdict(list)
         for name in names:
             by_sharding[checked[name]].append(name)
@@ -57,12 +54,12 @@ def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
     return requests, place
 
 
-def _tied_names(target: manifest.Manifest) -> dict[str, list[str]]:
-    """Returns, for each stored tensor, the names of all leaves that are this array."""
+def _leaves(target: manifest.Manifest) -> list[tuple[manifest.Tensor, list[str]]]:
+    """Returns the stored tensors, each with the names of all leaves that are this array."""
     names = collections.defaultdict(list)
     for t in target.tensors:
         names[t.tied_to or t.name].append(t.name)
-    return names
+    return [(t, names[t.name]) for t in target.tensors if t.tied_to is None]
 
 
 def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, jax.sharding.Sharding]:
@@ -91,14 +88,11 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
                 )
             leaf = leaf.sharding
         if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # jax would truncate silently
-            raise ValueError(
-                f"tensor {t.name!r} is {t.dtype}, which jax would narrow: set jax_enable_x64 or pull to numpy"
-            )
+            raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow: set jax_enable_x64")
         try:
             leaf.shard_shape(t.shape)
         except ValueError as error:
-            raise ValueError(
-                f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}: change the mesh"
-            ) from error
+            text = f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}: change the mesh"
+            raise ValueError(text) from error
         checked[t.name] = leaf
     return checked

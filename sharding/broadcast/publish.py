@@ -8,9 +8,6 @@ The steps, on every host of the learner:
 4. Finished objects are added to the journal, from which relays fetch them already.
 5. The first host merges the parts of all hosts; its signed manifest (`sharding/format/manifest.py`) makes the version visible.
 6. Versions older than the newest `keep`, and not needed by one of these, are deleted.
-
-Left out: compression of snapshots (bf16 weights shrink by a factor of 1.3, for one core); OCDBT (one growing file is awkward
-to relay and to hash, and needs Range); deduplication of chunks (an optimizer step leaves no block of 512 bytes unchanged).
 """
 
 import contextlib

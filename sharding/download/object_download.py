@@ -14,7 +14,7 @@ import concurrent.futures
 import time
 from typing import NamedTuple
 
-from sharding.download import range_get, relay_selector, request_pool
+from sharding.download import range_get, relay_selector
 from sharding.format import journal
 
 MAX_RUNNING = 8  # requests for one object
@@ -33,7 +33,7 @@ class ObjectDownload:
 
     def __init__(
         self,
-        pool: request_pool.RequestPool,
+        pool: range_get.RequestPool,
         selector: relay_selector.RelaySelector,
         version: int,
         path: str,

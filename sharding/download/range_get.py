@@ -1,15 +1,20 @@
-"""One HTTP GET from one relay: a byte range into a given buffer, or a small reply. Any thread may abort it at any time."""
+"""One HTTP GET from one relay: a byte range into a given buffer, or a small reply, and the threads that run such requests.
+
+Any thread may abort a request at any time.
+"""
 
 import bisect
-import collections
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import http.client
 import itertools
 import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sharding.format import digests, journal
@@ -17,6 +22,7 @@ from sharding.format import digests, journal
 SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
 HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
 HEDGE_UNMEASURED_S = 1.0
+COUNTERS = ("num_bytes", "num_objects", "num_bad_objects", "num_resumed", "num_hedges", "num_hedges_won")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +99,7 @@ class Relay:
             raise ValueError(f"relay {url!r} is not a URL such as http://host:port: correct it")
         self.url, self.options = url.rstrip("/"), options
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(
-            host, parts.port, timeout=options.connect_s
-        )
+        self._connect = functools.partial(kind, host, parts.port, timeout=options.connect_s)
         self.prefix = parts.path.rstrip("/")
         self.listing, self.tag, self.is_alive, self.reason = journal.Listing(), "", False, ""
         self.cursors: dict[int, tuple[str, int]] = {}  # version -> epoch of the relay's journal, entries read
@@ -104,7 +108,7 @@ class Relay:
         self.num_bytes = self.num_requests = self.num_failures = self.num_lies = self.failures_in_a_row = 0
         self.suspended_s = 0.0  # until when no request is sent to it
         self.lacking_s: dict[int, float] = {}  # version -> until when it is assumed not to have it
-        self._idle: collections.deque = collections.deque()
+        self._idle: list[http.client.HTTPConnection] = []
         self.is_closed = False
 
     def ready_s(self, version: int) -> float:
@@ -113,10 +117,9 @@ class Relay:
 
     def take(self) -> tuple[http.client.HTTPConnection, bool]:
         """Returns (connection, True if it was used before: the relay may have closed it since)."""
-        try:
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             return self._idle.pop(), True
-        except IndexError:
-            return self._connect(), False
+        return self._connect(), False
 
     def give(self, connection: http.client.HTTPConnection) -> None:
         """Takes back a connection that can be used again."""
@@ -127,11 +130,9 @@ class Relay:
     def close(self) -> None:
         """Closes the idle connections, and those that are given back later. Requests that begin later fail."""
         self.is_closed = True
-        while True:
-            try:
+        with contextlib.suppress(IndexError):
+            while True:
                 self._idle.pop().close()
-            except IndexError:
-                return
 
 
 @dataclasses.dataclass(eq=False)
@@ -181,10 +182,8 @@ class Get:
         self._aborted = True
         sock = self._socket
         if sock is not None:
-            try:
+            with contextlib.suppress(OSError):  # closed already
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # closed already
         with self._writing:
             pass
 
@@ -205,16 +204,15 @@ class Get:
             connection, used = self.relay.take()
             try:
                 return self._exchange(connection)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (Failed, OSError, http.client.HTTPException, ValueError) as error:
                 connection.close()
+                if isinstance(error, Failed):
+                    raise
                 if self._aborted:
                     raise Failed("aborted") from error
                 if used and not self.received:
                     continue  # probably closed while idle; each turn uses up one such connection
                 raise Failed(f"{type(error).__name__}: {error}") from error
-            except Failed:
-                connection.close()
-                raise
             finally:
                 self._socket = None
 
@@ -278,3 +276,48 @@ def _refusal(response: http.client.HTTPResponse) -> Failed:
     if response.status in (429, 503) and after.isdigit():
         error.retry_after_s = float(after[:4])
     return error
+
+
+class RequestPool:
+    """Runs requests in threads. Thread-safe."""
+
+    def __init__(self, parallel: int, num_relays: int):
+        # Separate threads: hedges must not queue after requests that hang, nor small replies after ranges.
+        sizes = {"range": parallel, "hedge": parallel, "small": 4 * num_relays + 4}
+        self._threads = {name: concurrent.futures.ThreadPoolExecutor(n, f"weights-{name}") for name, n in sizes.items()}
+        self._lock = threading.Lock()
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self.is_closed = False
+
+    def submit(self, get: Get, handler: Callable[[Get], Any] = Get.run) -> concurrent.futures.Future:
+        """Returns the future of `handler(get)`. Raises Unavailable after `close`."""
+        try:
+            return self._threads["small" if get.target is None else "hedge" if get.is_hedge else "range"].submit(
+                handler, get
+            )
+        except RuntimeError as error:  # it was shut down
+            raise journal.Unavailable("the source was closed") from error
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds `amount` to one of `COUNTERS`."""
+        with self._lock:
+            self._counters[name] += amount
+
+    def counters(self) -> dict[str, int]:
+        """Returns the value of each of `COUNTERS`."""
+        with self._lock:
+            return dict(self._counters)
+
+    def close(self) -> None:
+        """Makes `submit` raise from now on. The threads end when their requests have ended. Does not block."""
+        self.is_closed = True
+        for threads in self._threads.values():
+            threads.shutdown(wait=False)
+
+
+def wait_first(
+    waiting: Collection[concurrent.futures.Future], until_s: float
+) -> tuple[set[concurrent.futures.Future], set[concurrent.futures.Future]]:
+    """Blocks until a future is done or the clock is at `until_s`. Returns (done, not done)."""
+    timeout_s = max(0.0, until_s - time.monotonic())
+    return concurrent.futures.wait(waiting, timeout_s, concurrent.futures.FIRST_COMPLETED)

@@ -8,7 +8,6 @@ An object is read in two steps:
    Such a relay is counted and suspended. It cannot make an object wrong, nor a read fail while an honest relay works.
 
 Every wait has an end: connecting, silence, and the read as a whole (`patience_s` plus the size at `MIN_BYTES_PER_S`).
-Left out: discovering relays (a list is configuration), and peers that serve peers, which shows workers' addresses to all.
 """
 
 import collections
@@ -22,7 +21,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.download import concurrency, object_download, range_get, relay_selector, request_pool
+from sharding.download import concurrency, object_download, range_get, relay_selector
 from sharding.format import digests, journal
 from sharding.format import manifest as manifest_lib
 
@@ -47,7 +46,7 @@ class Relays:
         self._options = options or range_get.Options()
         self.relays = [range_get.Relay(url, self._options) for url in urls]
         self._selector = relay_selector.RelaySelector(self.relays, self._options.seed)
-        self._pool = request_pool.RequestPool(self._options.parallel, len(urls))
+        self._pool = range_get.RequestPool(self._options.parallel, len(urls))
         self._concurrency = concurrency.AdaptiveConcurrency(FEW_READS, QUICK_S)
         self._trusted_key = trusted_key
         self._lock = threading.Lock()  # protects the following
@@ -93,7 +92,7 @@ class Relays:
         until_s = time.monotonic() + (wait_s + 0.5 if self._any_alive() else self._options.connect_s + wait_s)
         grace_given = False
         while waiting and not (wait_s and self._union() != known):
-            done, waiting = request_pool.wait_first(waiting, until_s)
+            done, waiting = range_get.wait_first(waiting, until_s)
             if not done:
                 break
             if not wait_s and not grace_given and self._any_alive():
@@ -200,7 +199,7 @@ class Relays:
         # One relay that hangs must not use up the time.
         until_s = min(deadline_s, begun_s + self._options.patience_s / 4)
         while waiting and not (has_body and self._trusted_key is not None):
-            done, waiting = request_pool.wait_first(waiting, until_s)
+            done, waiting = range_get.wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
@@ -237,7 +236,7 @@ class Relays:
         entries, is_complete, waiting = [], False, set(calls)
         until_s = time.monotonic() + wait_s + self._options.stall_s
         while waiting and not entries and not is_complete:
-            done, waiting = request_pool.wait_first(waiting, until_s)
+            done, waiting = range_get.wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:

@@ -55,10 +55,9 @@ def open(
         raise ValueError(
             f"trusted_key {trusted_key!r} is not 64 lowercase hex digits: pass the publisher's ed25519 public key"
         )
-    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    sources = list(dict.fromkeys(map(str, [source] if isinstance(source, str | os.PathLike) else source)))
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
-    sources = list(dict.fromkeys(str(s) for s in sources))
     schemes = {s.partition("://")[0] if "://" in s else "" for s in sources}
     if schemes <= {"http", "https"}:
         return relays.Relays(sources, trusted_key, options)

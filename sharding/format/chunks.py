@@ -2,8 +2,7 @@
 
 Chunks divide the dims where possible, since zarr stores edge chunks whole. They also divide the shards of a sharded array, so
 that each chunk is on one host: every host writes its own chunks from its devices, and no chunk is written twice. Of several
-replicas, the first is written. Left out: zarr's sharded codec, which is for fewer files of very large arrays; here chunks
-grow with the array instead, up to 32 MB, without a second pass of hashing.
+replicas, the first is written. Chunks of very large arrays grow, up to 32 MB.
 """
 
 import math

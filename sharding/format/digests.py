@@ -4,6 +4,7 @@ SHARDCAST uses the same hash. One core hashes several times as many bytes per se
 and every byte of a broadcast is hashed by its publisher, each relay, and each client. Imports no jax: relays run without it.
 """
 
+import hashlib
 import os
 import re
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 import blake3
 
 HEX_DIGITS = 64
-SLICE_BYTES = (
-    256 << 10
-)  # a loop that reads, copies or sums the bytes that it hashes takes this many: they stay in cache
+SLICE_BYTES = 256 << 10  # the step of a loop that reads, copies or sums the bytes that it hashes: they stay in cache
 _PATTERN = re.compile(f"[0-9a-f]{{{HEX_DIGITS}}}")
 
 Hasher = blake3.blake3  # update(bytes-like) -> None, hexdigest() -> str; releases the GIL
@@ -29,11 +28,8 @@ def of(*parts: bytes | bytearray | memoryview) -> str:
 
 def of_file(path: str | os.PathLike) -> str:
     """Returns the digest of a file's bytes. Raises OSError if the file cannot be read."""
-    hasher, buffer = Hasher(), memoryview(bytearray(SLICE_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            hasher.update(buffer[:size])
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, Hasher).hexdigest()
 
 
 def is_digest(value: Any) -> bool:

@@ -39,18 +39,16 @@ MAX_DELTA_BYTES = 320 << 20  # a patch is at most a little larger than its chunk
 MAX_RANK = 32
 MAX_RUN_LENGTH = 200
 
-ITEM_BYTES = {
-    **dict.fromkeys("bool int2 int4 int8 uint2 uint4 uint8 float4_e2m1fn float8_e3m4 float8_e4m3".split(), 1),
-    **dict.fromkeys("float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split(), 1),
-    **dict.fromkeys("float8_e8m0fnu".split(), 1),
-    **dict.fromkeys("int16 uint16 float16 bfloat16".split(), 2),
-    **dict.fromkeys("int32 uint32 float32".split(), 4),
-    **dict.fromkeys("int64 uint64 float64 complex64".split(), 8),
-    "complex128": 16,
+_DTYPES = {  # by bytes per element
+    1: "bool int2 int4 int8 uint2 uint4 uint8 float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    2: "int16 uint16 float16 bfloat16",
+    4: "int32 uint32 float32",
+    8: "int64 uint64 float64 complex64",
+    16: "complex128",
 }
-STORED_AS: dict[str, str] = dict.fromkeys(
-    ("uint2", "uint4", "float8_e4m3"), "uint8"
-)  # not in tensorstore's zarr3: the same bytes
+ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
+STORED_AS = dict.fromkeys(("uint2", "uint4", "float8_e4m3"), "uint8")  # not in tensorstore's zarr3: the same bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +182,7 @@ def digest(tensors: tuple[Tensor, ...]) -> str:
 def zarr_json(tensor: Tensor) -> bytes:
     """Returns the array metadata with which any zarr3 reader opens a snapshot's tensor."""
     kind = STORED_AS.get(tensor.dtype, tensor.dtype)
-    if kind == "bool":
-        fill_value: Any = False
-    else:
-        fill_value = [0.0, 0.0] if kind.startswith("complex") else 0.0 if "float" in kind else 0
+    zeros = {"bool": False, "complex64": [0.0, 0.0], "complex128": [0.0, 0.0]}
     return canonical(
         {
             "zarr_format": 3,
@@ -198,7 +193,7 @@ def zarr_json(tensor: Tensor) -> bytes:
             # One directory per tensor, c.0.1 rather than c/0/1: making directories took half of a small publish.
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "fill_value": fill_value,
+            "fill_value": zeros.get(kind, 0.0 if "float" in kind else 0),
         }
     )
 
@@ -228,22 +223,17 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
     _require(version in (None, body["version"]), f"manifest is of version {body['version']}, not of version {version}")
     run = body["run"]
     _require(isinstance(run, str) and len(run) <= MAX_RUN_LENGTH, f"run is {str(run)[:80]!r}, not a short string")
-    manifest = Manifest(
-        **{name: body[name] for name in _FIELDS - {"own_digest", "tensors", "objects", "encodings"}},
-        encodings=tuple(body["encodings"]),
-        tensors=tuple(map(_tensor, body["tensors"])),
-        objects=tuple(map(journal.parse_object, body["objects"])),
-    )
+    del body["own_digest"]
+    parsers = {"encodings": str, "tensors": _tensor, "objects": journal.parse_object}
+    manifest = Manifest(**body | {field: tuple(map(parse, body[field])) for field, parse in parsers.items()})
     _check_lineage(manifest)
     _check_objects(manifest)
     for name, kind in manifest.containers.items():
         _require(kind in ("dict", "list", "tuple", "none"), f"container {name!r} has unknown kind {str(kind)[:80]!r}")
         _require(not name or tree.is_name(name), f"container name {name[:200]!r} is not a path of plain segments")
     tree.unflatten(dict.fromkeys(t.name for t in manifest.tensors), manifest.containers)
-    actual = digest(manifest.tensors)
-    _require(
-        actual == manifest.digest_after, f"digest_after {manifest.digest_after!r} is not {actual}, the tensors' digest"
-    )
+    actual, stated = digest(manifest.tensors), manifest.digest_after
+    _require(actual == stated, f"digest_after {stated!r} is not {actual}, the tensors' digest")
     return manifest
 
 
@@ -316,11 +306,8 @@ def _check_lineage(m: Manifest) -> None:
         number = getattr(m, field)
         _require(number is None or number < m.version, f"{field} {number} is not older than version {m.version}")
     has_arrays, has_deltas = "zarr3" in m.encodings, "xor" in m.encodings
-    if has_arrays:
-        _require(m.base is None, f"a snapshot needs no other version, but base is {m.base}")
-    else:
-        good = m.base is not None and m.base == m.delta_of
-        _require(good, f"base {m.base} is not the version {m.delta_of} of the deltas")
+    needed = None if has_arrays else m.delta_of
+    _require(m.base == needed, f"base {m.base} is not {needed}, which encodings {m.encodings} require")
     _require(has_deltas == (m.delta_of is not None), f"delta_of is {m.delta_of}, encodings are {m.encodings}")
     good = digests.is_digest(m.digest_before) if has_deltas else m.digest_before is None
     _require(good, f"digest_before is {str(m.digest_before)[:80]!r}, encodings are {m.encodings}")
@@ -365,8 +352,8 @@ def _check_objects(m: Manifest) -> None:
         size = objects[path].size
         _require(num_bytes == size, f"object {path!r} has {size} bytes, of which deltas use {num_bytes}")
         _require(size <= MAX_DELTA_BYTES, f"object {path!r} has {size} bytes, more than {MAX_DELTA_BYTES}")
-    surplus = [path for path in objects if path not in expected and path not in used]
-    _require(not surplus, f"object {surplus[0]!r} belongs to no tensor" if surplus else "")
+    for path in objects:
+        _require(path in expected or path in used, f"object {path!r} belongs to no tensor")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -21,13 +21,12 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
         if node is None:
             containers[name] = "none"
             return
-        if kind is dict:
-            for key in node:
-                if not isinstance(key, str) or not is_name(key) or "/" in key:
-                    raise ValueError(
-                        f"key {key!r} under {name!r} must have 1 to 200 letters, digits, '_', '-' or '.', and not begin with "
-                        "'.': rename it"
-                    )
+        for key in node if kind is dict else ():
+            if not is_name(key) or "/" in key:
+                raise ValueError(
+                    f"key {key!r} under {name!r} must have 1 to 200 letters, digits, '_', '-' or '.', and not begin with "
+                    "'.': rename it"
+                )
         if kind in (list, tuple) or (kind is dict and not node):
             containers[name] = kind.__name__
         if kind in (dict, list, tuple):

@@ -149,7 +149,7 @@ LIES = {
     "version type": (lambda m: m.update(version=True), "version is True"),
     "version sign": (lambda m: m.update(version=-1), "version is -1"),
     "base": (lambda m: m.update(base=-1), "base is -1"),
-    "base of snapshot": (lambda m: m.update(base=2), "a snapshot needs no other version, but base is 2"),
+    "base of snapshot": (lambda m: m.update(base=2), "base 2 is not None, which encodings"),
     "delta_of alone": (lambda m: m.update(delta_of=2), "delta_of is 2"),
     "encoding": (lambda m: m.update(encodings=["gzip"]), "encodings .*gzip.* are none of"),
     "encodings twice": (lambda m: m.update(encodings=["zarr3", "zarr3"]), "are none of"),
@@ -210,8 +210,8 @@ LIES = {
     "public key": (lambda m: m.update(public_key="0"), "public_key is '0'"),
 }
 DELTA_LIES = {
-    "no base": (lambda m: m.update(base=None, delta_of=None), "base None is not the version"),
-    "two bases": (lambda m: m.update(base=2), "base 2 is not the version 3 of the deltas"),
+    "no base": (lambda m: m.update(base=None, delta_of=None), "delta_of is None, encodings are"),
+    "two bases": (lambda m: m.update(base=2), "base 2 is not 3, which encodings"),
     "base of the future": (lambda m: m.update(base=4, delta_of=4), "is not older than version 4"),
     "no digest_before": (lambda m: m.update(digest_before=None), "digest_before is 'None'"),
     "no deltas": (first_tensor(deltas=None), "deltas of tensor 'a' do not agree"),
