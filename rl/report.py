@@ -6,9 +6,9 @@
 2. Headline: the first score of the first evaluation compared with that of the last; margins are Agresti-Coull, 95 %.
 3. Curves, time per activity, rollouts before and after, the config.
 
-Left out: scripts (titles in the SVG show values on hover, and the page loads nothing), a clock (equal files give equal pages, so
-`python -m rl.report WORKDIR` may redraw at any time), a template engine (the page is one string). Text of a model is hostile:
-it is escaped, and characters that are invisible or change the direction of the line are shown by their code.
+The page is the template rl/report.html. Left out: scripts (titles in the SVG show values on hover, and the page loads nothing) and
+a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of a model is hostile: it
+is escaped, and characters that are invisible or change the direction of the line are shown by their code.
 """
 
 import collections
@@ -21,6 +21,9 @@ import pathlib
 import re
 import statistics
 import sys
+
+import jinja2
+import markupsafe
 
 from rl.reporting import metrics
 from sharding.system import atomic_file, cli
@@ -40,44 +43,40 @@ class Curve:
     lines: dict[str, str]
     phase: str = "rl"
     log: bool = False
-    zero: bool = False
+    zero: bool = True
     optional: bool = False
 
 
 CURVES = (
-    Curve("Reward", "mean over the rollouts of a step", {"reward": "rollout/reward"}),
-    Curve("Loss", "policy loss per token", {"loss": "loss/total"}),
-    Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True),
-    Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}, zero=True),
-    Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}, zero=True),
+    Curve("Reward", "mean over the rollouts of a step", {"reward": "rollout/reward"}, zero=False),
+    Curve("Loss", "policy loss per token", {"loss": "loss/total"}, zero=False),
+    Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True, zero=False),
+    Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}),
+    Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}),
     Curve(
         "Rollouts",
         "per step",
         {"accepted": "trust/num_accepted", "rejected": "trust/num_refused", "called back": "trust/num_called_back"},
-        zero=True,
     ),
-    Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}, zero=True),
-    Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}, zero=True),
-    Curve(
-        "Clipped tokens",
-        "fraction without a gradient, by the loss",
-        {"clipped": "loss/clip_frac"},
-        zero=True,
-        optional=True,
-    ),
+    Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}),
+    Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}),
+    Curve("Clipped tokens", "fraction without a gradient, by the loss", {"clipped": "loss/clip_frac"}, optional=True),
     Curve(
         "Groups without an advantage",
         "fraction of a batch whose rewards are all equal",
         {"groups": "rollout/zero_advantage_frac"},
-        zero=True,
         optional=True,
     ),
-    Curve("Policy lag", "versions", {"mean": "sync/lag", "max": "sync/lag_max"}, zero=True, optional=True),
-    Curve("KL penalty", "against objective.kl_reference", {"KL": "loss/kl"}, optional=True),
-    Curve("Distillation", "KL to the teacher, on sampled tokens", {"KL": "loss/ref_kl"}, optional=True),
-    Curve("Learning rate", "", {"rate": "optimizer/learning_rate"}, zero=True, optional=True),
+    Curve("Policy lag", "versions", {"mean": "sync/lag", "max": "sync/lag_max"}, optional=True),
+    Curve("KL penalty", "against objective.kl_reference", {"KL": "loss/kl"}, zero=False, optional=True),
+    Curve("Distillation", "KL to the teacher, on sampled tokens", {"KL": "loss/ref_kl"}, zero=False, optional=True),
+    Curve("Learning rate", "", {"rate": "optimizer/learning_rate"}, optional=True),
     Curve(
-        "Warm-up loss", "supervised, per token", {"loss": "loss/total", "held-out": "loss/held_out"}, phase="warm-up"
+        "Warm-up loss",
+        "supervised, per token",
+        {"loss": "loss/total", "held-out": "loss/held_out"},
+        phase="warm-up",
+        zero=False,
     ),
 )
 TILES = {
@@ -99,23 +98,29 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
             record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = _json(workdir / "config.json", dict)
+    command, versions = config.pop("command", None), config.pop("versions", None)
     split = _time_split(records)
-    name, (headline, lede) = _text(workdir.resolve().name), _headline(evaluations, records, sum(split.values()))
-    figures = [_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))]
-    page = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark"><title>{name}: run report</title><style>{CSS}</style></head><body><main>
-<header><p class="soft">Intellax run <b>{name}</b></p><h1>{headline}</h1><p class="lede soft">{lede}</p>
-<dl>{_tiles(records)}</dl></header>
-<h2>Curves</h2><p class="small soft">Over steps. Thin: each step. Thick: centered moving mean. Hover for values.</p>
-<div class="grid">{"".join(figures)}</div>
-<h2>Where the time went</h2>{_time_table(split)}
-<h2>Rollouts, before and after</h2>{_samples(evaluations)}
-<h2>Set-up</h2>{_setup(config.pop("command", None), config.pop("versions", None), config)}</main></body></html>
-"""
+    headline, lede = _headline(evaluations, records, sum(split.values()))
+    page = _template().render(
+        name=workdir.resolve().name,
+        headline=headline,
+        lede=lede,
+        tiles={label: _median(records, name) for label, name in TILES.items()},
+        figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
+        split=split,
+        samples=_samples(evaluations),
+        command=" ".join(command) if isinstance(command, list) else command,
+        versions=", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
+        config=config,
+    )
     atomic_file.write(workdir / "report.html", page.encode())
     return workdir / "report.html"
+
+
+def _template():
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"text": _text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
+    return environment.from_string(pathlib.Path(__file__).with_suffix(".html").read_text())
 
 
 def _json(path, kind):
@@ -167,13 +172,9 @@ def _error(item, score):
     return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
 
 
-def _tiles(records):
-    tiles = []
-    for label, name in TILES.items():
-        values = [r[name] for r in records if r["phase"] == "rl" and _finite(r.get(name))]
-        value = metrics.format_value(statistics.median(values)) if values else "–"
-        tiles.append(f"<div><dt>{label}, median</dt><dd>{value}</dd></div>")
-    return "".join(tiles)
+def _median(records, name):
+    values = [r[name] for r in records if r["phase"] == "rl" and _finite(r.get(name))]
+    return statistics.median(values) if values else None
 
 
 def _score_figure(evaluations):
@@ -185,20 +186,18 @@ def _score_figure(evaluations):
     if names and (first := evaluations[0]) is not shown[0] and names[0] in first["scores"]:
         level = (f"{first['phase']}, step {first['step']}", first["scores"][names[0]])
     note = "bars: 95 %" if any(bars.values()) else ""
-    return _figure(Curve("Held-out score", note, {"": "evaluations.json"}, zero=True), series, bars, level)
+    return _figure(Curve("Held-out score", note, {"": "evaluations.json"}), series, bars, level)
 
 
 def _curve_figure(curve, records):
     records = [r for r in records if r["phase"] == curve.phase]
     series = {label: [(r["step"], r[name]) for r in records if name in r] for label, name in curve.lines.items()}
     found = {label: points for label, points in series.items() if points}
-    if curve.optional and not found:
-        return ""
-    return _figure(curve, found or series, {}, None)
+    return None if curve.optional and not found else _figure(curve, found or series)
 
 
-def _figure(curve, series, bars, level):
-    """Returns a <figure>. `bars` maps x to half the height of an error bar of the first series; `level` is a dashed (label, y)."""
+def _figure(curve, series, bars=None, level=None):
+    """Returns the template's data. `bars` maps x to half of an error bar of the first series; `level` is a dashed (label, y)."""
     notes, lines = [curve.note] * bool(curve.note), []
     for points in series.values():
         good = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not curve.log)]
@@ -210,11 +209,13 @@ def _figure(curve, series, bars, level):
             notes.append(f"a point is the mean of {size} steps")
         bins = [good[i : i + size] for i in range(0, len(good), size)]
         lines.append([(b[-1][0], statistics.fmean(y for _, y in b)) for b in bins])
-    keys = [f'<span class="key s{i}">{_text(label)}</span>' for i, label in enumerate(series)] * (len(series) > 1)
-    caption = f'<b>{curve.title}</b> <span class="soft">{"; ".join(notes)}</span>{"".join(keys)}'
-    missing = f'<p class="empty soft">No data in this run: {", ".join(curve.lines.values())}</p>'
-    drawing = _svg(curve, series, lines, bars, level) if any(lines) else missing
-    return f"<figure><figcaption>{caption}</figcaption>{drawing}</figure>"
+    return {
+        "title": curve.title,
+        "notes": notes,
+        "labels": series if len(series) > 1 else (),
+        "missing": curve.lines.values(),
+        "svg": _svg(curve, series, lines, bars or {}, level) if any(lines) else None,
+    }
 
 
 def _svg(curve, series, lines, bars, level):
@@ -292,45 +293,32 @@ def _time_split(records):
     return {name: seconds for name, seconds in sorted(split.items(), key=lambda item: -item[1]) if seconds > 0}
 
 
-def _time_table(split):
-    rows, total = [], sum(split.values())
-    for name, seconds in split.items():
-        bar = f'<td class="fill"><div style="width:{100 * seconds / max(split.values()):.2f}%"></div></td>'
-        cells = f"<td>{metrics.format_seconds(seconds)}</td><td>{seconds / total:.1%}</td>"
-        rows.append(f'<tr><th scope="row">{_text(name)}</th>{bar}{cells}</tr>')
-    return f"<table>{''.join(rows)}</table>" if rows else '<p class="empty soft">No data in this run: time/*_s</p>'
-
-
 def _samples(evaluations):
-    rows, after = [], evaluations[-1]["samples"] if evaluations else []
-    for one in evaluations[0]["samples"][:MAX_SAMPLES] if evaluations else []:
-        same = [other for other in after if other.get("prompt") == one.get("prompt")]
-        pair = _sample("before", one) + (_sample("after", same[0]) if same and len(evaluations) > 1 else "")
-        rows.append(f'<article>{_pre(one.get("prompt"))}<div class="pair">{pair}</div></article>')
-    return "".join(rows) or '<p class="empty soft">No samples in evaluations.json</p>'
+    """Returns (prompt, [(when, reward, completion)]) of the first evaluation's samples, with those of the last if it has them."""
+    rows = []
+    for before in evaluations[0]["samples"][:MAX_SAMPLES] if evaluations else []:
+        same = (s for s in evaluations[-1]["samples"] if s.get("prompt") == before.get("prompt"))
+        after = next(same, None) if len(evaluations) > 1 else None
+        pair = [("before", before)] + [("after", after)] * (after is not None)
+        rows.append((before.get("prompt"), [(when, s.get("reward"), s.get("completion")) for when, s in pair]))
+    return rows
 
 
-def _sample(when, sample):
-    reward = metrics.format_value(sample["reward"]) if _finite(sample.get("reward")) else "–"
-    return f'<div><p class="small soft">{when} <b>reward {reward}</b></p>{_pre(sample.get("completion"))}</div>'
-
-
-def _setup(command, versions, config):
-    page = f"<h3>Command</h3>{_pre(' '.join(command) if isinstance(command, list) else command)}" if command else ""
-    versions = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions
-    page += f"<h3>Versions</h3>{_pre(versions)}" if versions else ""
-    page += f"<details><summary>Resolved config</summary>{_pre(config, 10**6)}</details>" if config else ""
-    return page or '<p class="empty soft">No config.json in this run</p>'
+# ---- filters of the template -----------------------------------------------------------------------------------------
 
 
 def _pre(value, max_chars=MAX_CHARS):
     text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
     cut = f"<i>{len(text) - max_chars} more characters</i>" if len(text) > max_chars else ""
-    return f'<pre tabindex="0">{_text(text[:max_chars])}{cut}</pre>'
+    return markupsafe.Markup(f'<pre tabindex="0">{_text(text[:max_chars])}{cut}</pre>')
 
 
 def _text(text):
-    return HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(text))
+    return markupsafe.Markup(HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(text)))
+
+
+def _number(value):
+    return metrics.format_value(value) if _finite(value) else "–"
 
 
 def _finite(value):
@@ -356,40 +344,6 @@ def main(argv: list[str] | None = None) -> int:
 _RANGES = "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff"
 HIDDEN = re.compile(f"[{_RANGES}\ufff0-\uffff\U000e0000-\U0010ffff]")
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-CSS = """
-:root{--bg:#faf9f6;--card:#fff;--ink:#1c1e22;--soft:#5b606b;--line:#e4e1d9;--s0:#22609f;--s1:#b8430b;--s2:#3d7a4a;
---mark:#fdf0d9;--sans:system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;--serif:Charter,"Iowan Old Style",
-"Palatino Linotype",Georgia,"Times New Roman",serif;--mono:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",
-monospace}@media screen and (prefers-color-scheme:dark){:root{--bg:#14161a;--card:#1b1e24;--ink:#e9e7e2;--soft:#a3a8b3;
---line:#30343c;--s0:#7db4ee;--s1:#f2a06b;--s2:#8ccb98;--mark:#4a3817}}*{box-sizing:border-box}p{margin:0 0 8px}.s0{
---c:var(--s0)}.s1{--c:var(--s1)}.s2{--c:var(--s2)}body{margin:0;background:var(--bg);color:var(--ink);
-font:15px/1.5 var(--sans);font-variant-numeric:tabular-nums}main{max-width:1060px;margin:0 auto;padding:48px 24px 72px}
-.soft,dt{color:var(--soft)}.soft b{color:var(--ink)}h1{font:400 clamp(26px,4.4vw,42px)/1.18 var(--serif);
-letter-spacing:-.01em;margin:.2em 0 .3em;text-wrap:balance}h1 b{font-weight:400;color:var(--s0)}h2{
-font:400 25px/1.2 var(--serif);margin:56px 0 12px}h3{font-size:13px;margin:20px 0 6px}.lede{font-size:17px}.small,
-figcaption{font-size:13px}.small b{margin-left:6px}.empty{padding:20px 0;font-style:italic}dl{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(160px,1fr));margin:32px 0 0;border:solid var(--line);border-width:1px 0}
-dl div{padding:14px 12px 14px 0}dt{font-size:12.5px}dd{margin:0;font:400 25px/1.25 var(--serif)}.grid{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px}figure,article{margin:0;
-padding:16px 16px 12px;background:var(--card);border:1px solid var(--line);border-radius:8px}figure,article,tr{
-break-inside:avoid}h2{break-after:avoid}figcaption b{font-size:15px;margin-right:6px}.key{margin-left:12px;
-color:var(--c)}.key::before{content:"";display:inline-block;width:14px;margin-right:5px;
-border-top:2.5px solid var(--c);vertical-align:middle}.key.s1::before{border-top-style:dashed}svg{display:block;
-width:100%;margin-top:8px}svg text{font:11px var(--sans);fill:var(--soft);text-anchor:end}svg text.x{
-text-anchor:middle}path{fill:none}.rule{stroke:var(--line)}.tick{stroke:var(--soft)}.raw,.mean,.bar{stroke:var(--c);
-stroke-linejoin:round}.raw{opacity:.4}.mean{stroke-width:2.2}.mean.s1{stroke-dasharray:5 3}.bar{stroke-width:1.5;
-opacity:.55}.level{stroke:var(--soft);stroke-dasharray:2 4}.dot{fill:var(--c)}.hit{fill:transparent}.hit:hover,
-.dot:hover{fill:var(--c);stroke:var(--card);stroke-width:1.5}i{font-style:normal;background:var(--mark)}table{
-border-collapse:collapse;width:100%}th{text-align:left;font-weight:400;width:11em}td{text-align:right;width:5em}td,th{
-padding:5px 0;border-bottom:1px solid var(--line)}.fill{width:auto}.fill div{height:12px;min-width:1px;
-background:var(--s0);border-radius:2px;print-color-adjust:exact}article{margin-bottom:16px}.pair{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:16px;margin-top:10px}pre{margin:0;
-font:12.5px/1.5 var(--mono);white-space:pre-wrap;overflow-wrap:anywhere;max-height:22em;overflow:auto}.pair pre,
-main>pre,details pre{background:var(--bg);border:1px solid var(--line);border-radius:5px;padding:9px 11px}details{
-margin-top:20px}details pre{max-height:none;margin-top:8px}summary{cursor:pointer}:focus-visible{
-outline:2px solid var(--s0);outline-offset:2px}@media print{main{padding:0}pre{max-height:none}body{font-size:11pt;
-background:none}}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())
