@@ -22,15 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2}  # other names contain their bits: f32, s8, f8e4m3fn
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +37,9 @@ class Collective:
     @property
     def sent_bytes(self) -> float:
         """Bytes that one chip sends in all executions together."""
-        size = len(self.group)
-        if self.kind == "collective-permute":
-            return self.count * self.num_bytes
-        share = (size - 1) / size
-        return self.count * self.num_bytes * share * (2 if self.kind == "all-reduce" else 1)
+        share = (len(self.group) - 1) / len(self.group)
+        factor = {"collective-permute": 1.0, "all-reduce": 2 * share}.get(self.kind, share)
+        return self.count * self.num_bytes * factor
 
 
 class Instruction(NamedTuple):
@@ -123,26 +113,25 @@ def parse(text: str, turns: Sequence[int] = ()) -> Module:
 
     counts, fused = collections.Counter(), set()
 
+    def called(line: str) -> list[str]:
+        return [name for name in _called(line) if name in computations]
+
     @functools.cache
     def bounded_by_data(name: str) -> bool:
         """Returns True if this computation, or one that it calls, has a loop bounded by data."""
-        for line in computations[name]:
-            loop = _LOOP.search(line)
-            if loop and (_constant_turns(computations[loop["condition"]]) is None or bounded_by_data(loop["body"])):
-                return True
-            if any(bounded_by_data(called) for called in _called(line) if called in computations):
-                return True
-        return False
+        loops = filter(None, map(_LOOP.search, computations[name]))
+        if any(_constant_turns(computations[loop["condition"]]) is None for loop in loops):
+            return True
+        return any(bounded_by_data(child) for line in computations[name] for child in called(line))
 
     def visit(name: str, count: int, turns: Sequence[int]):
         counts[name] += count
         for line in computations[name]:
             loop = _LOOP.search(line)
             if loop is None:
-                for called in _called(line):
-                    if called in computations:
-                        fused.update([called] if " fusion(" in line else ())
-                        visit(called, count, turns)
+                fused.update(called(line) if " fusion(" in line else ())
+                for child in called(line):
+                    visit(child, count, turns)
                 continue
             num_turns, left = _constant_turns(computations[loop["condition"]]), turns
             if num_turns is None:
@@ -154,10 +143,9 @@ def parse(text: str, turns: Sequence[int] = ()) -> Module:
     visit(entry, 1, tuple(turns))
     return Module(
         tuple(
-            Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
-            for name, lines in computations.items()
-            if counts[name]
-            for line in lines
+            Instruction(count, name, line, name not in fused or line.startswith("ROOT "))
+            for name, count in counts.items()
+            for line in computations[name]
         )
     )
 
@@ -170,7 +158,7 @@ def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-_COLLECTIVE = re.compile(rf" = (?P<result>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_COLLECTIVE = re.compile(rf" = (?P<result>.+?) (?P<kind>{KINDS})(?P<start>-start)?\(")
 _COPY = re.compile(r" = (?P<result>.+?) (?:copy|copy-start|transpose)\(")
 _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
 
@@ -185,8 +173,8 @@ def _extent(dims: Sequence[int]) -> list[int]:
 
 
 def _called(line: str) -> list[str]:
-    """Returns the names of the computations that an instruction calls, except a reduction's element-wise function."""
-    names = re.findall(r"(?:calls|true_computation|false_computation)=%([\w.\-]+)", line)
+    """Returns the names of the computations that an instruction calls, except conditions and element-wise functions."""
+    names = re.findall(r"(?:calls|body|true_computation|false_computation)=%([\w.\-]+)", line)
     for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
         names += re.findall(r"%([\w.\-]+)", group)
     return names
@@ -198,12 +186,9 @@ def _constant_turns(condition: Sequence[str]) -> int | None:
     match = re.search(r"compare\((.*?)\), direction=LT", root)
     if match is None:
         return None
-    for operand in re.findall(r"%([\w.\-]+)", match[1]):
-        for line in condition:
-            constant = re.match(rf"%{re.escape(operand)} = [su]\d+\[\]\S* constant\((\d+)\)", line)
-            if constant:
-                return int(constant[1])
-    return None
+    constants = dict(re.findall(r"^%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)", "\n".join(condition), re.MULTILINE))
+    operands = re.findall(r"%([\w.\-]+)", match[1])
+    return next((int(constants[operand]) for operand in operands if operand in constants), None)
 
 
 def _pair(line: str) -> tuple[int, ...]:

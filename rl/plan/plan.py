@@ -17,9 +17,11 @@ Programs are compiled one at a time: fragmentation and the memory of other progr
 data-center network.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
+import operator
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -59,11 +61,10 @@ class Outcome:
 
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
     """Returns the program `name` of an experiment, on the topology of its role."""
-    if name in lowered_programs.LEARNER:
-        return lowered_programs.LEARNER[name](exp, lowered_programs.create_mesh(topology, exp.config.mesh.to_dict()))
-    return lowered_programs.SERVER[name](
-        exp, lowered_programs.create_mesh(topology, exp.config.plan.server_mesh.to_dict())
-    )
+    is_learner = name in lowered_programs.LEARNER
+    programs = lowered_programs.LEARNER if is_learner else lowered_programs.SERVER
+    axes = exp.config.mesh if is_learner else exp.config.plan.server_mesh
+    return programs[name](exp, lowered_programs.create_mesh(topology, axes.to_dict()))
 
 
 def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
@@ -134,55 +135,20 @@ def bounds(outcome: Outcome, topology: str) -> roofline.Bounds:
 
 def describe(outcome: Outcome, topology: str) -> str:
     """Returns the lines of the report about one program."""
-    program, chip = outcome.program, roofline.chip_of(topology)
-    lines = [program.title, f"  memory per chip   {_memory_line(outcome, chip)}"]
-    if not outcome.peak_bytes:
-        return "\n".join([*lines, f"  DOES NOT FIT: {outcome.refusal}"])
-    limits = bounds(outcome, topology)
-    if outcome.host_bytes > 0.01 * GIB:
-        lines.append(f"  memory of hosts   {_gib(outcome.host_bytes)} per chip")
-    model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
-    lines.append(f"  arithmetic        {model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens")
-    lines += _collective_lines(outcome)
-    if program.cache:
-        lines.append(f"  cache             {outcome.cache_copies} copies of a whole array of it in the program")
-    lines.append(
-        f"  time              compute {_seconds(limits.compute_s)}, memory {_seconds(limits.memory_s)}, links "
-        f"{_seconds(limits.links_s)}: at least {_seconds(limits.overlapped_s)} ({limits.limit}), "
-        f"{_seconds(limits.serial_s)} with links not overlapped"
-    )
-    rate = program.num_tokens / limits.overlapped_s, program.num_tokens / limits.serial_s
-    lines.append(f"  tokens/s          at most {rate[0]:,.0f}; {rate[1]:,.0f} with links not overlapped")
-    if program.model_flops:
-        share = [
-            roofline.mfu(program.model_flops, program.mesh.size, chip, s)
-            for s in (limits.overlapped_s, limits.serial_s)
-        ]
-        lines.append(f"  MFU               at most {share[0]:.0%}; {share[1]:.0%} with links not overlapped")
-        lines.append(
-            f"                    = model FLOPs / ({program.mesh.size} chips x {chip.flops_per_s / 1e12:.0f} TFLOP/s x time)"
-        )
-    if program.name in lowered_programs.SERVER:
-        rate = program.num_tokens / limits.memory_s
-        lines.append(
-            f"  memory allows     {rate:,.0f} tokens/s = {program.num_tokens} / ({_gib(program.read_bytes)} read per chip / "
-            f"{chip.memory_bytes_per_s / 1e9:,.0f} GB/s)"
-        )
-    if outcome.refusal:
-        lines.append(f"  DOES NOT FIT: {outcome.refusal}")
-    return "\n".join([*lines, f"  compiled in {outcome.compile_s:.0f} s"])
+    program, is_compiled = outcome.program, outcome.peak_bytes > 0
+    rows = [("memory per chip", _memory(outcome, roofline.chip_of(topology)))]
+    rows += _work_rows(outcome, topology) if is_compiled else []
+    lines = [program.title, *(f"  {label:<17} {text}" for label, text in rows)]
+    lines += [f"  DOES NOT FIT: {outcome.refusal}"] if outcome.refusal else []
+    return "\n".join([*lines, *([f"  compiled in {outcome.compile_s:.0f} s"] if is_compiled else [])])
 
 
-def _memory_line(outcome: Outcome, chip: roofline.Chip) -> str:
-    program = outcome.program
-    parts = dict(program.held)
+def _memory(outcome: Outcome, chip: roofline.Chip) -> str:
+    parts, gradients = dict(outcome.program.held), outcome.program.needed.get("gradients", 0.0)
     if outcome.peak_bytes:
-        gradients = program.needed.get("gradients", 0.0)
-        if gradients:
-            parts["gradients"] = gradients
+        parts |= {"gradients": gradients} if gradients else {}
         parts["workspace"] = max(outcome.workspace_bytes - gradients, 0.0)
-        if outcome.output_bytes > 0.01 * GIB:
-            parts["results"] = outcome.output_bytes
+        parts |= {"results": outcome.output_bytes} if outcome.output_bytes > 0.01 * GIB else {}
     line = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     if not outcome.peak_bytes:
         return f"{line} GiB of {_gib(chip.memory_bytes)}"
@@ -190,17 +156,44 @@ def _memory_line(outcome: Outcome, chip: roofline.Chip) -> str:
     return f"{line}: {_gib(outcome.peak_bytes)} of {_gib(chip.memory_bytes)}, {left / GIB:.2f} left"
 
 
-def _collective_lines(outcome: Outcome) -> list[str]:
-    totals: dict[tuple[str, str], list[float]] = {}
+def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
+    program, chip, limits = outcome.program, roofline.chip_of(topology), bounds(outcome, topology)
+    chips, times_s = program.mesh.size, (limits.overlapped_s, limits.serial_s)
+    rates = [program.num_tokens / s for s in times_s]
+    shares = [roofline.mfu(program.model_flops, chips, chip, s) for s in times_s]
+    model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
+    rows = [
+        (outcome.host_bytes > 0.01 * GIB, "memory of hosts", f"{_gib(outcome.host_bytes)} per chip"),
+        (True, "arithmetic", f"{model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens"),
+        *((True, label, text) for label, text in _collective_rows(outcome)),
+        (program.cache, "cache", f"{outcome.cache_copies} copies of a whole array of it in the program"),
+        (
+            True,
+            "time",
+            f"compute {_seconds(limits.compute_s)}, memory {_seconds(limits.memory_s)}, links {_seconds(limits.links_s)}: "
+            f"at least {_seconds(times_s[0])} ({limits.limit}), {_seconds(times_s[1])} with links not overlapped",
+        ),
+        (True, "tokens/s", f"at most {rates[0]:,.0f}; {rates[1]:,.0f} with links not overlapped"),
+        (program.model_flops, "MFU", f"at most {shares[0]:.0%}; {shares[1]:.0%} with links not overlapped"),
+        (program.model_flops, "", f"= model FLOPs / ({chips} chips x {chip.flops_per_s / 1e12:.0f} TFLOP/s x time)"),
+        (
+            program.name in lowered_programs.SERVER,
+            "memory allows",
+            f"{program.num_tokens / limits.memory_s:,.0f} tokens/s = {program.num_tokens} / "
+            f"({_gib(program.read_bytes)} read per chip / {chip.memory_bytes_per_s / 1e9:,.0f} GB/s)",
+        ),
+    ]
+    return [(label, text) for applies, label, text in rows if applies]
+
+
+def _collective_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    counts, sent = collections.Counter(), collections.Counter()
     for collective in outcome.collectives:
-        total = totals.setdefault((collective.kind, _axes(collective.group, outcome.program.mesh)), [0, 0.0])
-        total[0] += collective.count
-        total[1] += collective.sent_bytes
-    lines = []
-    for (kind, axes), (count, sent) in sorted(totals.items(), key=lambda item: -item[1][1]):
-        label = "collectives" if not lines else ""
-        lines.append(f"  {label:<17} {kind} over {axes}: {count:,.0f} times, {_three(sent / GIB)} GiB sent per chip")
-    return lines or ["  collectives       none"]
+        key = f"{collective.kind} over {_axes(collective.group, outcome.program.mesh)}"
+        counts[key] += collective.count
+        sent[key] += collective.sent_bytes
+    texts = [f"{key}: {counts[key]:,.0f} times, {_three(n / GIB)} GiB sent per chip" for key, n in sent.most_common()]
+    return [("" if i else "collectives", text) for i, text in enumerate(texts or ["none"])]
 
 
 def _axes(group: tuple[int, ...], mesh: jax.sharding.Mesh) -> str:
@@ -230,27 +223,24 @@ def _three(value: float) -> str:
 # ---- remedies --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A change of the command that may make programs fit. `words` are its flags."""
-
-    words: str
-    config: config_dict.ConfigDict
-    topology: str
-
-
 def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) -> str:
     """Returns the first change with which the programs `names` of one role compile and fit, as flags to add.
 
     Changes that need no more chips come first, then those that cost the least speed. Compiles at most MAX_TRIES of them.
     """
     tries = 0
-    changes = _learner_changes if names[0] in lowered_programs.LEARNER else _server_changes
-    for change in changes(config, topology):
-        chip = roofline.chip_of(change.topology)
+    is_learner = names[0] in lowered_programs.LEARNER
+    flag, changes = ("topology", _learner_changes) if is_learner else ("server_topology", _server_changes)
+    for place, options in changes(config, topology):
+        new = {name: value for name, value in options.items() if value != operator.attrgetter(name)(config)}
+        flags = [f"--{flag}={place}"] * (place != topology) + [f"--config.{name}={new[name]}" for name in new]
+        if not flags:
+            continue  # this did not fit
+        changed, chip = config.copy_and_resolve_references(), roofline.chip_of(place)
+        changed.update_from_flattened_dict(new)
         try:
-            exp = lowered_programs.resolve(change.config)
-            made = [make_program(name, exp, change.topology) for name in names]
+            exp = lowered_programs.resolve(changed)
+            made = [make_program(name, exp, place) for name in names]
         except ValueError:
             continue  # dims that do not divide: this change alone is not possible
         if any(program.estimated_bytes > chip.memory_bytes for program in made):
@@ -259,45 +249,26 @@ def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) 
             break
         tries += 1
         if not any(compile_program(program, chip).refusal for program in made):
-            return f"{change.words} (compiled: it fits)"
+            return f"{' '.join(flags)} (compiled: it fits)"
     return f"none of the {tries} most promising changes compiled; ask for more chips, or a smaller model"
 
 
-def _learner_changes(config, topology: str) -> Iterator[Change]:
+def _learner_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
     """Yields fewer rows at a time, then more recomputation, then other topologies with the same rows or one per shard."""
-    for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
+    remats = ["none", "dots", "block", "offload"]
+    for place in [topology, *roofline.alternatives(topology)]:
         try:
             shards = rules.num_batch_shards(lowered_programs.create_mesh(place, config.mesh.to_dict()))
         except ValueError:
             continue  # the mesh of this config does not fit there
         rows = [n for n in (config.train.rows // 2**k for k in range(12)) if n and n % shards == 0] or [shards]
-        if place != topology:
-            rows = list(dict.fromkeys([rows[0], shards]))
-        for remat, num_rows in itertools.product([config.model.remat, *_stronger(config.model.remat)], rows):
-            changed = config.copy_and_resolve_references()
-            changed.train.rows, changed.model.remat = num_rows, remat
-            words = [
-                f"--topology={place}" if place != topology else "",
-                f"--config.train.rows={num_rows}" if num_rows != config.train.rows else "",
-                f"--config.model.remat={remat}" if remat != config.model.remat else "",
-            ]
-            if any(words):
-                yield Change(" ".join(filter(None, words)), changed, place)
+        rows = rows if place == topology else list(dict.fromkeys([rows[0], shards]))
+        for remat, num_rows in itertools.product(remats[remats.index(config.model.remat) :], rows):
+            yield place, {"train.rows": num_rows, "model.remat": remat}
 
 
-def _server_changes(config, topology: str) -> Iterator[Change]:
+def _server_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
     """Yields fewer slots, then larger and other topologies with as many slots as fit."""
-    for place in [topology, *roofline.larger(topology), *roofline.others(topology)]:
-        for k in range(0, 10):
-            slots = config.inference.num_slots // 2**k
-            words = [f"--server_topology={place}"] if place != topology else []
-            words += [f"--config.inference.num_slots={slots}"] if k else []
-            if slots >= 1 and words:
-                changed = config.copy_and_resolve_references()
-                changed.inference.num_slots = slots
-                yield Change(" ".join(words), changed, place)
-
-
-def _stronger(remat: str) -> list[str]:
-    order = ["none", "dots", "block", "offload"]
-    return order[order.index(remat) + 1 :]
+    for place in [topology, *roofline.alternatives(topology)]:
+        for k in range(min(10, config.inference.num_slots.bit_length())):
+            yield place, {"inference.num_slots": config.inference.num_slots // 2**k}

@@ -31,24 +31,16 @@ class Chip:
     link_bytes_per_s: float  # of one port in one direction
     wrap: int  # a dim of the topology that is a multiple of this closes to a ring
     host: str  # topology of one host, on which a server runs
-    sizes: tuple[str, ...]  # available topologies, by size
+    sizes: Sequence[str]  # available topologies, by size
 
 
 GIB = 2**30
+_SIZES_2D = "2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
+_SIZES_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16".split()
 CHIPS = {
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 50e9, 16, "2x4", ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-    "v6e": Chip(
-        int(31.25 * GIB), 918e12, 1638e9, 100e9, 16, "2x4", ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-    ),
-    "v5p": Chip(
-        int(95.74 * GIB),
-        459e12,
-        2765e9,
-        100e9,
-        4,
-        "2x2x1",
-        ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16"),
-    ),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 50e9, 16, "2x4", _SIZES_2D),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1638e9, 100e9, 16, "2x4", _SIZES_2D),
+    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 100e9, 4, "2x2x1", _SIZES_3D),
 }
 
 
@@ -69,18 +61,12 @@ def num_chips(topology: str) -> int:
     return math.prod(int(part) for part in topology.partition(":")[2].split("x"))
 
 
-def larger(topology: str) -> list[str]:
-    """Returns the topologies of the same kind with more chips, smallest first."""
-    kind, _, _ = topology.partition(":")
-    names = [f"{kind}:{size}" for size in chip_of(topology).sizes]
-    return [name for name in names if num_chips(name) > num_chips(topology)]
-
-
-def others(topology: str) -> list[str]:
-    """Returns the topologies of all other kinds of chip, smallest first."""
+def alternatives(topology: str) -> list[str]:
+    """Returns larger topologies of the same kind, then those of all other kinds of chip; both smallest first."""
     kind = topology.partition(":")[0]
-    names = [f"{other}:{size}" for other, chip in CHIPS.items() if other != kind for size in chip.sizes]
-    return sorted(names, key=num_chips)
+    names = sorted((f"{other}:{size}" for other, chip in CHIPS.items() for size in chip.sizes), key=num_chips)
+    same = [n for n in names if n.startswith(f"{kind}:") and num_chips(n) > num_chips(topology)]
+    return same + [n for n in names if not n.startswith(f"{kind}:")]
 
 
 # ---- links and times -------------------------------------------------------------------------------------------------
@@ -121,8 +107,7 @@ class Bounds:
     @property
     def limit(self) -> str:
         """Name of the longest of the three."""
-        times = {"compute": self.compute_s, "memory": self.memory_s, "links": self.links_s}
-        return max(times, key=lambda name: times[name])
+        return max("compute", "memory", "links", key=lambda name: getattr(self, f"{name}_s"))
 
 
 def mfu(model_flops: float, num_chips: int, chip: Chip, seconds: float) -> float:

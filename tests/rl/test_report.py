@@ -23,7 +23,7 @@ def test_a_full_run(tmp_path):
     assert "No data" not in page and "step 7: reward 0.0700" in page and "step 20: KL 2.0e-05" in page
     assert "learner against sampler, log scale; not drawn: 1 not finite or not positive" in page
     assert "10⁻⁶" in page and "start, step 0: 0.100" in page
-    rows = re.findall(r'<th scope="row">(.*?)</th>.*?<td>(.*?)</td><td>(.*?)</td>', page)
+    rows = re.findall(r'<th scope="row">(.*?)</th>.*?<td>(.*?)</td><td>(.*?)</td>', page, re.S)
     # 50 steps of 1.6 s (0.1 s of each unnamed: "other"), 20 of warm-up, 15 of start-up
     assert rows == [
         ("waiting for rollouts", "0:50", "43.5%"),
