@@ -143,9 +143,10 @@ def parse(text: str, turns: Sequence[int] = ()) -> Module:
     visit(entry, 1, tuple(turns))
     return Module(
         tuple(
-            Instruction(count, name, line, name not in fused or line.startswith("ROOT "))
-            for name, count in counts.items()
-            for line in computations[name]
+            Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
+            for name, lines in computations.items()
+            for line in lines
+            if counts[name]
         )
     )
 

@@ -28,7 +28,15 @@ from rl.plan import roofline
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-HOST_MEMORY = "pinned_host"
+# Without these, libtpu waits minutes for a metadata server, which only TPU machines have.
+COMPILER_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock guards chips, and none is opened here
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +51,8 @@ class LoweredProgram:
     needed: dict[str, float]  # estimated further bytes per chip: gradients, saved layer inputs, a layer
     num_tokens: int  # of one run (of one step, in decode)
     executed_flops: float  # of one run, all chips
-    model_flops: float  # the FLOPs that MFU counts; 0 if it has no MFU
     read_bytes: float  # per chip, of one run, from its memory
+    model_flops: float = 0.0  # the FLOPs that MFU counts; 0 if it has no MFU
     turns: tuple[int, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
     cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
 
@@ -73,16 +81,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError(
             "libtpu is not installed, but a plan needs the TPU compiler; pip install -r third_party/plan-requirements.txt"
         )
-    # Without these, libtpu waits minutes for a metadata server, which only TPU machines have.
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("TPU_WORKER_ID", "0"),
-        ("TPU_MIN_LOG_LEVEL", "3"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # its lock guards chips, and none is opened here
-    ):
-        os.environ.setdefault(name, value)
+    os.environ.update(COMPILER_ENVIRONMENT | os.environ)
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except jax.errors.JaxRuntimeError as error:
@@ -102,27 +101,21 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
     work = flops.ModelFlops.of(model)
-    gathered = _gathered_bytes(model, mesh)
-    passes = 4 if model.remat in ("block", "offload") else 3
-    scored_flops = 0.0
-    if exp.objective.old_logprobs == "learner":
-        passes, scored_flops = passes + 1, work.forward_flops(num_tokens, T)
+    num_scored = int(exp.objective.old_logprobs == "learner")
+    num_passes = (4 if model.remat in ("block", "offload") else 3) + num_scored
     held = {
         "parameters": bytes_per_chip((state.params, state.frozen)),
         "optimizer": bytes_per_chip(state.opt_state),
         "batch": bytes_per_chip(batch),
     }
     if exp.objective.needs_reference:  # it stays in memory next to the policy
-        held["reference"] = bytes_per_chip(
-            transformer.abstract(reference.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size), mesh)
-        )
+        other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
+        held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return LoweredProgram(
         name="train",
-        title=(
-            f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens (all rollouts at "
-            f"{config.inference.max_model_len} tokens)"
-        ),
+        title=f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens "
+        f"(all rollouts at {config.inference.max_model_len} tokens)",
         mesh=mesh,
         lower=lambda: _lower(mesh, step, state, batch),
         held=held,
@@ -133,9 +126,10 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
             "a layer": 5 * _layer_bytes(model, mesh, rows, T),
         },
         num_tokens=num_tokens,
-        executed_flops=work.executed_flops(num_tokens, T) + scored_flops,
+        executed_flops=work.executed_flops(num_tokens, T) + num_scored * work.forward_flops(num_tokens, T),
         model_flops=work.model_flops(num_tokens, min(config.inference.max_model_len, T)),
-        read_bytes=num_micro_batches * passes * gathered + num_steps * 2 * (held["parameters"] + held["optimizer"]),
+        read_bytes=num_micro_batches * num_passes * _gathered_bytes(model, mesh)
+        + num_steps * 2 * (held["parameters"] + held["optimizer"]),
         turns=(num_steps, math.ceil(num_micro_batches / num_steps)),
     )
 
@@ -144,7 +138,6 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
     """Returns the log-probability pass of a batch without gradient (rl/learner/train_step.py), as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
-    share_prompts = exp.config.train.share_prompts
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
     num_tokens = num_micro_batches * rows * T
@@ -152,12 +145,11 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
-        lower=lambda: train_step.score.lower(model, mesh, params, batch, share_prompts),
+        lower=lambda: train_step.score.lower(model, mesh, params, batch, exp.config.train.share_prompts),
         held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,
         executed_flops=flops.ModelFlops.of(model).forward_flops(num_tokens, T),
-        model_flops=0.0,
         read_bytes=num_micro_batches * _gathered_bytes(model, mesh),
         turns=(num_micro_batches,),
     )
@@ -167,33 +159,30 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
     """Returns the engine's prefill of the longest prompts: a chunk of one, or a whole bucket of several."""
     server, params = _server(exp, mesh)
     chunk, capacity = exp.engine.prefill_chunk, exp.engine.capacity
+    held = {"parameters": bytes_per_chip(params)}
     if capacity > chunk:
-        shape, keys = (1, chunk), capacity
-        cache = _placed(jax.eval_shape(server.empty_prefix), mesh)
+        shape = (1, chunk)
+        rest = _placed(jax.eval_shape(server.empty_prefix), mesh)
+        held["cache"] = bytes_per_chip(rest)
         title = f"prefill: a chunk of {chunk} tokens of one prompt, against {capacity} keys"
         function = jax.jit(
             lambda params, tokens, cache: server.prefill_chunk(params, tokens, 0, cache), donate_argnums=2
         )
-        tokens_PT, *rest = jax.ShapeDtypeStruct(shape, jnp.int32), cache
-        held = {"parameters": bytes_per_chip(params), "cache": bytes_per_chip(cache)}
     else:
-        shape, keys = (exp.engine.prefill_batch, capacity), capacity
+        shape = (exp.engine.prefill_batch, capacity)
+        rest = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
         title = f"prefill: {shape[0]} prompts of {capacity} tokens"
         function = jax.jit(server.prefill_batch)
-        tokens_PT, *rest = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
-        held = {"parameters": bytes_per_chip(params)}
-    num_tokens = math.prod(shape)
-    work = flops.ModelFlops.of(exp.model)
+    num_tokens, work = math.prod(shape), flops.ModelFlops.of(exp.model)
     return LoweredProgram(
         name="prefill",
         title=title,
         mesh=mesh,
-        lower=lambda: _lower(mesh, function, params, tokens_PT, *rest),
+        lower=lambda: _lower(mesh, function, params, jax.ShapeDtypeStruct(shape, jnp.int32), rest),
         held=held,
         needed={},
         num_tokens=num_tokens,
-        executed_flops=num_tokens * (2 * (work.multiplied - work.head) + work.attention_flops(keys)),
-        model_flops=0.0,
+        executed_flops=num_tokens * (2 * (work.multiplied - work.head) + work.attention_flops(capacity)),
         read_bytes=sum(held.values()),
     )
 
@@ -221,7 +210,6 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         needed={},
         num_tokens=slots,
         executed_flops=slots * (2 * work.multiplied + work.attention_flops(exp.engine.capacity)),
-        model_flops=0.0,
         read_bytes=read_share * held["parameters"] + held["cache"],
         turns=(1,),
         cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x)})),
@@ -249,22 +237,18 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
     """Returns an engine and its weights, which are published in the dtype of the activations."""
     model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
     engine.check_mesh(exp.engine, mesh)
-    params = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        transformer.abstract(model),
-        weights.shardings(model, mesh),
-    )
+    params = _sharded(transformer.abstract(model), weights.shardings(model, mesh))
     return engine.Engine(model, exp.engine, exp.tokenizer), params
 
 
 def _placed(tree, mesh: jax.sharding.Mesh):
     """Returns a state or cache of an engine with the shardings with which its programs return it."""
-    layout = decode_state.layout(tree, mesh)
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)),
-        tree,
-        layout,
-    )
+    specs = decode_state.layout(tree, mesh)
+    return _sharded(tree, jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs))
+
+
+def _sharded(tree, shardings):
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def _whole_and_layer(x) -> list[tuple[int, ...]]:
@@ -283,13 +267,8 @@ def _lower(mesh, function, *args) -> jax.stages.Lowered:
 
 def bytes_per_chip(tree) -> float:
     """Returns the bytes per chip of a tree of `ShapeDtypeStruct` with shardings. Arrays in host memory do not count."""
-    return float(
-        sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(tree)
-            if x.sharding.memory_kind != HOST_MEMORY
-        )
-    )
+    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
 def _gathered_bytes(model, mesh: jax.sharding.Mesh) -> float:
