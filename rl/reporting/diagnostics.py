@@ -9,6 +9,7 @@
 A pathology is an entry of a table: a condition, and the remedy.
 """
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 
@@ -80,117 +81,82 @@ class Adviser:
     def after(self, step: int, values: dict[str, float]) -> str | None:
         """Records the metrics of a step; every fifth step, returns a line of advice that was not given before, or None."""
         self._history.append(values)
-        if step % WINDOW or (found := _first(self._history)) is None or found[0] in self._given:
+        entry, line = ("", None) if step % WINDOW else _first(self._history)
+        if entry in self._given:
             return None
-        self._given.add(found[0])
-        return found[1]
+        self._given |= {entry} - {""}
+        return line
 
 
 def advice(history: Sequence[dict[str, float]]) -> str | None:
     """Returns one line on the last `WINDOW` steps of a run, or None; `history` holds the steps' metrics, oldest first."""
-    found = _first(history)
-    return found and found[1]
+    return _first(history)[1]
 
 
-def _first(history) -> tuple[str, str] | None:
-    """(entry of the table, its line) of the first pathology that holds."""
-    last = list(history)[-WINDOW:]
-    if len(last) == WINDOW:
-        for holds, text in PATHOLOGIES:
-            if (values := holds(last, history)) is not None:
-                return text, text.format(*values)
-    return None
+def _first(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
+    """Returns (entry of the table, its line) of the first pathology that holds, or ("", None)."""
+    if len(history) < WINDOW:
+        return "", None
+    now = _means(history[-WINDOW:])
+    # The fall of the entropy is that between two windows, which may not overlap.
+    now["first entropy"] = _means(history[:WINDOW])["loss/entropy"] if len(history) >= 2 * WINDOW else 0.0
+    now["sampler_kl"] = now[metrics.sampler_kl(history[-1])]
+    return next(((text, text.format(now)) for holds, text in PATHOLOGIES if holds(now)), ("", None))
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of the finite values of each metric; NaN, with which no condition holds, if it has none."""
+    means = collections.defaultdict(lambda: math.nan)
+    for name in set().union(*steps):
+        found = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
+        means[name] = float(np.mean(found)) if found else math.nan
+    return means
 
 
-def _mean(steps, name) -> float:
-    found = [step[name] for step in steps if name in step and math.isfinite(step[name])]
-    return float(np.mean(found)) if found else math.nan
-
-
-def _above(name: str, bound: float) -> Callable:
-    """Returns a condition that holds if the mean of `name` over the window is above `bound`."""
-
-    def holds(last, history):
-        value = _mean(last, name)
-        return (value,) if value > bound else None
-
-    return holds
-
-
-def _solved(last, history):
-    flat, reward = _mean(last, "rollout/zero_advantage_frac"), _mean(last, "rollout/reward")
-    return (reward, flat) if flat > 0.9 and reward >= SOLVED else None
-
-
-def _flat_rewards(last, history):
-    flat = _mean(last, "rollout/zero_advantage_frac")
-    return (flat, _mean(last, "rollout/reward")) if flat > 0.9 else None
-
-
-def _collapsed(last, history):
-    first, now = _mean(history[: len(last)], "loss/entropy"), _mean(last, "loss/entropy")
-    return (first, now) if len(history) >= 2 * len(last) and now < 0.1 * first and first > 0 else None
-
-
-def _differs_without_lag(last, history):
-    """A ratio away from 1 with hardly any staleness is a numerical error; the policy did not change."""
-    kl, lag = _mean(last, metrics.sampler_kl(last[-1])), _mean(last, "sync/lag")
-    return (kl, lag) if lag < 0.5 and kl > 0.01 else None
-
-
-def _no_gradient(last, history):
-    norm = _mean(last, "loss/grad_norm")
-    return (norm,) if norm < 1e-8 else None
-
-
-def _few_effective(last, history):
-    part = _mean(last, "loss/effective_sample_frac")
-    return (part,) if part < 0.3 else None
-
-
-PATHOLOGIES = (  # the first that holds is reported: causes before consequences
+# Conditions on the means of the last steps. The first that holds is reported: causes before consequences.
+PATHOLOGIES: tuple[tuple[Callable[[dict[str, float]], bool], str], ...] = (
     (
-        _solved,
-        "solved: the mean reward is {:.2f} of at most 1, and in {:.0%} of the groups all rewards are equal; "
-        "stop here, or make the tasks harder",
+        lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
+        "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} of the groups "
+        "all rewards are equal; stop here, or make the tasks harder",
     ),
     (
-        _flat_rewards,
-        "advice: in {:.0%} of the groups all rewards are equal (mean reward {:.2f}), so no sample is preferred: make the tasks "
-        "easier or harder, raise rl.samples_per_prompt, or give partial credit",
+        lambda m: m["rollout/zero_advantage_frac"] > 0.9,
+        "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward {0[rollout/reward]:.2f}), so "
+        "no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or give partial credit",
+    ),
+    (  # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
+        lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
+        "advice: learner and sampler disagree (mismatch KL {0[sampler_kl]:.3g} at a lag of {0[sync/lag]:.1f}): check that temperature, "
+        "tokenizer and dtype are the same on both sides before looking at the algorithm",
     ),
     (
-        _differs_without_lag,
-        "advice: learner and sampler disagree (mismatch KL {:.3g} at a lag of {:.1f}): check that temperature, tokenizer and dtype are "
-        "the same on both sides before looking at the algorithm",
+        lambda m: m["loss/effective_sample_frac"] < 0.3,
+        "advice: importance ratios vary so much that only {0[loss/effective_sample_frac]:.0%} of the tokens count: lower rl.max_lag, "
+        "or optimizer.learning_rate",
     ),
     (
-        _few_effective,
-        "advice: importance ratios vary so much that only {:.0%} of the tokens count: lower rl.max_lag, or optimizer.learning_rate",
+        lambda m: m["loss/clip_frac"] > 0.3,
+        "advice: {0[loss/clip_frac]:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or "
+        "widen the bounds of the loss",
     ),
     (
-        _above("loss/clip_frac", 0.3),
-        "advice: {:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or widen the bounds of the loss",
+        lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
+        "advice: entropy fell from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}: the policy has stopped exploring; lower "
+        "optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
     ),
     (
-        _collapsed,
-        "advice: entropy fell from {:.3g} to {:.3g}: the policy has stopped exploring; lower optimizer.learning_rate, widen clip_high, "
-        "or set objective.entropy_coef",
+        lambda m: m["rollout/truncated_frac"] > 0.5,
+        "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be rewarded: raise "
+        "sampling.max_tokens, or shape long answers",
     ),
     (
-        _above("rollout/truncated_frac", 0.5),
-        "advice: {:.0%} of the samples end at the length limit before they can be rewarded: raise sampling.max_tokens, or shape long answers",
+        lambda m: m["loss/optimizer_steps_missing"] > 0,
+        "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of objective.optimizer_steps found none; "
+        "lower train.rows or train.row_length, or take fewer steps",
     ),
     (
-        _above("loss/optimizer_steps_missing", 0.0),
-        "advice: a batch fills too few micro-batches: {:.1f} of objective.optimizer_steps found none; lower train.rows or "
-        "train.row_length, or take fewer steps",
-    ),
-    (
-        _no_gradient,
-        "advice: the gradient's norm is {:.1g}: no token trains; look at loss masks and advantages",
+        lambda m: m["loss/grad_norm"] < 1e-8,
+        "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",
     ),
 )

@@ -12,13 +12,13 @@ proxy's own limits. IPv6 clients are counted by their /64, which is assigned to 
 
 import dataclasses
 import ipaddress
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 BURST_S = 0.25  # bytes of a quarter second are sent immediately: small objects need no sleep
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+BURST_REQUESTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,78 +57,61 @@ class Throttle:
         self._clients: dict[str, _Client] = {}
         self._total = _Budget(limits.total_bytes_per_s)
 
-    @property
-    def num_clients(self) -> int:
-        """Number of clients with connections or debts."""
-        return len(self._clients)
-
     def admit(self, address: str) -> str | None:
         """Counts a connection until `leave` and returns None, or returns the reason why it is rejected."""
-        parsed = _address(address)
+        parsed, key = _address(address), _key(address)
         if self._allow and not any(parsed.version == n.version and parsed in n for n in self._allow):
             return "address"
         with self._lock:
             if self.num_connections >= self.limits.max_connections:
                 return "connections"
-            key = _key(parsed)
-            client = self._clients.get(key)
-            if client is None:
-                self._forget()
-                client = self._clients[key] = _Client(
-                    _Budget(self.limits.client_bytes_per_s), _Budget(self.limits.client_requests_per_s)
-                )
-            if client.num_connections >= self.limits.max_connections_per_client:
+            if key not in self._clients:
+                # Other clients are forgotten now, so that the table has those of the last moments, not of all time.
+                now_s = self._clock()
+                self._clients = {k: c for k, c in self._clients.items() if c.num_connections or c.debt_until_s >= now_s}
+                budgets = self.limits.client_bytes_per_s, self.limits.client_requests_per_s
+                self._clients[key] = _Client(*map(_Budget, budgets))
+            if self._clients[key].num_connections >= self.limits.max_connections_per_client:
                 return "client_connections"
-            client.num_connections += 1
+            self._clients[key].num_connections += 1
             self.num_connections += 1
             return None
 
     def leave(self, address: str) -> None:
         """Ends a connection that was admitted."""
         with self._lock:
-            self._clients[_key(_address(address))].num_connections -= 1
+            self._clients[_key(address)].num_connections -= 1
             self.num_connections -= 1
 
     def request(self, address: str) -> float:
         """Counts a request and returns 0, or returns the seconds after which it may be repeated."""
         with self._lock:
-            return self._clients[_key(_address(address))].requests.ask(1, self._clock(), burst=10)
+            budget = self._clients[_key(address)].requests
+            most_s = max(BURST_REQUESTS / budget.rate, BURST_S)
+            ahead_s = budget.book(1, self._clock(), most_s)
+            return ahead_s if ahead_s > most_s else 0.0
 
     def wait_s(self, address: str, num_bytes: int) -> float:
         """Counts `num_bytes` and returns the seconds to sleep before they are sent."""
         with self._lock:
             now_s = self._clock()
-            client = self._clients[_key(_address(address))]
-            return max(client.bytes.book(num_bytes, now_s), self._total.book(num_bytes, now_s))
-
-    def _forget(self) -> None:
-        # Called for each new client, so that the table has the clients of the last moments, not of all time.
-        now_s = self._clock()
-        gone = [k for k, c in self._clients.items() if not c.num_connections and c.debt_until_s < now_s]
-        for key in gone:
-            del self._clients[key]
+            budgets = self._clients[_key(address)].bytes, self._total
+            return max(0.0, *(budget.book(num_bytes, now_s) - BURST_S for budget in budgets))
 
 
 class _Budget:
+    """A virtual clock, at which all booked amounts are paid for. No rate is unlimited."""
+
     def __init__(self, rate: float | None):
-        self._rate = rate
-        self.clock_s = float("-inf")  # the time at which all booked amounts are paid for
+        self.rate = rate or math.inf
+        self.clock_s = -math.inf
 
-    def book(self, amount: float, now_s: float) -> float:
-        if self._rate is None:
-            return 0.0
-        self.clock_s = max(self.clock_s, now_s) + amount / self._rate
-        return max(0.0, self.clock_s - now_s - BURST_S)
-
-    def ask(self, amount: float, now_s: float, burst: float) -> float:
-        """Books the amount and returns 0, or returns the seconds to wait if `burst` is used up."""
-        if self._rate is None:
-            return 0.0
-        ahead_s = max(self.clock_s, now_s) + amount / self._rate - now_s
-        if ahead_s > max(burst / self._rate, BURST_S):
-            return ahead_s
-        self.clock_s = now_s + ahead_s
-        return 0.0
+    def book(self, amount: float, now_s: float, most_s: float = math.inf) -> float:
+        """Returns the seconds that the clock is ahead with `amount`, which is booked unless they exceed `most_s`."""
+        ahead_s = max(self.clock_s - now_s, 0.0) + amount / self.rate
+        if ahead_s <= most_s:
+            self.clock_s = now_s + ahead_s
+        return ahead_s
 
 
 @dataclasses.dataclass
@@ -151,11 +134,12 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
         ) from error
 
 
-def _address(text: str) -> Address:
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)  # a socket for both families reports ::ffff:10.0.0.1
     return mapped or address
 
 
-def _key(address: Address) -> str:
+def _key(text: str) -> str:
+    address = _address(text)
     return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

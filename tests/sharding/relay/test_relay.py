@@ -577,10 +577,10 @@ def test_budgets_follow_the_given_clock():
     for address in ("10.0.0.1", "10.0.0.2"):
         limited.leave(address)
     limited.admit("10.0.0.3")
-    assert limited.num_clients == 2  # a client in debt is remembered, so that reconnecting gains nothing
+    assert len(limited._clients) == 2  # a client in debt is remembered, so that reconnecting gains nothing
     now[0] += 100
     limited.admit("10.0.0.4")
-    assert limited.num_clients == 2 and limited.num_connections == 2
+    assert len(limited._clients) == 2 and limited.num_connections == 2
 
 
 def test_addresses_of_one_subscriber_count_as_one():
