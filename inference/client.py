@@ -1,9 +1,8 @@
 """An async client of several inference servers. Imports no jax: a worker starts in a second.
 
-1. A request is sent to the server with the fewest requests of this client in flight (ties: the first).
-2. After a refused connection, a 429, a 5xx or a malformed reply, the next server is tried, with a pause once all were tried.
-   Each retry is counted. A server that fails, or cheats, costs a retry and not the worker.
-3. A 4xx is the caller's mistake and is raised with the server's message. Replies are checked before they are used.
+A request goes to the server with the fewest requests of this client in flight. After a refused connection, a 429, a 5xx or a
+malformed reply, the next server is tried, with a pause once all were tried. So a server that fails, or cheats, costs a retry
+and not the worker. Any other 4xx is the caller's mistake and is raised with the server's message.
 """
 
 import asyncio

@@ -3,12 +3,11 @@
     python -m inference.serve --weights runs/quickstart/weights --port 8100
     python -m inference.serve --model path/to/a/hugging_face_folder --mesh tensor=4,data=-1
 
-1. Loads the weights: the newest version of a broadcast, once there is one, or a Hugging Face folder. They are placed on one
-   device, or on a `--mesh` of all devices of this host. A server is one process on one host.
-2. Compiles, then listens. Requests go to the scheduler and come back as futures; a disconnect frees a request's slots.
-3. `POST /update_weights` (or `--watch`) pulls and verifies a newer version while the old one serves, and swaps it in between
+1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
+   devices of this host. Compiles, then listens.
+2. `POST /update_weights` (or `--watch`) pulls and verifies a newer version while the old one serves, and swaps it in between
    two engine calls. After a failed pull, the old weights keep serving.
-4. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
+3. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
 
 Routes, by file in inference/server/: generate_routes (/inference/v1/generate), openai_routes (/v1/chat/completions[/tokens],
 /v1/completions, /tokenize, /detokenize, /v1/models), admin_routes (/update_weights, /pause, /resume, /health, /liveness,
@@ -87,11 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check(args)
         sock, server = _start(args)
-        grpc_server = None
+        grpc_server, grpc_port = None, 0
         if args.grpc_port is not None:
             from inference.server import grpc_service  # imports JetStream's protocol buffers, only when used
 
-            grpc_server = grpc_service.start(server, args.host, args.grpc_port)
+            grpc_port, grpc_server = grpc_service.start(server, args.host, args.grpc_port)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -103,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
     print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
     if grpc_server is not None:
-        print(f"serving JetStream's Decode on {args.host}:{grpc_server.port}", flush=True)
+        print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
     if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
         _log(
             f"note: --max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn_server.run(sockets=[sock])
     if grpc_server is not None:
-        grpc_server.stop(args.drain_s)
+        grpc_server.stop(args.drain_s).wait()
     server.close()
     return 0
 

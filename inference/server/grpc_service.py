@@ -9,7 +9,6 @@ JetStream's own server is not used: it runs its Driver, which needs a second set
 process on any error. A test runs a stock Driver on this engine (tests/inference/engine/test_engine.py).
 """
 
-import dataclasses
 import os
 import queue
 from collections.abc import Iterator
@@ -27,20 +26,11 @@ POLL_S = 0.5  # the longest time until a disconnected client is noticed
 MESSAGES: Any = jetstream_pb2  # its classes exist only at run time
 
 
-@dataclasses.dataclass(frozen=True)
-class GrpcServer:
-    """A running gRPC server."""
+def start(server: inference_server.InferenceServer, host: str, port: int) -> tuple[int, grpc.Server]:
+    """Starts to listen on `port`; 0 takes a free one. Returns (the port, the running gRPC server).
 
-    port: int
-    server: grpc.Server
-
-    def stop(self, grace_s: float) -> None:
-        """Accepts no more calls, gives running ones `grace_s` seconds, and returns when all have ended."""
-        self.server.stop(grace_s).wait()
-
-
-def start(server: inference_server.InferenceServer, host: str, port: int) -> GrpcServer:
-    """Starts to listen on `port`; 0 takes a free one. Raises ValueError if the port is taken."""
+    Raises ValueError if the port is taken. `.stop(grace_s).wait()` gives running calls some seconds and blocks until they end.
+    """
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     options = [("grpc.so_reuseport", 0)]  # or two servers could share one port, each with some of the clients
     grpc_server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_RPCS)
@@ -52,7 +42,7 @@ def start(server: inference_server.InferenceServer, host: str, port: int) -> Grp
             f"cannot listen on {host}:{port} for gRPC; choose another port, or 0 for a free one"
         ) from error
     grpc_server.start()
-    return GrpcServer(bound, grpc_server)
+    return bound, grpc_server
 
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):

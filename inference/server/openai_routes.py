@@ -1,8 +1,7 @@
 """The routes of OpenAI's API: chat, completions, models; and vLLM's tokenize and detokenize.
 
-1. A chat's messages are rendered by the tokenizer's chat template, or its `tokens` are used unchanged.
-2. The scheduler returns completions when they are finished or, for a stream, after each engine call.
-3. IDs become text up to a stop string. Reasoning and tool calls are parsed out of it (models/text/parsers.py).
+A chat's messages are rendered by the tokenizer's chat template, or its `tokens` are used unchanged. IDs become text up to a
+stop string. Reasoning and tool calls are parsed out of it (models/text/parsers.py).
 
 Streamed text is held back while it may become a marker or a whole character, so the pieces joined equal the text of a reply
 without streaming. A tool call is sent when it is complete.

@@ -89,7 +89,7 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
     Raises ValueError as soon as the body exceeds `max_bytes`, and RequestError if it comes too slowly or the budget is used up.
     """
     budget = getattr(request.app.state, "body_budget", None) or Budget(MAX_BODIES_BYTES)
-    network, chunks, size, taken = client_network(request), [], 0, 0
+    network, chunks, size = client_network(request), [], 0
     stream, begun_s = aiter(request.stream()), time.monotonic()
     try:
         while True:
@@ -97,9 +97,8 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
             left_s = begun_s + BODY_GRACE_S + size / MIN_BODY_RATE - time.monotonic()
             try:
                 async with asyncio.timeout(min(BODY_PAUSE_S, left_s)):
-                    chunk = await anext(stream)
-            except StopAsyncIteration:
-                break
+                    if not (chunk := await anext(stream, b"")):  # starlette ends a body with an empty chunk
+                        break
             except TimeoutError as error:
                 message = f"no byte of the request body came for {BODY_PAUSE_S:.0f} s; send it without a pause"
                 if size and left_s <= BODY_PAUSE_S:
@@ -108,8 +107,7 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
                         f"{MIN_BODY_RATE} bytes per second after the first {BODY_GRACE_S:.0f} s"
                     )
                 raise RequestError(408, "timeout", message) from error
-            size += len(chunk)
-            if size > max_bytes:
+            if size + len(chunk) > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the maximum; send a smaller one")
             if not budget.take(network, len(chunk)):
                 message = (
@@ -117,11 +115,11 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
                     f"try again in {RETRY_S} s"
                 )
                 raise RequestError(503, "overloaded", message, {"retry-after": str(RETRY_S)})
-            taken += len(chunk)
+            size += len(chunk)
             chunks.append(chunk)
         yield b"".join(chunks)
     finally:
-        budget.give_back(network, taken)
+        budget.give_back(network, size)
 
 
 async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:

@@ -1,16 +1,14 @@
 """Keeps a caller's text from spelling special tokens, whichever chat template it goes through.
 
 1. `Escaper.escape` puts a private-use character, the escape, into every special token that a caller's string spells or could
-   begin.
-2. The template puts the strings in place. Each special token that `Escaper.special` finds in the rendered text is therefore
-   the template's own.
-3. `Escaper.unescape` removes the escapes from the text between special tokens, which is then encoded as plain text.
+   begin. Each special token that `Escaper.special` finds in the rendered text is therefore the template's own.
+2. `Escaper.unescape` removes the escapes from the text between special tokens, which is then encoded as plain text.
 
 Control tokens separate turns but are not marked as special in some checkpoints (DeepSeek's <｜User｜>), and `tokenizers`
 makes them out of any text. One that a caller spells is returned in two pieces, to be encoded separately.
 
-This covers templates that insert strings unchanged, or trim, cut, and join them. A template that computes other text from
-them (lower case, replacements) could spell a special token itself; no known template does.
+A template that computes other text from a caller's strings (lower case, replacements) could spell a special token itself;
+no known template does.
 """
 
 import re

@@ -1,13 +1,12 @@
 """Converts text and chat messages to token IDs and back, with `tokenizers` and `jinja2` alone.
 
-1. `byte_chatml()` builds the embedded tokenizer: IDs 0..255 are bytes, then come ChatML's special tokens, then markers for
-   reasoning and tools. `load` returns it, or the tokenizer of a Hugging Face folder; `save` writes a folder.
+1. `byte_chatml()` is the embedded tokenizer: IDs 0..255 are bytes, then come ChatML's special tokens, then markers.
 2. `Tokenizer.render` runs the chat template. Special tokens in a caller's strings are escaped (special_tokens.py), so the
    text of a message cannot open or close a turn.
 3. `{% generation %}` blocks give the assistant mask. In a template without them (Qwen3's own), a completion begins where the
    template has opened the assistant's turn, and ends with the next stop token.
-4. `Tokenizer.parse` turns sampled IDs into an assistant message. `Tokenizer.bridge` appends messages to sampled IDs without
-   rendering the turn again, so a conversation trains on exactly the IDs that it consisted of.
+4. `Tokenizer.bridge` appends messages to sampled IDs without rendering the turn again, so a conversation trains on exactly
+   the IDs that it consisted of.
 
 Left out: transformers (126 MB); SentencePiece tokenizers, whose IDs depend on where a text is split (rejected by `load`).
 """

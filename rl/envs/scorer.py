@@ -4,15 +4,13 @@
    group). If the child does not survive that, each completion gets an exchange of its own.
 2. The child makes the task again from its index. Before each completion it limits its CPU time: RLIMIT_CPU also ends a
    regular expression or a product of huge numbers, and does not blame a completion for a busy machine. Memory is limited,
-   too. The parent ends a child that waits. Text that a checker prints does not reach the pipes to the parent.
+   too. The parent ends a child that waits. Text that a checker prints does not reach the pipe to the parent.
 3. A completion that ended its child gets 0 in every number. A child whose memory grew by half of the limit is replaced, so
    that one completion does not affect the score of another.
-4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error". The
-   first error of each kind is reported. If the empty completion cannot be scored, ValueError is raised.
-5. Calls from several threads use several children; a second child starts only when the first is busy for long.
+4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error".
 
-Workers and validators have different machines: workers stop after LIMIT_S, validators after CHECK_LIMIT_S
-(rl/verification/checks.py handles the difference). Imports no jax.
+Workers stop after LIMIT_S, validators, whose machines differ, after CHECK_LIMIT_S (rl/verification/checks.py handles the
+difference). Imports no jax.
 """
 
 import contextlib

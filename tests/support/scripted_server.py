@@ -74,14 +74,14 @@ def main() -> None:
     scheduler.submit(scheduler_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
     server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     sock = sockets.listen("127.0.0.1", 0)
-    grpc_server = grpc_service.start(server, "127.0.0.1", 0)
+    grpc_port, grpc_server = grpc_service.start(server, "127.0.0.1", 0)
     with open(f"{args.address_file}.grpc", "w") as file:
-        file.write(str(grpc_server.port))
+        file.write(str(grpc_port))
     sockets.announce(args.address_file, sock)
     uvicorn_server = web.server(serve.make_app(server))
     web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     uvicorn_server.run(sockets=[sock])
-    grpc_server.stop(0)
+    grpc_server.stop(0).wait()
     scheduler.close()
 
 

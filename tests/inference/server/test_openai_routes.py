@@ -556,10 +556,10 @@ def test_jetstreams_grpc_service(server):
 
     from inference.server import grpc_service
 
-    running = grpc_service.start(server, "127.0.0.1", 0)
+    port, running = grpc_service.start(server, "127.0.0.1", 0)
     request = jetstream_pb2.DecodeRequest
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=WAIT_S).is_live
             ids = request(token_content=request.TokenContent(token_ids=list(b"hello")), max_tokens=10)
@@ -582,7 +582,7 @@ def test_jetstreams_grpc_service(server):
             next(long)
             long.cancel()
         with pytest.raises(ValueError, match="cannot listen on 127.0.0.1:.* for gRPC"):
-            grpc_service.start(server, "127.0.0.1", running.port)
+            grpc_service.start(server, "127.0.0.1", port)
     finally:
-        running.stop(1)
+        running.stop(1).wait()
     assert server.scheduler.is_alive
