@@ -138,10 +138,7 @@ def get_config() -> config_dict.ConfigDict:
     c.optimizer = o = config_dict.ConfigDict()
     o.learning_rate = 3e-4  # of RL; the warm-up has its own
     o.warmup_steps = 10
-    o.beta1 = 0.9
-    o.beta2 = 0.95
-    o.eps = 1e-8
-    o.weight_decay = 0.0
+    o.update(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     o.clip_norm = 1.0  # 0: off
     o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learner/optimizers.py)
     o.momentum = 0.95  # of muon and sgd
@@ -156,15 +153,12 @@ def get_config() -> config_dict.ConfigDict:
     c.sampling = s = config_dict.ConfigDict()
     s.temperature = 1.0
     s.top_k = 0  # 0: off
-    s.top_p = 1.0
-    s.min_p = 0.0
+    s.update(top_p=1.0, min_p=0.0)
     s.max_tokens = 16  # of a completion
 
     # The inference server. Its programs are compiled for these sizes.
     c.inference = i = config_dict.ConfigDict()
-    i.num_slots = 64
-    i.max_model_len = 64
-    i.prefill_batch = 16
+    i.update(num_slots=64, max_model_len=64, prefill_batch=16)
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
     # Mesh axes of the local server, over the devices of its host; all 1: one device.
@@ -188,9 +182,7 @@ def get_config() -> config_dict.ConfigDict:
     e.temperature = 0.0
     e.every = 0  # RL steps between evaluations; 0: only before and after
 
-    c.checkpoint = k = config_dict.ConfigDict()
-    k.every = 20  # steps
-    k.keep = 3
+    c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=3))  # steps between two checkpoints; number kept
 
     # Publishing of weights (sharding/broadcast/publish.py), signed with the key <workdir>/weights.key.
     c.broadcast = b = config_dict.ConfigDict()

@@ -23,13 +23,10 @@ from configs import tpu_gsm8k
 def get_config():
     """Returns the config of this experiment."""
     c = tpu_gsm8k.get_config("intellect_1", "INTELLECT-1-Instruct", "v5e:8x8")
-    c.rl.num_steps = 200
-    c.rl.prompts_per_step = 64
-    c.rl.samples_per_prompt = 16
+    c.rl.update(num_steps=200, prompts_per_step=64, samples_per_prompt=16)
     c.rl.loss = "masked_importance_sampling"
     c.train.row_length = 8192
     c.train.rows = 64  # one row per chip
     c.sampling.max_tokens = 2048
-    c.inference.num_slots = 64
-    c.inference.max_model_len = 4096
+    c.inference.update(num_slots=64, max_model_len=4096)
     return c

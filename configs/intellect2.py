@@ -24,14 +24,11 @@ def get_config():
     """Returns the config of this experiment."""
     c = tpu_gsm8k.get_config("qwq_32b", "QwQ-32B", "v5p:4x4x4")
     recipes.intellect2(c)
-    c.rl.num_steps = 400
-    c.rl.prompts_per_step = 256
+    c.rl.update(num_steps=400, prompts_per_step=256)
     c.train.row_length = 32768
     c.train.rows = 64  # one row per chip
     c.optimizer.learning_rate = 3e-7
     c.sampling.max_tokens = 15000  # 16,000 minus a prompt of up to 1,000
-    c.inference.num_slots = 64
-    c.inference.max_model_len = 16000
-    c.inference.prefill_batch = 8
+    c.inference.update(num_slots=64, max_model_len=16000, prefill_batch=8)
     c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

@@ -26,16 +26,13 @@ def get_config():
     c = tpu_gsm8k.get_config("glm_4_5_air", "GLM-4.5-Air-Base", "v5p:4x4x8")
     recipes.intellect3(c)
     c.model.remat = "offload"  # inputs of the layers, 23 GiB per chip, stay in host memory
-    c.rl.num_steps = 600
-    c.rl.prompts_per_step = 256
+    c.rl.update(num_steps=600, prompts_per_step=256)
     c.train.row_length = 65536
     c.train.rows = 128  # one row per chip
     c.optimizer.learning_rate = 1e-6
     c.optimizer.beta2 = 0.95  # of the parameters that Muon leaves to AdamW
     c.sampling.max_tokens = 60000
     c.evaluation.every = 15
-    c.inference.num_slots = 12
-    c.inference.max_model_len = 65536
-    c.inference.prefill_batch = 8
+    c.inference.update(num_slots=12, max_model_len=65536, prefill_batch=8)
     c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

@@ -16,15 +16,10 @@ def get_config():
     """Returns the config of this experiment."""
     c = base.get_config()
     c.env.name = "reverse_text"
-    c.env.options.min_length = 3
-    c.env.options.max_length = 5
-    c.env.options.alphabet = "abcdefgh"
-    c.env.options.reward = "exact"
+    c.env.options.update(min_length=3, max_length=5, alphabet="abcdefgh", reward="exact")
     c.warmup.num_steps = 180
     c.warmup.decoy_fraction = 0.6
-    c.rl.num_steps = 140
-    c.rl.prompts_per_step = 32
-    c.rl.samples_per_prompt = 8
+    c.rl.update(num_steps=140, prompts_per_step=32, samples_per_prompt=8)
     c.rl.advantage = "group_mean_std"
     c.rl.max_lag = 0  # synchronous: every number of the run repeats bit for bit
     c.optimizer.learning_rate = 5e-4

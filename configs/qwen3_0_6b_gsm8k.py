@@ -23,14 +23,11 @@ from configs import tpu_gsm8k
 def get_config():
     """Returns the config of this experiment."""
     c = tpu_gsm8k.get_config("qwen3_0_6b", "Qwen3-0.6B", "v5e:2x4")
-    c.rl.num_steps = 300
-    c.rl.prompts_per_step = 64
-    c.rl.samples_per_prompt = 8
+    c.rl.update(num_steps=300, prompts_per_step=64, samples_per_prompt=8)
     c.rl.loss = "masked_importance_sampling"
     c.train.row_length = 8192
     c.train.rows = 8  # one row per chip
     c.sampling.max_tokens = 1536
     c.evaluation.every = 50
-    c.inference.num_slots = 128
-    c.inference.max_model_len = 2048
+    c.inference.update(num_slots=128, max_model_len=2048)
     return c

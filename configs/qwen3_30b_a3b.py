@@ -23,15 +23,11 @@ from configs import tpu_gsm8k
 def get_config():
     """Returns the config of this experiment."""
     c = tpu_gsm8k.get_config("qwen3_30b_a3b", "Qwen3-30B-A3B", "v5p:2x4x4")
-    c.rl.num_steps = 400
-    c.rl.prompts_per_step = 64
-    c.rl.samples_per_prompt = 8
+    c.rl.update(num_steps=400, prompts_per_step=64, samples_per_prompt=8)
     c.rl.loss = "dppo_tv"
     c.train.row_length = 32768
     c.train.rows = 32  # one row per chip
     c.sampling.max_tokens = 30000
-    c.inference.num_slots = 64
-    c.inference.max_model_len = 32768
-    c.inference.prefill_batch = 8
+    c.inference.update(num_slots=64, max_model_len=32768, prefill_batch=8)
     c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

@@ -28,9 +28,7 @@ def get_config(name: str = "intellect2"):
 def intellect2(c):
     """INTELLECT-2 (arXiv 2505.07291; its configuration of April 2025): two-sided clip against the learner's own old policy."""
     c.rl.loss = "two_sided_clip"
-    c.loss_options.two_sided_clip.clip_low = 0.2
-    c.loss_options.two_sided_clip.clip_high = 0.2
-    c.loss_options.two_sided_clip.delta = 4.0  # bounds the loss of A < 0
+    c.loss_options.two_sided_clip.update(clip_low=0.2, clip_high=0.2, delta=4.0)  # delta bounds the loss of A < 0
     c.rl.advantage = "group_mean_std"  # ddof 1, epsilon 1e-6
     c.rl.samples_per_prompt = 16
     c.objective.old_logprobs = "learner"  # recomputed before the first of ...
@@ -40,18 +38,14 @@ def intellect2(c):
     c.rl.max_lag = 2  # the paper's two-step asynchrony
     c.sampling.temperature = 0.6
     c.optimizer.learning_rate = 2e-4  # there 3e-7
-    c.optimizer.warmup_steps = 25  # optimizer steps
-    c.optimizer.beta1, c.optimizer.beta2 = 0.9, 0.99
-    c.optimizer.weight_decay = 0.01
-    c.optimizer.clip_norm = 0.1
+    c.optimizer.update(warmup_steps=25, beta1=0.9, beta2=0.99, weight_decay=0.01, clip_norm=0.1)
 
 
 def intellect3(c):
     """INTELLECT-3 (arXiv 2512.16144): IcePop directly against the sampler, Muon, advantages without a standard deviation."""
     c.rl.loss = "masked_importance_sampling"
-    c.loss_options.masked_importance_sampling.ratio_low = 0.5
-    c.loss_options.masked_importance_sampling.ratio_high = 5.0
-    c.loss_options.masked_importance_sampling.stream_low = 1e-5  # a token below it drops the whole rollout
+    # A token with a ratio below stream_low drops the whole rollout.
+    c.loss_options.masked_importance_sampling.update(ratio_low=0.5, ratio_high=5.0, stream_low=1e-5)
     c.rl.advantage = "group_mean"
     c.rl.samples_per_prompt = 16
     c.rl.max_lag = 1
@@ -65,18 +59,13 @@ def intellect3(c):
 def prime2026(c):
     """PRIME-RL in August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
     c.rl.loss = "dppo_tv"
-    c.loss_options.dppo_tv.low = 0.2
-    c.loss_options.dppo_tv.high = 0.2
-    c.loss_options.dppo_tv.kl_tau = 1e-3
+    c.loss_options.dppo_tv.update(low=0.2, high=0.2, kl_tau=1e-3)
     c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
     c.rl.samples_per_prompt = 16
     c.rl.max_lag = 1  # TARGET_LAG
     c.rl.max_off_policy = 8
     c.optimizer.learning_rate = 5e-4  # there 1e-6
-    c.optimizer.warmup_steps = 0
-    c.optimizer.beta1, c.optimizer.beta2 = 0.9, 0.999
-    c.optimizer.weight_decay = 0.01
-    c.optimizer.clip_norm = 1.0
+    c.optimizer.update(warmup_steps=0, beta1=0.9, beta2=0.999, weight_decay=0.01, clip_norm=1.0)
 
 
 def scalerl(c):
@@ -86,8 +75,7 @@ def scalerl(c):
     are solved nine times out of ten are not removed, and long reasoning is not interrupted.
     """
     c.rl.loss = "cispo"
-    c.loss_options.cispo.ratio_low = 0.0
-    c.loss_options.cispo.ratio_high = 5.0
+    c.loss_options.cispo.update(ratio_low=0.0, ratio_high=5.0)
     c.rl.advantage = "group_mean"
     c.rl.normalize = "batch_std"
     c.rl.average = "prompts"

@@ -19,7 +19,7 @@ import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -127,19 +127,17 @@ def explain(error: BaseException) -> tuple[str, int, int]:
     return f"{type(error).__name__}: {error}".splitlines()[0], 1, failure.BUG
 
 
-@contextlib.contextmanager
-def joined() -> Iterator[hosts_lib.Hosts]:
+def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     """Joins the hosts that run this command together, by `config.topology` and the environment, during the block."""
     topology = flags.FLAGS.config.topology
-    with hosts_lib.joined(
+    return hosts_lib.joined(
         coordinator=topology.coordinator,
         num_processes=topology.num_processes,
         process_id=topology.process_id,
         timeout_s=topology.join_s,
         workdir=pathlib.Path(flags.FLAGS.workdir).absolute(),
         explain=explain,
-    ) as hosts:
-        yield hosts
+    )
 
 
 def resolve(config: config_dict.ConfigDict) -> Experiment:
@@ -162,13 +160,6 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         if value not in table:
             raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(x or repr(x) for x in table)}")
     config_rules.check_ranges(config)
-    if config.inference.max_model_len > config.train.row_length:
-        raise ValueError(
-            f"inference.max_model_len = {config.inference.max_model_len} exceeds train.row_length = "
-            f"{config.train.row_length}, so the longest rollout would not fit into a packed row; raise train.row_length"
-        )
-    if config.topology.mode == "remote" and not config.topology.servers:
-        raise ValueError("topology.mode = 'remote' needs inference servers; set topology.servers to their URLs")
     optimizer = optimizers.OptimizerConfig(**config.optimizer)
     for message in config_rules.contradictions(config):
         raise ValueError(message)

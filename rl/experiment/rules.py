@@ -7,13 +7,12 @@
    losses that it does not use; a user who types a field expects an effect.
 """
 
-import functools
 import math
-import operator
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 
+from flax import traverse_util
 from ml_collections import config_dict
 
 from inference.engine import request
@@ -55,10 +54,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 def check_ranges(config: config_dict.ConfigDict) -> None:
     """Raises ValueError for the first field that is out of its range or malformed."""
+    values = traverse_util.flatten_dict(config.to_dict(), sep=".")
     for rule, is_within, names in RANGES:
         for name in names.split():
-            if not is_within(value := functools.reduce(operator.getitem, name.split("."), config)):
-                raise ValueError(f"{name} = {value} must be {rule}")
+            if not is_within(values[name]):
+                raise ValueError(f"{name} = {values[name]} must be {rule}")
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
             raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0")
@@ -125,26 +125,27 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     if c.warmup.patience > 0 and not c.warmup.eval_every:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"
-    num_updates = c.rl.num_steps * objective.optimizer_steps
-    if c.optimizer.schedule != "constant" and c.optimizer.total_steps < num_updates:
-        found = (
-            f"optimizer.total_steps = {c.optimizer.total_steps} is less than rl.num_steps x objective.optimizer_steps"
-        )
-        yield f"{found}, and the rate would stay at its floor for the rest of the run; set it to {num_updates}"
+    steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
+    if c.optimizer.schedule != "constant" and steps < num_updates:
+        rest = f"the rate would stay at its floor for the rest of the run; set it to {num_updates}"
+        yield f"optimizer.total_steps = {steps} is less than rl.num_steps x objective.optimizer_steps, and {rest}"
+    if c.topology.mode == "remote" and not c.topology.servers:
+        yield "topology.mode = 'remote' needs inference servers; set topology.servers to their URLs"
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
         remedy = "remove topology.workers, or set topology.mode = 'remote'"
         yield f"topology.mode = 'local' starts workers with new keys, which topology.workers would reject; {remedy}"
-    length, limit = (
-        f"inference.max_model_len = {inference.max_model_len}",
-        f"sampling.max_tokens = {c.sampling.max_tokens}",
-    )
-    if inference.max_model_len <= c.sampling.max_tokens:
-        yield f"{length} leaves no room for a prompt: it must exceed {limit}; raise it (and train.row_length)"
-    if 0 < model.max_positions < inference.max_model_len:
+    length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
+    limit = f"inference.max_model_len = {length}"
+    if length > row:
+        yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
+    if length <= completion:
+        remedy = "raise it (and train.row_length)"
+        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; {remedy}"
+    if 0 < model.max_positions < length:
         remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
-        yield f"{length} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
+        yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
     if not model.num_experts and (model.experts_per_token or model.expert_ffn_dim):
         yield "model.experts_per_token and model.expert_ffn_dim have no effect in a dense model; set model.num_experts"
     if not model.num_experts and (objective.router_balance_coef or objective.router_balance_rate):
