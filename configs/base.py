@@ -94,13 +94,12 @@ def get_config() -> config_dict.ConfigDict:
     c.loss_options.masked_importance_sampling = mis = config_dict.ConfigDict(dict(ratio_low=0.5, ratio_high=5.0))
     mis.stream_low = 0.0  # a rollout with a token of a smaller ratio is left out as a whole; 0: off
     mis.stream_high = 1e9  # the same for a larger ratio; ratios are at most e^20 = 5e8
-    mis.geometric_low = 0.0  # bounds on the geometric mean of a rollout's ratios
-    mis.geometric_high = 1e9
+    mis.update(geometric_low=0.0, geometric_high=1e9)  # bounds on the geometric mean of a rollout's ratios
     c.loss_options.dppo_tv = config_dict.ConfigDict(dict(low=0.2, high=0.2, kl_tau=1e-3))
     c.loss_options.ipo = config_dict.ConfigDict(dict(bound=0.1, kl_tau=1e-3))
     c.loss_options.grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
-    c.loss_options.dr_grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
-    c.loss_options.dr_grpo.length = 0.0  # tokens of the generation budget; 0: sampling.max_tokens
+    # `length`: tokens of the generation budget; 0: sampling.max_tokens.
+    c.loss_options.dr_grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2, length=0.0))
     c.loss_options.dapo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.28))
     c.loss_options.gspo = config_dict.ConfigDict(dict(clip_low=3e-4, clip_high=4e-4))
     c.loss_options.gmpo = config_dict.ConfigDict(dict(log_clip=0.4))

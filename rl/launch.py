@@ -1,7 +1,7 @@
 """Starts the rollout system of a run: orchestrator and validator here, inference server and workers as child processes.
 
-0. The validator and the orchestrator run in this process, on the first host of several. Replays run on weights that the validator
-   pulls itself; with several hosts on the CPU, since a program on one of their chips would block all of them.
+0. The validator and the orchestrator run in this process, on the first host of several. The validator pulls its own weights. With
+   several hosts it replays on the CPU, since a program on one of their chips would block all of them.
 1. The server starts on the published weights, compiles, and writes its address to a file.
 2. Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the published weights starts instead of
    both; the run prints the commands to start elsewhere and waits until `topology.servers` accept connections.
@@ -43,10 +43,9 @@ def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
     """Raises ValueError if the rollout system of this config cannot run next to a learner of `num_hosts` hosts."""
     chip = jax.default_backend()
     if num_hosts > 1 and experiment.config.topology.mode == "local" and chip != "cpu":
-        raise ValueError(
-            f"topology.mode = 'local' would start the inference server on this host's {chip}s, but the learner of "
-            f"{num_hosts} hosts uses them. Set topology.mode = 'remote' and topology.servers"
-        )
+        found = f"topology.mode = 'local' would start the inference server on this host's {chip}s"
+        remedy = "Set topology.mode = 'remote' and topology.servers"
+        raise ValueError(f"{found}, but the learner of {num_hosts} hosts uses them. {remedy}")
 
 
 @contextlib.contextmanager

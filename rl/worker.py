@@ -128,10 +128,9 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
                 rollouts, left = rollouts + left, []
         body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
-            raise ValueError(
-                f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, but a submission may "
-                f"have at most {web.MAX_BODY_BYTES}; lower sampling.max_tokens or rl.samples_per_prompt"
-            )
+            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes"
+            rule = f"but a submission may have at most {web.MAX_BODY_BYTES}"
+            raise ValueError(f"{found}, {rule}; lower sampling.max_tokens or rl.samples_per_prompt")
         reply = await _exchange(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
@@ -151,9 +150,8 @@ def _read_run(body: dict) -> Run:
         servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay = bool(body.get("router_replay"))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator; correct --orchestrator"
-        ) from error
+        found = f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator"
+        raise ValueError(f"{found}; correct --orchestrator") from error
     env, scorer = (
         envs.load(name, seed=seed, **options),
         scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S),

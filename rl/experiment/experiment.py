@@ -79,10 +79,8 @@ class Experiment:
         """Returns the rows of a micro-batch; ValueError if they do not divide over the batch axes of the mesh."""
         shards = rules.num_batch_shards(mesh)
         if self.config.train.rows % shards:
-            raise ValueError(
-                f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh (data x "
-                f"fsdp x expert); set it to a multiple of {shards}"
-            )
+            found = f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh"
+            raise ValueError(f"{found} (data x fsdp x expert); set it to a multiple of {shards}")
         return self.config.train.rows
 
 
@@ -99,8 +97,14 @@ def run(main: Callable[[], None]) -> None:
             raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
         main()
 
+    def parse(argv):
+        try:
+            return command_line.parse(argv)
+        except ValueError as error:
+            _fail(str(error), 2)
+
     try:
-        app.run(guarded, flags_parser=_parse)
+        app.run(guarded, flags_parser=parse)
     except (KeyboardInterrupt, ValueError, OSError) as error:
         message, code, priority = explain(error)
         if priority == failure.BUG:
@@ -147,10 +151,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries; set it to "
-            f"{-(-tokenizer.vocab_size // 16) * 16}"
-        )
+        found = f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries"
+        raise ValueError(f"{found}; set it to {-(-tokenizer.vocab_size // 16) * 16}")
     for name, value, table in (
         ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
         ("topology.mode", config.topology.mode, ("local", "remote")),
@@ -243,13 +245,6 @@ def flat(tree: dict) -> dict:
 def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     return ROOT in file.parents and "site-packages" not in file.parts
-
-
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return command_line.parse(argv)
-    except ValueError as error:
-        _fail(str(error), 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -11,6 +11,7 @@ import math
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from flax import traverse_util
 from ml_collections import config_dict
@@ -54,7 +55,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 def check_ranges(config: config_dict.ConfigDict) -> None:
     """Raises ValueError for the first field that is out of its range or malformed."""
-    values = traverse_util.flatten_dict(config.to_dict(), sep=".")
+    values: dict[str, Any] = traverse_util.flatten_dict(config.to_dict(), sep=".")
     for rule, is_within, names in RANGES:
         for name in names.split():
             if not is_within(values[name]):

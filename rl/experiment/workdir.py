@@ -1,10 +1,8 @@
 """The work directory of a run: its lock, its config, and its keys.
 
 1. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config. `read_workdir`
-   does the same for a command that only reads a run, and saves nothing.
+   does the same for a command that only reads a run, and saves nothing. Of several hosts, only the first accesses the directory.
 2. `secret`, `signing_key`, and `worker_key_file` name the run's keys. A key is generated at its first use and reused after a resume.
-
-With several hosts, only the first one reads and writes the directory here.
 """
 
 import contextlib

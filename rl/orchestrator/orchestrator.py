@@ -6,8 +6,7 @@ For batch n (1-based) of P groups:
    them, signed, as Parquet (`POST /submit`: rl/orchestrator/routes.py). An expired lease goes to the next worker.
 3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A fraction of the groups
    that no worker can predict is also replayed. A rejected group is requeued, so that a batch is always its P prescribed
-   groups; its worker loses reputation (rl/orchestrator/worker_health.py). A sample whose reward our scorer could not recompute
-   in time is worth 0 and rejects nothing: it would come back the same forever.
+   groups. A sample whose reward we could not recompute in time has reward 0 and rejects nothing: it would recur forever.
 4. `next_batch(n)` waits for them, requeues those that became too stale, assigns advantages, and returns the batch.
    The rollouts are kept as Parquet in `rollouts/step_N/`.
 
@@ -20,7 +19,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import hmac
 import pathlib
 import threading
@@ -373,11 +371,8 @@ class Orchestrator:
 
 def _drawn(groups: list[task_schedule.Group], check_fraction: float, secret: bytes) -> set[group_queue.Key]:
     """The keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret, that will be replayed."""
-
-    def draw(group: task_schedule.Group) -> bytes:
-        return hmac.new(secret, str(group.group).encode(), hashlib.sha256).digest()
-
-    return {group.key for group in sorted(groups, key=draw)[: int(np.ceil(check_fraction * len(groups)))]}
+    shuffled = sorted(groups, key=lambda group: hmac.digest(secret, str(group.group).encode(), "sha256"))
+    return {group.key for group in shuffled[: int(np.ceil(check_fraction * len(groups)))]}
 
 
 def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:

@@ -49,11 +49,9 @@ class WorkerHealth:
 
     def state(self) -> dict:
         """Plain JSON of all marks against workers, for `restore`."""
-        marked = {name: worker for name, worker in self._workers.items() if worker.is_marked}
-        return {
-            "workers": {name: [w.num_rejected, w.is_suspect, w.num_halvings] for name, w in marked.items()},
-            "expired_with": [[*key, worker] for key, worker in self._expired_with.items()],
-        }
+        workers = self._workers.items()
+        marks = {name: [w.num_rejected, w.is_suspect, w.num_halvings] for name, w in workers if w.is_marked}
+        return {"workers": marks, "expired_with": [[*key, worker] for key, worker in self._expired_with.items()]}
 
     def restore(self, state: dict) -> None:
         """Sets the marks that `state` returned."""
@@ -101,10 +99,8 @@ class WorkerHealth:
 
     def has_others(self, worker: str, now_s: float) -> bool:
         """Returns True if another worker is active and not banned."""
-        return any(
-            name != worker and not self.is_banned(name) and self._is_active(other, now_s)
-            for name, other in self._workers.items()
-        )
+        active = (name for name, other in self._workers.items() if name != worker and self._is_active(other, now_s))
+        return not all(map(self.is_banned, active))
 
     def _is_active(self, worker: _Worker, now_s: float) -> bool:
         return now_s - worker.seen_s <= self._lease_s
