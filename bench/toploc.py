@@ -20,6 +20,7 @@ import numpy as np
 
 from inference.proofs import toploc
 from sharding.system import cli
+from tests.support import proofs as proofs_lib
 from tests.support import toploc_reference
 
 
@@ -34,10 +35,10 @@ def ours(hidden_TD: np.ndarray, repeat: int) -> dict:
     build, verify = [], []
     for _ in range(repeat + 1):  # the first one fills the table of inverses
         begun = time.perf_counter()
-        proofs = toploc.build_proofs(hidden_TD)
+        proofs = proofs_lib.build(hidden_TD)
         build.append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        results = toploc.verify_proofs(hidden_TD, proofs)
+        results = proofs_lib.verify(hidden_TD, proofs)
         verify.append(time.perf_counter() - begun)
         assert all(result.accepted for result in results)
     return {"build": build[1:], "verify": verify[1:], "proofs": proofs}
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.reference:
                 print(line("reference", theirs[key]) + f"   ratio {min(mine[key]) / min(theirs[key]):.2f}")
         if args.reference:
-            results = toploc.verify_proofs(hidden_TD, [bytes.fromhex(proof) for proof in other["proofs"]])
+            results = proofs_lib.verify(hidden_TD, [bytes.fromhex(proof) for proof in other["proofs"]])
             same = sum(a.hex() == b for a, b in zip(run["proofs"], other["proofs"], strict=True))
             print(f"  {same} of {len(results)} proofs are the same bytes")
             worst = max(results, key=lambda r: r.exp_mismatches)

@@ -23,6 +23,7 @@ from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, events
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -118,7 +119,7 @@ def one_file(data, rng):
 
 
 HIDDEN = np.random.default_rng(1).standard_normal((200, 40)).astype(toploc.jnp.bfloat16)
-PROOFS = toploc.build_proofs(HIDDEN)
+PROOFS = proofs_lib.build(HIDDEN)
 
 
 def one_proof(data, rng):
@@ -127,7 +128,7 @@ def one_proof(data, rng):
     if isinstance(split, str):
         cuts = sorted(int(cut) for cut in rng.integers(0, len(data) + 1, 6))
         split = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-    results = toploc.verify_proofs(HIDDEN, split)
+    results = proofs_lib.verify(HIDDEN, split)
     assert len(results) == 7 and all(type(result.accepted) is bool for result in results)
     assert all(
         not r.accepted or p == q or r.exp_mismatches <= 60 for r, p, q in zip(results, split, PROOFS, strict=True)
@@ -155,7 +156,7 @@ def event_seeds():
 
 TARGETS = {
     "files": (one_file, seeds),
-    "proofs": (one_proof, lambda: [toploc.join(PROOFS), toploc.join(PROOFS[:3]), bytes(258), b""]),
+    "proofs": (one_proof, lambda: [b"".join(PROOFS), b"".join(PROOFS[:3]), bytes(258), b""]),
     "events": (one_event, event_seeds),
 }
 

@@ -1,18 +1,14 @@
 """The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, extended for RL.
 
-1. `prefill_batch` computes the keys and values of prompts of one length bucket. A prompt longer than `prefill_chunk` goes
+1. `prefill_batch` computes the keys and values of prompts of one length bucket; a prompt longer than `prefill_chunk` goes
    through `prefill_chunk`, one chunk per call, so that decoding never waits for all of it. Neither samples: the first
-   `generate` runs the last prompt token again, so that one program makes every token.
+   `generate` runs the last prompt token again.
 2. `insert_batch` copies prompts into slots; several samples of one prompt share its prefill.
 3. `generate` runs up to K decode steps for all slots in one call. It returns tokens, log-probabilities and validity in
-   one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast).
-4. A ring on the device keeps the last hidden states of each slot. A call reduces each window of 32 that it completed to
-   the values of a proof (inference/proofs/window.py), and only those are fetched.
+   one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast), and the values of proofs (proofs/window.py).
 
-All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows: a rollout is the same
-in any company. Chunks start at multiples of `prefill_chunk`, so their keys have the same bits if they were computed for this
-prompt or for an earlier one (inference/scheduler/prefix_cache.py). Weights are an argument of each call, so they can change
-while sequences run. On a mesh each call runs over all devices, and the state stays laid out between calls (decode_state.py).
+All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. Weights are an
+argument of each call, so they can change while sequences run. On a mesh each call runs over all devices.
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
 N windows, k values of a proof.
@@ -28,7 +24,8 @@ import numpy as np
 from flax import struct
 
 from inference.engine import compiled_steps, cpu_sub_batches, cpu_weights, decode_state, kv_cache, routed_experts
-from inference.engine.jetstream_shim import engine_api, tokenizer_api, tokenizer_pb2
+from inference.engine import request as request_lib
+from inference.engine.jetstream_shim import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 from inference.proofs import window
 from models import config as config_lib
 from models import transformer
@@ -119,17 +116,15 @@ class Engine(engine_api.Engine):
         if config.routed_experts and not routed_experts.num_moe_layers(model):
             raise ValueError("inference.routed_experts = true, but the model has no experts; leave the field out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
-        self._initial_params = params
+        self._initial_params, self._options = params, (model, config.routed_experts)
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
-        with self._on_mesh():
-            self._decode_weights = cpu_weights.TransposedWeights(model)
+        self._decode_weights = self._run(cpu_weights.TransposedWeights, model)
 
     # The methods that our scheduler calls.
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
         """Prefills P = config.prefill_batch prompts padded to one bucket; int32 [P, T] and [P]."""
-        with self._on_mesh():
-            return compiled_steps.prefill(self.model, self.config.routed_experts, params, tokens_PT, length_P)
+        return self._run(compiled_steps.prefill, *self._options, params, tokens_PT, length_P)
 
     def prefill_chunk(
         self, params: transformer.Params, tokens_1T, start: int, cache: kv_cache.Cache | None
@@ -139,38 +134,35 @@ class Engine(engine_api.Engine):
         The cache is donated; None: start is 0. Returns the new one, and the chunk's part of `Prefix.experts`.
         """
         cache = self.empty_prefix() if cache is None else cache
-        options, start_1 = (self.model, self.config.routed_experts), np.array([start], np.int32)
-        with self._on_mesh():
-            return compiled_steps.prefill_chunk(*options, params, tokens_1T, start_1, cache)
+        start_1 = np.array([start], np.int32)
+        return self._run(compiled_steps.prefill_chunk, *self._options, params, tokens_1T, start_1, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """An empty cache with room for the longest prompt."""
-        with self._on_mesh():
-            return compiled_steps.empty_prefix(self.model, 1, self.config.capacity)
+        return self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
         """Returns float32 [T]: the untempered log-probability of each prompt token given those before it; 0 for the first.
 
         T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt.
         """
-        with self._on_mesh():  # a row for each batch shard of the mesh
-            tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)
-            return np.asarray(compiled_steps.score(self.model, params, tokens_BT))
+        tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)  # a row for each batch shard
+        return np.asarray(self._run(compiled_steps.score, self.model, params, tokens_BT))
 
     def insert_batch(
         self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
     ) -> State:
         """Starts prompt `rows[i]` of `prefix` in `slots[i]` with row i of `request`; unused entries have slot = num_slots."""
         prefix = dataclasses.replace(prefix, experts=())
-        with self._on_mesh():
-            return cpu_sub_batches.at(
-                lambda part, own: compiled_steps.insert(prefix, rows, part, own, request), state, slots
-            )
+
+        def insert(part, own_slots):
+            return compiled_steps.insert(prefix, rows, part, own_slots, request)
+
+        return self._run(cpu_sub_batches.at, insert, state, slots)
 
     def deactivate(self, state: State, slots) -> State:
         """Stops the given slots; int32 [B], unused entries have slot = num_slots."""
-        with self._on_mesh():
-            return cpu_sub_batches.at(compiled_steps.deactivate, state, slots)
+        return self._run(cpu_sub_batches.at, compiled_steps.deactivate, state, slots)
 
     def with_limit(self, state: State, limit: int) -> State:
         """Returns the state with the most steps that the next decode call runs."""
@@ -186,9 +178,8 @@ class Engine(engine_api.Engine):
         That is the last window of a sequence which the host ended.
         """
         part, own_slot = divmod(slot, len(state[0].token))
-        with self._on_mesh():
-            where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
-            indices, bits = compiled_steps.top_values(state[part], *where)
+        where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
+        indices, bits = self._run(compiled_steps.top_values, state[part], *where)
         return np.asarray(indices)[0], np.asarray(bits)[0]
 
     def bucket(self, length: int) -> int:
@@ -211,8 +202,8 @@ class Engine(engine_api.Engine):
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """An empty state of `num_slots` slots, which one call decodes."""
-        with self._on_mesh():
-            return compiled_steps.empty_slots(self.model, num_slots, self.config.capacity, self.config.steps_per_call)
+        sizes = num_slots, self.config.capacity, self.config.steps_per_call
+        return self._run(compiled_steps.empty_slots, self.model, *sizes)
 
     # JetStream's contract.
 
@@ -222,24 +213,18 @@ class Engine(engine_api.Engine):
 
     def init_decode_state(self, *args, **kwargs) -> State:
         """A state with no slot in use."""
-        with self._on_mesh():
-            num_parts = cpu_sub_batches.count(self.model, self.config.num_slots)
+        num_parts = self._run(cpu_sub_batches.count, self.model, self.config.num_slots)
         return tuple(self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
         """Prefills one prompt, to be sampled at temperature 1 and seed 0 until a stop id of the tokenizer."""
         if existing_prefix is not None:
             raise NotImplementedError("prefill on an existing prefix is not supported; pass None")
-        stop_ids = np.full((1, decode_state.MAX_STOP_IDS), -1, np.int32)
-        stop_ids[0, : len(self.tokenizer.stop_ids)] = self.tokenizer.stop_ids[: decode_state.MAX_STOP_IDS]
-        request = dataclasses.replace(
-            decode_state.request_arrays((), 1),
-            max_tokens=jnp.full((1,), self.config.max_model_len),
-            stop_ids=jnp.asarray(stop_ids),
-        )
-        tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, : self.config.max_model_len]
+        stop_ids, max_len = tuple(self.tokenizer.stop_ids), self.config.max_model_len
+        request = request_lib.GenerateRequest((), max_tokens=max_len, stop_ids=stop_ids)
+        tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, :max_len]
         prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
-        return dataclasses.replace(prefix, request=request)
+        return dataclasses.replace(prefix, request=decode_state.request_arrays([request], 1))
 
     def insert(self, prefix: decode_state.Prefix, decode_state: State, slot: int) -> State:
         """Starts the prompt that `prefill` returned in a slot."""
@@ -251,9 +236,8 @@ class Engine(engine_api.Engine):
         """Runs one decode call for all slots. Returns before the devices have finished."""
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
-        params = self._decode_weights.of(params)
-        with self._on_mesh():
-            done = self._concurrently(functools.partial(compiled_steps.generate, *options, params), decode_state)
+        generate = functools.partial(compiled_steps.generate, *options, self._decode_weights.of(params))
+        done = self._run(self._concurrently, generate, decode_state)
         state, *results = zip(*done, strict=True)
         data, extras, proofs, experts = compiled_steps.join(*results) if len(state) > 1 else done[0][1:]
         return state, Result(
@@ -308,9 +292,10 @@ class Engine(engine_api.Engine):
         """None; host arrays stay in this process."""
         return None
 
-    def _on_mesh(self):
-        """The context in which programs are traced and run; one device needs no mesh."""
-        return jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext()
+    def _run(self, function, *args):
+        """Calls a function in the context in which programs are traced and run; one device needs no mesh."""
+        with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext():
+            return function(*args)
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
@@ -333,17 +318,13 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode(self, s, *, is_bos=False, prefill_lengths=None, max_prefill_length=None, jax_padding=True, **kwargs):
-        ids = self._tokenizer.encode(s)
+    def encode(self, s, *, is_bos=False, max_prefill_length=None, **padding):
+        ids = np.array(self._tokenizer.encode(s), np.int32)
         if max_prefill_length is not None and len(ids) > max_prefill_length:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, but at most {max_prefill_length} are allowed; shorten it"
             )
-        lengths = sorted(prefill_lengths or [1 << i for i in range(4, 16)])
-        size = next(length for length in lengths if length >= len(ids))
-        padded = np.full((size,), self.pad_id, np.int32)
-        padded[: len(ids)] = ids
-        return (jnp.asarray(padded) if jax_padding else padded), len(ids)
+        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
 
     def decode(self, token_ids, **kwargs):
         return self._tokenizer.decode(token_ids)

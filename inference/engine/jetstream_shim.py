@@ -29,7 +29,7 @@ if "seqio" not in sys.modules:
 _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)
 
-from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2  # noqa: E402, F401
+from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # noqa: E402, F401
 
 _root.setLevel(_level)
 _root.handlers[:] = _handlers

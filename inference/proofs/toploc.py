@@ -13,13 +13,7 @@
 The check is one vote in addition to the replay of the sampling noise: at the deployed thresholds, hidden states dominated by
 a few massive channels pass for one another. A forgery that passes everywhere has to be a constant polynomial, because any
 other of degree < 128 takes one value at most 127 times in 65497, and its author does not know the indices. Hence
-constant-like polynomials are rejected and signs are compared.
-
-Left out:
-- The polynomial as a jitted program: 4.6 ms against 8.6 ms for 128 chunks on 2 CPU cores, but it compiles 0.3 s per
-  batch shape and queues after the decode steps on an accelerator. numpy runs in any thread.
-- `jax.lax.top_k` of bf16: it sorts, 1.7 s for the same chunks. (Of float32, XLA on a CPU keeps a heap.)
-- The reference's list path with an unhashed modulus, its null proofs, and float16: each crashed or misjudged.
+constant-like polynomials are rejected and signs are compared. docs/decisions/trust.md has the alternatives.
 
 Letters here: T tokens, D model, N chunks, M values of one chunk (rows x D), k coefficients of one proof.
 All arithmetic mod p fits uint32, (p - 1)^2 + (p - 1) < 2^32, or is an exact integer sum in float64, k p^2 < 2^53.
@@ -75,14 +69,6 @@ class ProofResult:
     mantissa_mean: float
     mantissa_median: float
     sign_mismatches: int  # among positions whose exponent agrees
-
-
-def build_proofs(hidden_TD, *, chunk: int = 32, topk: int = 128) -> list[bytes]:
-    """Returns one proof per `chunk` rows of hidden_TD (bf16, or float32, which is rounded to nearest even bf16).
-
-    A chunk of fewer than topk values has a proof of that many coefficients, one with NaN or inf the proof b"" (see `encode`).
-    """
-    return encode(_top_values(_chunks(hidden_TD, chunk), topk))
 
 
 def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
@@ -142,13 +128,6 @@ def _by_counting(magnitude_NM, k: int):
     return jax.vmap(lambda chosen_M: jnp.searchsorted(chosen_M, jnp.arange(1, k + 1)))(chosen_NM).astype(jnp.int32)
 
 
-def verify_proofs(
-    hidden_TD, proofs, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
-) -> list[ProofResult]:
-    """Verifies the proofs of one sequence; see `verify_proofs_batch`."""
-    return verify_proofs_batch([hidden_TD], [proofs], chunk=chunk, topk=topk, thresholds=thresholds)[0]
-
-
 def verify_proofs_batch(
     hiddens: Iterable, proofs_of: Iterable, *, chunk: int = 32, topk: int = 128, thresholds: Thresholds = DEPLOYED
 ) -> list[list[ProofResult]]:
@@ -185,13 +164,8 @@ def verify_proofs_batch(
     return results
 
 
-def join(proofs: Sequence[bytes]) -> bytes:
-    """Concatenates the proofs of one sequence: the `proofs` column of a rollout."""
-    return b"".join(proofs)
-
-
 def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: int = 128) -> list[bytes] | str:
-    """Undoes `join` for a sequence of `num_rows` rows. Returns a reason instead if the length is not exact."""
+    """Splits the joined proofs of a sequence of `num_rows` rows. Returns a reason instead if the length is not exact."""
     num_values = [min(chunk, num_rows - start) * hidden_dim for start in range(0, num_rows, chunk)]
     lengths = [2 + 2 * min(topk, values) for values in num_values]
     if not isinstance(data, bytes) or len(data) != sum(lengths):

@@ -68,7 +68,7 @@ class Rollout:
     reward: float
     rewards: dict[str, float]  # reward components by name, for information; only `reward` is trained on
     finish_reason: str  # "stop" | "length"
-    proofs: bytes  # toploc.join of the proofs of the sampled rows
+    proofs: bytes  # toploc proofs of the sampled rows, joined
     worker: str  # hex of the ed25519 public key; "" until signed
     signature: bytes  # 64 bytes over `digest`; b"" until signed
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token

@@ -9,7 +9,6 @@ import numpy as np
 
 from inference.engine import decode_state, routed_experts
 from inference.engine import request as request_lib
-from inference.proofs import toploc
 from models.text import tokenizer as tokenizer_lib
 
 # Called on the scheduler's thread with the index of a sample and its completion so far.
@@ -103,7 +102,7 @@ class Sequence:
     def finish(self) -> None:
         """Hands the completion to the group, whose future is set with its last one."""
         group = self.group
-        self.completion.proofs = toploc.join(self.proofs)
+        self.completion.proofs = b"".join(self.proofs)
         if group.request.routed_experts:
             self.completion.experts = routed_experts.of_sequence(
                 group.prefix.experts, group.row, len(group.request.tokens), self.experts

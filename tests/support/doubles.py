@@ -25,6 +25,7 @@ from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
 from sharding import rules
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 NODE = rollout_lib.WorkerKey.generate()
@@ -128,7 +129,7 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
             logprobs = np.zeros(len(one.rollout.tokens), np.float32)
             logprobs[one.positions_N] = np.minimum(one.logp_N, 0)
             changed = dataclasses.replace(
-                one.rollout, logprobs=logprobs, proofs=toploc.join(toploc.build_proofs(one.hidden_ND))
+                one.rollout, logprobs=logprobs, proofs=b"".join(proofs_lib.build(one.hidden_ND))
             )
             out.append(rollout_lib.sign(changed, NODE))
     return out

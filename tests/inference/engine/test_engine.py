@@ -27,6 +27,7 @@ from inference.engine import request as request_lib
 from inference.proofs import toploc
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
@@ -200,7 +201,7 @@ def test_proofs_are_of_windows_that_were_asked_for():
                     found[which, slot] = before, toploc.encode([(indices[which, slot], bits[which, slot])])[0]
     assert {key: before for key, (before, _) in found.items()} == {(0, 1): 30, (1, 1): 35}
     hidden_JD, _ = teacher_forced(ask.tokens, bench.tokens[1])
-    results = toploc.verify_proofs(hidden_JD, [found[0, 1][1], found[1, 1][1]])
+    results = proofs_lib.verify(hidden_JD, [found[0, 1][1], found[1, 1][1]])
     assert [result.reason for result in results] == ["ok", "ok"]
     # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are.
     assert max(result.exp_mismatches for result in results) <= 2

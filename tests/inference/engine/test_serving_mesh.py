@@ -23,6 +23,7 @@ from rl import launch
 from rl.experiment import experiment
 from sharding import mesh as mesh_lib
 from sharding import rules
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 DENSE = tiny.model()
@@ -103,7 +104,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name, axes):
         hidden_1TD, _ = jax.jit(transformer.apply, static_argnums=1)(params(name), MODELS[name], tokens_1T)
         hidden_TD = np.asarray(hidden_1TD)[0]
         rows_ND = hidden_TD[len(HELLO) - 1 : -1]
-        results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
+        results = proofs_lib.verify(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
         assert [result.reason for result in results] == ["ok"] * 2 and all(result.accepted for result in results)
 
 

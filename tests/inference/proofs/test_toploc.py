@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from inference.proofs import toploc
 from inference.proofs import window as proof_window
+from tests.support import proofs as proofs_lib
 from tests.support import toploc_reference
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "toploc"
@@ -43,7 +44,7 @@ def normal(shape, seed=0):
 
 
 def verify_one(hidden_TD, proof, **kwargs):
-    (result,) = toploc.verify_proofs(hidden_TD, [proof], **kwargs)
+    (result,) = proofs_lib.verify(hidden_TD, [proof], **kwargs)
     return result
 
 
@@ -57,7 +58,7 @@ def test_the_tie_free_vectors_are_there():
 @pytest.mark.parametrize("name", [*EXACT, "zeros", "constant"])
 def test_bytes_equal_the_reference(name):
     case = CASES[name]
-    assert toploc.build_proofs(hidden(name), chunk=case["chunk"], topk=case["topk"]) == proofs_of(case)
+    assert proofs_lib.build(hidden(name), chunk=case["chunk"], topk=case["topk"]) == proofs_of(case)
 
 
 @pytest.mark.parametrize("name", [*EXACT, "boundary_ties"])
@@ -66,7 +67,7 @@ def test_statistics_equal_the_reference(name):
     for label, expected in case["verify"].items():
         verifier = hidden(name if label == "self" else f"{name}/{label}")
         unique = case["unique"] if label == "self" else case["verify_unique"][label]
-        results = toploc.verify_proofs(verifier, proofs_of(case), chunk=case["chunk"], topk=case["topk"])
+        results = proofs_lib.verify(verifier, proofs_of(case), chunk=case["chunk"], topk=case["topk"])
         assert len(results) == len(expected)
         for result, (mismatches, mean, median), exact in zip(results, expected, unique, strict=True):
             if exact:
@@ -83,8 +84,8 @@ def test_statistics_equal_the_reference(name):
 
 def test_list_prefill_vector_is_one_long_chunk_then_short_ones():
     case = CASES["list_prefill"]
-    built = toploc.build_proofs(hidden("list_prefill/prefill"), chunk=5, topk=4)
-    built += toploc.build_proofs(hidden("list_prefill/decode"), chunk=3, topk=4)
+    built = proofs_lib.build(hidden("list_prefill/prefill"), chunk=5, topk=4)
+    built += proofs_lib.build(hidden("list_prefill/decode"), chunk=3, topk=4)
     assert [len(proof) for proof in built] == [len(proof) for proof in proofs_of(case)]
     for ours, theirs, unique in zip(built, proofs_of(case), case["unique"], strict=True):
         assert ours == theirs or not unique
@@ -132,7 +133,7 @@ def test_build_equals_the_integer_oracle(rows, dim, topk, seed):
     values = rng.standard_normal((rows, dim)) * rng.choice([0, 1, 1e-3], (rows, dim))  # zeros tie
     block = values.astype(np.float32).astype(jnp.bfloat16)
     expected = [oracle_proof(block[start : start + 4], topk) for start in range(0, rows, 4)]
-    assert toploc.build_proofs(block, chunk=4, topk=topk) == expected
+    assert proofs_lib.build(block, chunk=4, topk=topk) == expected
 
 
 def test_full_size_chunk_with_folded_indices_equals_the_oracle():
@@ -140,7 +141,7 @@ def test_full_size_chunk_with_folded_indices_equals_the_oracle():
     block.reshape(-1)[np.random.default_rng(3).permutation(131072)[:200]] = np.linspace(-9, 9, 200)
     block[0, 7] = block[15, 65497 + 7 - 15 * 4096] = 99.0  # one pair collides at 65497
     block = block.astype(jnp.bfloat16)
-    (proof,) = toploc.build_proofs(block)
+    (proof,) = proofs_lib.build(block)
     assert proof == oracle_proof(block, 128) and proof[:2] < struct.pack(">H", P)
     assert verify_one(block, proof).reason == "ok"
 
@@ -159,7 +160,7 @@ def test_float32_rounds_to_nearest_even():
 
     expected = np.array([nearest_even(float(value)) for value in values.reshape(-1)], np.uint16)
     rounded = expected.view(jnp.bfloat16).reshape(4, 1024)
-    assert toploc.build_proofs(values) == toploc.build_proofs(rounded) == toploc.build_proofs(jnp.asarray(rounded))
+    assert proofs_lib.build(values) == proofs_lib.build(rounded) == proofs_lib.build(jnp.asarray(rounded))
 
 
 # ---- batching, tails, the device's top k -----------------------------------------------------------------------------
@@ -167,11 +168,11 @@ def test_float32_rounds_to_nearest_even():
 
 def test_batch_equals_one_by_one():
     sequences = [normal((rows, 24), rows) for rows in (1, 0, 40, 3, 64, 5)]  # tails of 24, 72, 120 and 128 values
-    built = [toploc.build_proofs(sequence) for sequence in sequences]
+    built = [proofs_lib.build(sequence) for sequence in sequences]
     assert [[len(p) for p in proofs] for proofs in built] == [[50], [], [258, 258], [146], [258, 258], [242]]
     built[2][0] = built[4][0]  # another sequence's
     batch = toploc.verify_proofs_batch(sequences, built)
-    assert batch == [toploc.verify_proofs(*pair) for pair in zip(sequences, built, strict=True)]
+    assert batch == [proofs_lib.verify(*pair) for pair in zip(sequences, built, strict=True)]
     reasons = [[result.reason for result in results] for results in batch]
     assert reasons == [["ok"], ["empty"], ["exponent", "ok"], ["ok"], ["ok", "ok"], ["ok"]]
 
@@ -194,10 +195,10 @@ def test_top_values_equal_a_full_sort_whatever_came_before(dim):
 
 def test_more_chunks_than_one_batch():
     sequence = normal((300, 8), 4)
-    proofs = toploc.build_proofs(sequence, chunk=1, topk=5)
+    proofs = proofs_lib.build(sequence, chunk=1, topk=5)
     assert len(proofs) == 300 > 2 * toploc.BATCH
-    assert proofs[150] == toploc.build_proofs(sequence[150:151], topk=5)[0]
-    assert all(result.accepted for result in toploc.verify_proofs(sequence, proofs, chunk=1, topk=5))
+    assert proofs[150] == proofs_lib.build(sequence[150:151], topk=5)[0]
+    assert all(result.accepted for result in proofs_lib.verify(sequence, proofs, chunk=1, topk=5))
 
 
 @pytest.mark.parametrize("way", [toploc._by_heap, toploc._by_counting])
@@ -219,9 +220,7 @@ def test_device_topk_equals_the_host_path(monkeypatch, way):
         ((host_indices, host_bits),) = toploc._top_values([values[row].view(np.uint16)], 128)
         order = np.argsort(indices[row])
         assert np.array_equal(indices[row, order], host_indices) and np.array_equal(bits[row, order], host_bits)
-    assert toploc.encode(list(zip(indices[:2], bits[:2], strict=True))) == toploc.build_proofs(
-        values[:2].reshape(64, 40)
-    )
+    assert toploc.encode(list(zip(indices[:2], bits[:2], strict=True))) == proofs_lib.build(values[:2].reshape(64, 40))
 
 
 @pytest.mark.parametrize("dim", [40, 300])
@@ -239,24 +238,24 @@ def test_proofs_of_windows_on_the_device_are_those_of_their_rows(dim):
     sizes = [32, 32, 32, 32, 7]
     expected = [rows[0, :32], rows[1, :32], rows[2, :32], rows[4, 32:64], rows[1, 32:39]]
     got = proof_window.encode(sizes, indices[there], bits[there], dim)
-    assert got == [toploc.build_proofs(block)[0] for block in expected]
+    assert got == [proofs_lib.build(block)[0] for block in expected]
     assert not indices[~np.asarray(there)].any() and not bits[~np.asarray(there)].any()
     # The host ends sequence 4 after 35 rows, and sequence 1 after 33; the device has written more rows after them.
     tops = map(np.asarray, proof_window.top_values(ring, np.array([4, 1]), np.array([1, 1]), np.array([3, 1])))
     got = proof_window.encode([3, 1], *tops, dim)
-    assert got == [toploc.build_proofs(rows[4, 32:35])[0], toploc.build_proofs(rows[1, 32:33])[0]]
+    assert got == [proofs_lib.build(rows[4, 32:35])[0], proofs_lib.build(rows[1, 32:33])[0]]
 
 
 def test_join_and_split():
     sequence = normal((70, 2))
-    proofs = toploc.build_proofs(sequence)
-    data = toploc.join(proofs)
+    proofs = proofs_lib.build(sequence)
+    data = b"".join(proofs)
     assert toploc.split(data, 70, 2) == proofs and [len(p) for p in proofs] == [130, 130, 26]
     assert toploc.split(b"", 0, 2) == []
     for bad in (data[:-1], data + b"\0", b"", None, "text"):
         reason = toploc.split(bad, 70, 2)
         assert reason.startswith("length: ")
-        assert {result.reason for result in toploc.verify_proofs(sequence, reason)} == {"count"}
+        assert {result.reason for result in proofs_lib.verify(sequence, reason)} == {"count"}
 
 
 # ---- honest and dishonest provers ------------------------------------------------------------------------------------
@@ -266,14 +265,14 @@ def test_join_and_split():
 def test_honest_noise_passes_and_another_model_does_not(thresholds):
     sequence = normal((64, 512), 5)
     noise = 1 + 0.01 * np.random.default_rng(6).standard_normal(sequence.shape)
-    proofs = toploc.build_proofs((sequence.astype(np.float32) * noise).astype(jnp.bfloat16))
-    assert all(result.accepted for result in toploc.verify_proofs(sequence, proofs, thresholds=thresholds))
-    other = toploc.verify_proofs(normal((64, 512), 7), proofs, thresholds=thresholds)
+    proofs = proofs_lib.build((sequence.astype(np.float32) * noise).astype(jnp.bfloat16))
+    assert all(result.accepted for result in proofs_lib.verify(sequence, proofs, thresholds=thresholds))
+    other = proofs_lib.verify(normal((64, 512), 7), proofs, thresholds=thresholds)
     assert {result.reason for result in other} == {"exponent"}
 
 
 def test_negated_activations_are_refused():
-    result = verify_one(-normal((32, 64)), toploc.build_proofs(normal((32, 64)))[0])
+    result = verify_one(-normal((32, 64)), proofs_lib.build(normal((32, 64)))[0])
     assert (result.reason, result.exp_mismatches, result.sign_mismatches) == ("sign", 0, 128)
 
 
@@ -284,13 +283,13 @@ def test_as_many_signs_may_differ_as_the_thresholds_allow(num_values, most):
     for num_flipped, reason in ((most, "ok"), (most + 1, "sign")):
         flipped = block.copy()
         flipped[0, :num_flipped] *= -1
-        result = verify_one(block, toploc.build_proofs(flipped)[0])
+        result = verify_one(block, proofs_lib.build(flipped)[0])
         assert (result.reason, result.sign_mismatches, result.exp_mismatches) == (reason, num_flipped, 0)
 
 
 def test_wrong_mantissas_are_refused():
     block = normal((2, 64))  # all 128 values are in the proof, so only mantissas can differ
-    (proof,) = toploc.build_proofs((block.view(np.uint16) ^ 0x60).view(jnp.bfloat16))
+    (proof,) = proofs_lib.build((block.view(np.uint16) ^ 0x60).view(jnp.bfloat16))
     result = verify_one(block, proof)
     assert (result.reason, result.exp_mismatches) == ("mantissa", 0) and result.mantissa_median >= 32
 
@@ -349,17 +348,17 @@ def test_constant_activations_are_refused(name):
 @pytest.mark.parametrize("name", ["inf_nan", "nan_above_field"])
 def test_non_finite_activations_are_refused_on_both_sides(name):
     assert verify_one(hidden(name), proofs_of(CASES[name])[0]).reason == "non_finite"
-    assert toploc.build_proofs(hidden(name)) == toploc.build_proofs(hidden(name).astype(np.float32)) == [b""]
+    assert proofs_lib.build(hidden(name)) == proofs_lib.build(hidden(name).astype(np.float32)) == [b""]
 
 
 def test_a_bad_chunk_has_a_null_proof_and_the_chunks_around_it_have_theirs():
     good, bad = normal((70, 16), 8), normal((70, 16), 9)
     bad[40, 3] = np.nan
-    built = toploc.build_proofs(bad)
-    assert built == [toploc.build_proofs(bad[:32])[0], b"", toploc.build_proofs(bad[64:])[0]]
-    assert [result.reason for result in toploc.verify_proofs(normal((70, 16), 9), built)] == ["ok", "length", "ok"]
-    assert [result.reason for result in toploc.verify_proofs(bad, toploc.build_proofs(good))][1] == "non_finite"
-    assert toploc.split(toploc.join(built), 70, 16).startswith("length: ")
+    built = proofs_lib.build(bad)
+    assert built == [proofs_lib.build(bad[:32])[0], b"", proofs_lib.build(bad[64:])[0]]
+    assert [result.reason for result in proofs_lib.verify(normal((70, 16), 9), built)] == ["ok", "length", "ok"]
+    assert [result.reason for result in proofs_lib.verify(bad, proofs_lib.build(good))][1] == "non_finite"
+    assert toploc.split(b"".join(built), 70, 16).startswith("length: ")
     tops = map(np.asarray, toploc.topk_indices(jnp.asarray(bad[:64].reshape(2, 512).view(np.uint16)), 128))
     assert toploc.encode(list(zip(*tops, strict=True))) == built[:2]
 
@@ -375,7 +374,7 @@ def test_indices_that_no_modulus_keeps_apart_have_no_proof():
 def test_own_input_of_another_kind_is_an_error():
     for array in (np.zeros((2, 4), np.float16), np.zeros((2, 4)), np.zeros(4, np.float32)):
         with pytest.raises(ValueError, match=r"must be \[T, D\] in bfloat16"):
-            toploc.build_proofs(array)
+            proofs_lib.build(array)
 
 
 # ---- malformed input is a verdict ------------------------------------------------------------------------------------
@@ -383,7 +382,7 @@ def test_own_input_of_another_kind_is_an_error():
 
 def test_every_reason_for_a_malformed_proof():
     sequence = normal((32, 64))
-    good = toploc.build_proofs(sequence)[0]
+    good = proofs_lib.build(sequence)[0]
     assert verify_one(sequence, good).reason == "ok"
     malformed = {
         "length": [b"", good[:-1], good[:-2], good + b"\0", good + b"\0\0", good[:4], None, 3, "x" * 258, [good]],
@@ -397,13 +396,13 @@ def test_every_reason_for_a_malformed_proof():
             assert not result.accepted and result.reason == reason
             assert result.exp_mismatches == 128 and result.mantissa_mean == 2.0**64
     for proofs in ([], [good, good], None, 7, good, {0: good}):
-        assert [result.reason for result in toploc.verify_proofs(sequence, proofs)] == ["count"]
-    assert [result.reason for result in toploc.verify_proofs(sequence[:0], [])] == ["empty"]
+        assert [result.reason for result in proofs_lib.verify(sequence, proofs)] == ["count"]
+    assert [result.reason for result in proofs_lib.verify(sequence[:0], [])] == ["empty"]
 
 
 def test_a_folding_modulus_is_bounded_where_indices_exceed_the_field():
     sequence = normal((32, 5120))
-    good = toploc.build_proofs(sequence)[0]
+    good = proofs_lib.build(sequence)[0]
     for modulus, reason in [(2**15, "modulus"), (P + 1, "modulus"), (0, "modulus"), (2**15 + 1, "exponent")]:
         assert verify_one(sequence, struct.pack(">H", modulus) + good[2:]).reason == reason
 
@@ -412,9 +411,9 @@ def test_null_proofs_of_the_reference_are_refused():
     case = CASES["fewer_than_k"]
     assert case["null"]
     block = hidden("fewer_than_k")
-    assert toploc.verify_proofs(block, proofs_of(case)[:1])[0].reason == "length"  # 64 values have a 130-byte proof
+    assert proofs_lib.verify(block, proofs_of(case)[:1])[0].reason == "length"  # 64 values have a 130-byte proof
     assert verify_one(normal((32, 64)), bytes(258)).reason == "modulus"
-    assert len(toploc.build_proofs(block)[0]) == 130
+    assert len(proofs_lib.build(block)[0]) == 130
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
@@ -427,7 +426,7 @@ def test_null_proofs_of_the_reference_are_refused():
     )
 )
 def test_garbage_is_refused_and_never_raises(proofs):
-    results = toploc.verify_proofs(normal((40, 16)), proofs, topk=32)
+    results = proofs_lib.verify(normal((40, 16)), proofs, topk=32)
     assert len(results) == 2 and not any(result.accepted for result in results)
     json.dumps([vars(result) for result in results], allow_nan=False)  # a verdict must fit the ledger
 
@@ -442,11 +441,11 @@ def test_garbage_is_refused_and_never_raises(proofs):
 @pytest.mark.parametrize("dim", [1024, 5120])
 def test_proofs_are_exchanged_with_the_published_package(dim):
     sequence = normal((256, dim), dim)
-    ours = toploc.build_proofs(sequence)
+    ours = proofs_lib.build(sequence)
     theirs = toploc_reference.run(os.environ["TOPLOC_PYTHON"], sequence, ours, repeat=1)
     proofs = [bytes.fromhex(proof) for proof in theirs["proofs"]]
     bits = sequence.view(np.uint16) & 0x7FFF
-    for n, result in enumerate(toploc.verify_proofs(sequence, proofs)):
+    for n, result in enumerate(proofs_lib.verify(sequence, proofs)):
         ordered = np.sort(bits[32 * n : 32 * n + 32].reshape(-1))
         if ordered[-128] > ordered[-129]:  # no tie at the boundary: nothing is left to choose
             assert proofs[n] == ours[n]

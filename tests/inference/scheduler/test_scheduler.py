@@ -19,6 +19,7 @@ from inference.scheduler import arrivals
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 MODEL = tiny.model()
@@ -267,13 +268,13 @@ def test_proofs_are_of_the_hidden_states_of_apply(alone):
     hidden_BTD = np.asarray(jax.jit(transformer.apply, static_argnums=1)(params(), MODEL, tokens)[0])
     for sample, hidden_TD in zip(completions, hidden_BTD, strict=True):
         rows_ND = hidden_TD[len(prompt) - 1 : -1]  # row j predicted new token j
-        results = toploc.verify_proofs(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
+        results = proofs_lib.verify(rows_ND, toploc.split(sample.proofs, *rows_ND.shape))
         assert [result.reason for result in results] == ["ok"] * 3
         # Both are float32, rounded to bfloat16: a value at a rounding boundary moves by one unit, and few are.
         assert max(result.exp_mismatches for result in results) <= 2
         assert max(result.mantissa_mean for result in results) < 0.1
         shifted_ND = hidden_TD[len(prompt) :]  # the wrong rows
-        results = toploc.verify_proofs(shifted_ND, toploc.split(sample.proofs, *shifted_ND.shape))
+        results = proofs_lib.verify(shifted_ND, toploc.split(sample.proofs, *shifted_ND.shape))
         assert not any(result.accepted for result in results)
     assert alone(Ask())[0].proofs == b""  # not asked for
 

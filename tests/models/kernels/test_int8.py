@@ -25,6 +25,7 @@ from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
+from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
 DENSE = tiny.model(tie_embeddings=False)
@@ -166,7 +167,7 @@ def test_what_is_sampled_is_of_the_integers():
 
     def accepted(tree):
         rows_ND = np.asarray(jax.jit(transformer.apply, static_argnums=1)(tree, MIXED, tokens_1T)[0])[0, 39:-1]
-        return all(r.accepted for r in toploc.verify_proofs(rows_ND, toploc.split(chunked.proofs, *rows_ND.shape)))
+        return all(r.accepted for r in proofs_lib.verify(rows_ND, toploc.split(chunked.proofs, *rows_ND.shape)))
 
     assert accepted(kept("mixed")) and not accepted(params("mixed", 1))
 

@@ -18,6 +18,7 @@ from rl.protocol import task_schedule
 from rl.validator import status
 from rl.verification import checks, seen_set, sequential_test, verifier
 from rl.verification import rules as rules_lib
+from tests.support import proofs as proofs_lib
 
 KEY = rollout_lib.WorkerKey.generate()
 STOP = 257
@@ -312,12 +313,12 @@ def test_each_replayed_rule_names_itself(changes, said):
     import re
 
     honest = scored()
-    proofs = toploc.build_proofs(honest.hidden_ND)
+    proofs = proofs_lib.build(honest.hidden_ND)
     claimed = changes.get("logp_N", -np.ones(3)) if said.startswith("termination") else -np.ones(3)
     rollout = make(logprobs=np.array([0, 0, 0, *claimed], np.float32))
 
     def verdict(one):
-        results = toploc.verify_proofs(one.hidden_ND, proofs, thresholds=RULES.tolerance.proofs)
+        results = proofs_lib.verify(one.hidden_ND, proofs, thresholds=RULES.tolerance.proofs)
         return checks.first_failure(checks.WITH_WEIGHTS, dataclasses.replace(one, proofs=results), RULES)
 
     assert verdict(honest) == checks.OK
