@@ -5,13 +5,9 @@
 2. `step` writes the new key and value of each sequence, then reads the blocks up to the last one in use by any sequence,
    and accumulates the softmax from block to block (arXiv 1805.02867).
 
-So a step reads as many keys as the longest sequence has, not the capacity. A sequence's bits do not depend on the number of
-blocks read for others: there is one program, and a block without a key of the sequence leaves its maximum unchanged, scales
-by exp(0) = 1 and adds exp(-1e30) = 0. (A program for each number of blocks would sum in another order.)
-
-A decode step of 4 layers with 2 key heads of 64 dims, 64 sequences of 60 keys, capacity 96: 2.0 ms, against 2.8 ms with the
-layout of kv_cache.py; with 100 keys and capacity 288: 3.9 and 6.1 ms (2 cores, loaded, alternating). Used where `fits` is True;
-elsewhere `attention.attend`.
+So a step reads as many keys as the longest sequence has, not the capacity (docs/decisions/kept.md has the times). A sequence's
+bits do not depend on the number of blocks read for others: there is one program, and a block without a key of the sequence
+leaves its maximum unchanged, scales by exp(0) = 1 and adds exp(-1e30) = 0. Used where `fits` is True.
 
 Letters: N blocks, B sequences, K key heads, S positions of a block, H query heads, G = H / K, C head dim (of values: V).
 """

@@ -1,14 +1,13 @@
 """The slots of an engine on a CPU, split into two sub-batches that are decoded concurrently.
 
-1. XLA keeps both cores of a machine busy only during products with weights. It runs the rest, above all attention, on one
-   core. Two concurrent calls, each for half of the slots, fill each other's gaps: a step of 64 slots of the 4 M model takes
-   5.2 ms instead of 6.2, of 16 slots 2.1 instead of 2.3 (2 cores, alternating).
-2. A sub-batch is a `DecodeState`. All have one shape and so one program: no bit depends on the sub-batch, and one of 32
-   slots gives the bits of an engine of 32. Sub-batch n contains the slots from n times its size on.
+1. XLA keeps both cores of a machine busy only during products with weights; attention runs on one. Two concurrent calls,
+   each for half of the slots, fill each other's gaps (docs/decisions/kept.md has the times).
+2. A sub-batch is a `DecodeState`. All have one shape and so one program: no bit depends on the sub-batch. Sub-batch n
+   contains the slots from n times its size on.
 3. Each call has its own thread, because XLA runs the calls of one thread one after the other.
 
 Each sub-batch reads all weights, so this is for weights that fit a CPU's caches. With 400 MB of weights, 32 slots take 1.15
-times as long in two sub-batches as in one, 8 slots 1.4 times.
+times as long in two sub-batches as in one.
 """
 
 import concurrent.futures
@@ -58,10 +57,9 @@ class ConcurrentDecoder:
 
     def __call__(self, function: Callable[[decode_state.DecodeState], tuple], state: State) -> list[tuple]:
         """Returns the function's result for each sub-batch. The first time, calls are sequential: one compiles for all."""
-        first, *rest = state
         if not self._is_compiled:
             results = [function(part) for part in state]
             self._is_compiled = True
             return results
-        later = [self._others.submit(function, part) for part in rest]
-        return [function(first), *(future.result() for future in later)]
+        later = [self._others.submit(function, part) for part in state[1:]]
+        return [function(state[0]), *(future.result() for future in later)]

@@ -79,8 +79,8 @@ def placed(tree):
 def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
     """Stacks requests into numpy arrays of `size` rows, padded with requests of temperature 1 and one token."""
 
-    def column(values, fill, dtype):
-        return np.array([*values, *[fill] * (size - len(values))], dtype)
+    def column(value, fill, dtype):
+        return np.array([*map(value, requests), *[fill] * (size - len(requests))], dtype)
 
     stop_ids = np.full((size, MAX_STOP_IDS), -1, np.int32)
     bias_ids = np.full((size, request_lib.MAX_BIAS), -1, np.int32)
@@ -92,17 +92,17 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
             bias_ids[row, at], bias[row, at] = token, value
     return Request(
         sampling=sampler.Sampling(
-            seed=column([r.seed for r in requests], 0, np.uint32),
-            temperature=column([r.temperature for r in requests], 1, np.float32),
-            top_k=column([r.top_k for r in requests], 0, np.int32),
-            top_p=column([r.top_p for r in requests], 1, np.float32),
-            min_p=column([r.min_p for r in requests], 0, np.float32),
+            seed=column(lambda r: r.seed, 0, np.uint32),
+            temperature=column(lambda r: r.temperature, 1, np.float32),
+            top_k=column(lambda r: r.top_k, 0, np.int32),
+            top_p=column(lambda r: r.top_p, 1, np.float32),
+            min_p=column(lambda r: r.min_p, 0, np.float32),
             bias_ids=bias_ids,
             bias=bias,
         ),
-        max_tokens=column([min(r.max_tokens, 2**31 - 1) for r in requests], 1, np.int32),
+        max_tokens=column(lambda r: min(r.max_tokens, 2**31 - 1), 1, np.int32),
         stop_ids=stop_ids,
-        want_proof=column([r.proofs for r in requests], False, bool),
-        want_raw=column([r.raw_logprobs for r in requests], False, bool),
-        want_top=column([r.top_logprobs > 0 for r in requests], False, bool),
+        want_proof=column(lambda r: r.proofs, False, bool),
+        want_raw=column(lambda r: r.raw_logprobs, False, bool),
+        want_top=column(lambda r: r.top_logprobs > 0, False, bool),
     )

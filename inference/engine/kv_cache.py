@@ -6,8 +6,8 @@ With `config.scan_layers`, equal layers share an entry `[N, B, K, S, C]`, as the
 writes by scatter, because a cache that a scan consumes and produces exists twice.
 
 Latent attention (DeepSeek) keeps one array: the latent and the rotated key of each token, [B, 1, S, R + P]. The values are its
-first R columns, so `v` has no columns. A sliding layer keeps every token and masks those outside its window: a ring of
-`window` rows would need less memory, but could not be replayed (rl/verification/verifier.py) or overwritten in place.
+first R columns, so `v` has no columns. A sliding layer keeps every token and masks those outside its window, because a ring of
+`window` rows could not be replayed (rl/verification/verifier.py) or overwritten in place.
 
 Letters: B sequences, T new tokens, S capacity, K key heads, C head dim, N layers of a stack.
 """
@@ -84,10 +84,8 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
     """Copies sequences `source_rows` into `target_rows`; rows of `target` out of range are skipped."""
 
     def copy(a, b):
-        length = a.shape[-2]
-        if a.ndim == 5:
-            return b.at[:, target_rows, :, :length].set(a[:, source_rows], mode="drop")
-        return b.at[target_rows, :, :length].set(a[source_rows], mode="drop")
+        stack = (slice(None),) * (a.ndim - 4)
+        return b.at[(*stack, target_rows, slice(None), slice(a.shape[-2]))].set(a[(*stack, source_rows)], mode="drop")
 
     def copy_layer(old: Entry, new: Entry) -> Entry:
         assert not isinstance(old, cpu_decode_attention.Blocks)
@@ -101,11 +99,13 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
     """Returns (new entry, keys, values) of one layer; a layer of a stack is passed as (k, v, its index)."""
     new = [k_BTKC, v_BTKC]
+
+    def merged(old):
+        return [jnp.where(write_BT[:, :, None, None], n, o) for n, o in zip(new, old, strict=True)]
+
     if len(entry) == 2:
         if write_BT is not None:
-            rows_BT11 = position_BT[:, None, :, None]
-            old = [jnp.take_along_axis(x, rows_BT11, axis=2).swapaxes(1, 2) for x in entry]
-            new = [jnp.where(write_BT[:, :, None, None], n, o) for n, o in zip(new, old, strict=True)]
+            new = merged(jnp.take_along_axis(x, position_BT[:, None, :, None], axis=2).swapaxes(1, 2) for x in entry)
         k, v = (_write(x, n.swapaxes(1, 2), start_B) for x, n in zip(entry, new, strict=True))
         return (k, v), k, v
     *stacked, layer = entry
@@ -113,12 +113,9 @@ def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
     rows_B11, heads_11K = jnp.arange(k_BTKC.shape[0])[:, None, None], jnp.arange(k_BTKC.shape[2])[None, None]
     where = (layer, rows_B11, heads_11K, position_BT[:, :, None])
     if write_BT is not None:
-        old = [x[where] for x in stacked]
-        new = [jnp.where(write_BT[:, :, None, None], n, o) for n, o in zip(new, old, strict=True)]
-    k, v = (
-        x.at[where].set(n.astype(x.dtype), unique_indices=True, mode="promise_in_bounds")
-        for x, n in zip(stacked, new, strict=True)
-    )
+        new = merged(x[where] for x in stacked)
+    how = {"unique_indices": True, "mode": "promise_in_bounds"}
+    k, v = (x.at[where].set(n.astype(x.dtype), **how) for x, n in zip(stacked, new, strict=True))
     return (k, v, layer), k[layer], v[layer]
 
 

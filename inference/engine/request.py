@@ -40,11 +40,8 @@ class GenerateRequest:
             raise ValueError(
                 f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}; shorten it"
             )
-        for name, ids in (
-            ("token", self.tokens),
-            ("stop token", self.stop_ids),
-            ("logit_bias token", [token for token, _ in self.logit_bias]),
-        ):
+        biased, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        for name, ids in (("token", self.tokens), ("stop token", self.stop_ids), ("logit_bias token", biased)):
             if bad := [token for token in ids if not 0 <= token < vocab]:
                 raise ValueError(
                     f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries; use ids of the model's tokenizer"
@@ -58,7 +55,7 @@ class GenerateRequest:
                 raise ValueError(f"{len(values)} {name} given; at most {most} are allowed, so leave some out")
         if not all(self.stop_texts):
             raise ValueError("a stop string is empty; leave it out")
-        if bad := [value for _, value in self.logit_bias if not -100 <= value <= 100]:
+        if bad := [value for value in biases if not -100 <= value <= 100]:
             raise ValueError(f"a logit_bias must be in -100..100; got {bad[0]}")
         # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is NaN
         is_temperature_ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6

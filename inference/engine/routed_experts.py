@@ -2,8 +2,7 @@
 
 1. Prefill returns the choice of every MoE layer per prompt position, decode per step (`compact`).
 2. `of_sequence` joins both for prompt and completion, except the last token, which is not run.
-3. `with_all_layers` gives every layer of the model a place, as trainers index them; dense layers are zeros.
-4. `reply_field` encodes that for a reply: base64 of [tokens, layers, experts per token], from `start` on.
+3. `reply_field` encodes that for a reply, with a place for every layer of the model (`with_all_layers`).
 
 Letters: T tokens, L MoE layers, B slots or prompts, K steps of a call, X experts per token.
 """

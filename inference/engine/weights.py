@@ -1,12 +1,12 @@
 """The weights of a policy in a server: unchanged or in int8, on one device or over a mesh.
 
 1. Unchanged weights are read straight to their devices. The layout is that of training (`sharding.rules`), but key heads that
-   do not divide over `tensor` stay whole, with their fraction of the cache: more devices than key heads can serve a model.
+   do not divide over `tensor` stay whole, with their fraction of the cache.
 2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
    the devices never contain more than one full tensor, and deltas are applied to the host's copy.
 
-A server in int8 samples from another policy, close to the version that it names. `/v1/models` reports it, its
-log-probabilities and proofs are those of the quantized weights, and a validator with the published weights rejects them.
+A server in int8 samples from another policy, close to the version that it names: a validator with the published weights
+rejects its proofs. `/v1/models` reports the quantization.
 """
 
 import dataclasses
@@ -55,11 +55,9 @@ class Store:
         """Returns the stored form of full weights that were read with `load_shardings`."""
         if self.quantization == "none":
             return params
-
-        def is_leaf(leaf):
-            return rules.is_spec(leaf) or int8.is_quantized(leaf)
-
-        return jax.tree.map(_quantized, self.specs, params, self.shardings, is_leaf=is_leaf)
+        return jax.tree.map(
+            _quantized, self.specs, params, self.shardings, is_leaf=lambda x: rules.is_spec(x) or int8.is_quantized(x)
+        )
 
 
 def shardings(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
@@ -70,11 +68,10 @@ def shardings(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transfo
 def _quantized(spec, weights: np.ndarray, sharding) -> jax.Array | int8.Quantized:
     if not int8.is_quantized(spec):
         return jax.device_put(np.asarray(weights), sharding)
-    kept = _quantize(spec.scale.shape, sharding)(jax.device_put(np.asarray(weights), sharding.values))
-    return jax.block_until_ready(kept)  # before the next full tensor is copied
+    full = jax.device_put(np.asarray(weights), sharding.values)
+    return jax.block_until_ready(_quantize_to(spec.scale.shape, sharding)(full))  # before the next one is copied
 
 
 @functools.cache
-def _quantize(scale_shape: tuple[int, ...], sharding: int8.Quantized):
-    """One program per shape and layout."""
+def _quantize_to(scale_shape: tuple[int, ...], sharding: int8.Quantized):
     return jax.jit(functools.partial(int8.quantize, scale_shape=scale_shape), out_shardings=sharding)

@@ -1,4 +1,4 @@
-"""Continuous batching: one thread that drives an engine. Replaces JetStream's Driver.
+"""Continuous batching: one thread that drives an engine. Replaces JetStream's Driver (docs/decisions/inference.md).
 
 Each turn of the thread:
 1. reads messages: new requests, cancellations, new weights, a pause. An idle engine gathers requests that arrive close
@@ -13,9 +13,6 @@ Each turn of the thread:
 
 If the engine cannot finish a request (NaN, out of memory), it fails alone or with all in the same call, and the thread
 continues. A bug ends the thread with an error after every future is set: none is left hanging.
-
-JetStream's Driver is not used: it takes no sampling parameters, returns no log-probabilities, cannot change weights or abort,
-prefills one prompt at a time, and kills the process on any error.
 
 Left out: starting the next call before this one's tokens are read. The host needs 1 % of a call of 8 steps.
 """
@@ -295,11 +292,9 @@ class Scheduler:
     def _decode(self) -> None:
         """Runs one decode call, publishes the output of the last one meanwhile, and collects this one's."""
         begun = time.perf_counter()
-        num_steps = self._slots.num_steps(
-            self._engine.config.steps_per_call,
-            is_any_waiting=bool(self._waiting),
-            is_request_likely=self._arrivals.is_next_likely(time.monotonic()),
-        )
+        is_likely = self._arrivals.is_next_likely(time.monotonic())
+        steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting)
+        num_steps = self._slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
         state = self._engine.with_limit(self._state, num_steps)
         self._state, result = self._engine.generate(self._params, state)
         self._publish()
