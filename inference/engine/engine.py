@@ -73,10 +73,14 @@ class EngineConfig:
 
     @property
     def capacity(self) -> int:
-        """Positions of a slot's cache: a multiple of the chunk, because a chunk is written whole."""
-        if self.max_model_len <= self.prefill_chunk:
-            return self.max_model_len
-        return -(-self.max_model_len // self.prefill_chunk) * self.prefill_chunk
+        """Positions of a slot's cache. With several chunks a multiple of them, because a chunk is written whole."""
+        return self.bucket(self.max_model_len)
+
+    def bucket(self, length: int) -> int:
+        """Returns the padded length of a prompt of `length` tokens: a bucket, or whole chunks."""
+        if length > self.prefill_chunk:
+            return -(-length // self.prefill_chunk) * self.prefill_chunk
+        return next(size for size in self.buckets if size >= length)
 
 
 @struct.dataclass
@@ -181,13 +185,6 @@ class Engine(engine_api.Engine):
         where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
         indices, bits = self._run(compiled_steps.top_values, state[part], *where)
         return np.asarray(indices)[0], np.asarray(bits)[0]
-
-    def bucket(self, length: int) -> int:
-        """Returns the padded length of a prompt of `length` tokens: a bucket, or whole chunks."""
-        chunk = self.config.prefill_chunk
-        if length > chunk:
-            return -(-length // chunk) * chunk
-        return next(size for size in self.config.buckets if size >= length)
 
     def read(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Fetches (tokens [B, K], logprobs [B, K], number of valid tokens [B]) of a decode call; blocks until it has ended."""

@@ -268,7 +268,7 @@ def _get(rollout: Rollout, name: str):
 
 
 def _is_index(value, limit: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= value < limit
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < limit
 
 
 def _is_text(value, pattern: str) -> bool:

@@ -69,7 +69,7 @@ class PrefillQueue:
         self._prefixes.clear()
         if self._long is not None:
             self._waiting.appendleft(self._long.group)
-            self._long = None
+        self._long = None
 
     def next(self, most: int) -> sequence_lib.Sequence | None:
         """Starts the sample that gets the next free slot and returns it, or None; prefills prompts if necessary.
@@ -124,8 +124,8 @@ class PrefillQueue:
                 self._make_ready(group, found.prefix, found.row)
             elif tokens in rows:
                 rows[tokens].append(group)
-            elif bucket in (None, self._engine.bucket(len(tokens))):
-                bucket = self._engine.bucket(len(tokens))
+            elif bucket in (None, self._engine.config.bucket(len(tokens))):
+                bucket = self._engine.config.bucket(len(tokens))
                 rows[tokens] = [group]
             else:
                 rest.append(group)
@@ -167,7 +167,7 @@ class PrefillQueue:
         group.prefix, group.row, group.prompt_version = prefix, row, self._version
         if group.request.prompt_logprobs:
             tokens = group.request.tokens
-            tokens_1T = _pad([tokens], 1, self._engine.bucket(len(tokens)))
+            tokens_1T = _pad([tokens], 1, self._engine.config.bucket(len(tokens)))
             group.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
         self._ready.append(group)
 

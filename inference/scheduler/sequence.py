@@ -26,7 +26,7 @@ class SequenceGroup:
     future: concurrent.futures.Future
     listener: Listener | None
     submitted_s: float
-    completions: list[request_lib.Completion | None] = dataclasses.field(init=False)
+    completions: dict[int, request_lib.Completion] = dataclasses.field(default_factory=dict)  # finished, by sample
     prefix: decode_state.Prefix = dataclasses.field(init=False)
     row: int = 0
     prompt_version: int = 0
@@ -34,9 +34,6 @@ class SequenceGroup:
     num_cached: int = 0
     num_started: int = 0
     num_running: int = 0
-
-    def __post_init__(self):
-        self.completions = [None] * self.request.num_samples
 
     def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sequence":
         """Returns the next sample, with nothing generated yet. `text` decodes its tokens if it has stop strings."""
@@ -81,7 +78,7 @@ class Sequence:
         end, stopped = len(tokens), False
         if request.stop_texts or len(request.stop_ids) > decode_state.MAX_STOP_IDS:
             end, stopped = self._first_stop(tokens)
-        elif tokens:
+        else:
             stopped = tokens[-1] in request.stop_ids
         completion.tokens += tokens[:end]
         completion.logprobs += logprobs[:end]
@@ -89,7 +86,7 @@ class Sequence:
         is_full = self.num_left(max_model_len) <= 0
         if stopped or is_full:
             completion.finish_reason = "stop" if stopped else "length"
-        on_device = bool(completion.tokens) and completion.tokens[-1] in request.stop_ids[: decode_state.MAX_STOP_IDS]
+        on_device = completion.tokens[-1] in request.stop_ids[: decode_state.MAX_STOP_IDS]
         return bool(completion.finish_reason) and not on_device and not is_full
 
     def append_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
@@ -108,9 +105,9 @@ class Sequence:
                 group.prefix.experts, group.row, len(group.request.tokens), self.experts
             )
         group.completions[self.index] = self.completion
-        if None not in group.completions:
+        if len(group.completions) == group.request.num_samples:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
-                group.future.set_result(group.completions)
+                group.future.set_result([group.completions[index] for index in range(group.request.num_samples)])
 
     def _first_stop(self, tokens: abc.Sequence[int]) -> tuple[int, bool]:
         """Returns the number of tokens that belong to the sequence, and True if the last of them stops it."""

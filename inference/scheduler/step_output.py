@@ -78,8 +78,8 @@ class StepOutput:
     def publish(self, fail: Fail) -> None:
         """Makes the proofs, calls the listeners, and hands in the finished samples."""
         if self._windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
-            sequences, *windows = zip(*self._windows, strict=True)
-            proofs = proof_window.encode(*windows, self._engine.model.model_dim)
+            sequences, num_rows, indices, bits = zip(*self._windows, strict=True)
+            proofs = proof_window.encode(num_rows, indices, bits, self._engine.model.model_dim)
             for sequence, proof in zip(sequences, proofs, strict=True):
                 sequence.proofs.append(proof)
                 if not proof:
@@ -103,7 +103,7 @@ class StepOutput:
             if not num_rows:
                 continue
             if which == 1 and is_end_unseen:  # so the device has not reduced this window
-                tops = self._engine.top_values(self._state, slot, after // size, num_rows)
+                indices, bits = self._engine.top_values(self._state, slot, after // size, num_rows)
             else:
-                tops = (values[which, slot] for values in self._engine.read_proofs(self._result))
-            self._windows.append((sequence, num_rows, *tops))
+                indices, bits = (values[which, slot] for values in self._engine.read_proofs(self._result))
+            self._windows.append((sequence, num_rows, indices, bits))

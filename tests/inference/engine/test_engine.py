@@ -59,7 +59,7 @@ class Bench:
         self.logprobs = {slot: [] for slot in range(CONFIG.num_slots)}
 
     def prefill(self, *asks):
-        T = self.engine.bucket(max(len(ask.tokens) for ask in asks))
+        T = self.engine.config.bucket(max(len(ask.tokens) for ask in asks))
         tokens_PT, length_P = np.zeros((2, T), np.int32), np.ones((2,), np.int32)
         for row, ask in enumerate(asks):
             length_P[row] = len(ask.tokens)
@@ -235,7 +235,7 @@ def test_a_result_does_not_depend_on_slot_neighbours_or_arrival():
 def test_a_longer_bucket_changes_no_token():
     """Another program prefills: log-probabilities agree to float32, tokens are drawn by the same noise."""
     long = dataclasses.replace(OTHER, tokens=OTHER.tokens * 2)  # 30 tokens
-    assert [engine().bucket(n) for n in (1, 16, 17, 30, 65)] == [16, 16, 32, 32, 96]
+    assert [engine().config.bucket(n) for n in (1, 16, 17, 30, 65)] == [16, 16, 32, 32, 96]
     bench = Bench()
     bench.insert(bench.prefill(dataclasses.replace(HELLO, max_tokens=8), long), (0, 0, HELLO.seed), (1, 1, long.seed))
     bench.run()
