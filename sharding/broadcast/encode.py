@@ -149,9 +149,10 @@ def write_chunks(
         return _EncodedChunk(t.name, number, path, len(values) + len(checksum), digest, patch)
 
     def jobs(pool: futures.Executor) -> Iterator[assemble.Job]:
-        for t, shard in _prefetched(leaves, untied):
-            array = shard.fetch()
-            for number, path, region in _chunks_of(t, shard):
+        for t, start, values in _prefetched(leaves, untied):
+            array = chunks.to_host(values)
+            del values  # a cast is freed on the device
+            for number, path, region in _chunks_of(t, start, array.shape):
                 call = functools.partial(encode, t, number, path, array, region)
                 yield t.chunk_bytes, lambda call=call: (future := pool.submit(call), [future])
 
@@ -209,21 +210,24 @@ class _EncodedChunk(NamedTuple):
 
 def _prefetched(
     leaves: dict[str, Any], tensors: Sequence[manifest.Tensor]
-) -> Iterator[tuple[manifest.Tensor, chunks.OwnedShard]]:
-    """Yields this host's shards, after starting the copies of the next ones to the host."""
+) -> Iterator[tuple[manifest.Tensor, tuple[int, ...], Any]]:
+    """Yields (tensor, start, values) of this host's shards, after starting the copies of the next ones to the host."""
     ahead = collections.deque()
     for t in tensors:
-        for shard in chunks.owned_shards(leaves[t.name], chunks.dtype(t.dtype)):
-            shard.prefetch()
-            ahead.append((t, shard))
+        for start, values in chunks.owned_shards(leaves[t.name], chunks.dtype(t.dtype)):
+            ahead.append((t, start, values))
+            del values
             if len(ahead) > PREFETCHED_SHARDS:
                 yield ahead.popleft()
-    yield from ahead
+    while ahead:
+        yield ahead.popleft()
 
 
-def _chunks_of(t: manifest.Tensor, shard: chunks.OwnedShard) -> Iterator[tuple[int, str, chunks.Region]]:
-    """Yields (number, object path, region within the shard) of the chunks that are in the shard."""
+def _chunks_of(
+    t: manifest.Tensor, start: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[int, str, chunks.Region]]:
+    """Yields (number, object path, region within the shard) of the chunks that are in the shard of this start and shape."""
     for number, (path, region) in enumerate(t.chunk_regions()):
-        spans = list(zip(region, shard.start, shard.shape, strict=True))
+        spans = list(zip(region, start, shape, strict=True))
         if all(o <= s.start and s.stop <= o + n for s, o, n in spans):
             yield number, path, tuple(slice(s.start - o, s.stop - o) for s, o, _ in spans)

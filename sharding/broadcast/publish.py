@@ -259,9 +259,9 @@ def _base_manifest(
             before = assemble.load(opened, number)
     if before.digest != digest:  # it was removed and published again
         return None
-    for t, b in itertools.zip_longest(tensors, before.tensors):
-        if t is None or b is None or (t.name, t.shape, t.dtype, t.tied_to) != (b.name, b.shape, b.dtype, b.tied_to):
-            name = t.name if t is not None else b.name if b is not None else ""
+    old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, tensors))
+    for name in sorted(old | new):
+        if old.get(name) != new.get(name):
             raise ValueError(f"tensor {name!r} differs from version {number}: publish without base")
     return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
 

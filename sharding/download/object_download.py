@@ -11,6 +11,7 @@ The digest is not checked here: `run` returns which relay delivered which bytes,
 
 import collections
 import concurrent.futures
+import dataclasses
 import time
 from typing import NamedTuple
 
@@ -28,25 +29,23 @@ class ReceivedRange(NamedTuple):
     relay: range_get.Relay
 
 
+@dataclasses.dataclass
 class ObjectDownload:
     """The download of one object into `target`. One thread calls `run` once; the pool's threads run the requests."""
 
-    def __init__(
-        self,
-        pool: range_get.RequestPool,
-        selector: relay_selector.RelaySelector,
-        version: int,
-        path: str,
-        target: range_get.Target,
-        range_bytes: int,
-        deadline_s: float,
-        only: range_get.Relay | None,
-    ):
-        self._pool, self._selector, self._only = pool, selector, only
-        self._version, self._path, self._target, self._deadline_s = version, path, target, deadline_s
-        size = len(target)
-        starts = range(0, size, range_bytes)
-        self._waiting = collections.deque((start, min(start + range_bytes, size)) for start in starts)
+    pool: range_get.RequestPool
+    selector: relay_selector.RelaySelector
+    version: int
+    path: str
+    target: range_get.Target
+    range_bytes: int
+    deadline_s: float
+    only: range_get.Relay | None
+
+    def __post_init__(self):
+        size = len(self.target)
+        starts = range(0, size, self.range_bytes)
+        self._waiting = collections.deque((start, min(start + self.range_bytes, size)) for start in starts)
         self._running: dict[concurrent.futures.Future, range_get.Get] = {}
         self._num_missing = collections.Counter()
         self._num_failed = 0
@@ -59,11 +58,11 @@ class ObjectDownload:
         failed three times.
         """
         if not self._waiting:  # an empty object needs no request; its digest is checked all the same
-            return [ReceivedRange(0, 0, self._selector.relays[0])]
+            return [ReceivedRange(0, 0, self.selector.relays[0])]
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < MAX_RUNNING:
-                    relay = self._only or self._selector.select(self._version, wait=not self._running)
+                    relay = self.only or self.selector.select(self.version, wait=not self._running)
                     if relay is None:
                         break
                     self._launch(relay, *self._waiting.popleft())
@@ -73,23 +72,23 @@ class ObjectDownload:
                         self._settle(future)
                 if not done:
                     self._hedge()
-                if self._pool.is_closed:
-                    raise journal.Unavailable(f"the source was closed while {self._path} was read")
-                if time.monotonic() > self._deadline_s:
-                    raise journal.Unavailable(f"{self._path} did not come in time: {self._selector.reasons()}")
+                if self.pool.is_closed:
+                    raise journal.Unavailable(f"the source was closed while {self.path} was read")
+                if time.monotonic() > self.deadline_s:
+                    raise journal.Unavailable(f"{self.path} did not come in time: {self.selector.reasons()}")
             return self._received
         finally:
             for get in self._running.values():
                 get.abort()
 
     def _launch(self, relay: range_get.Relay, start: int, stop: int, rival: range_get.Get | None = None) -> None:
-        target, origin = self._target, start
+        target, origin = self.target, start
         if rival is not None:  # memory of its own: until one of the two is aborted, both write
             target, origin = range_get.Target([memoryview(bytearray(stop - start))]), 0
-        get = range_get.Get(relay, self._path, start, stop, len(self._target), target, origin, rival)
+        get = range_get.Get(relay, self.path, start, stop, len(self.target), target, origin, rival)
         if rival is not None:
             rival.rival = get
-        self._running[self._pool.submit(get)] = get
+        self._running[self.pool.submit(get)] = get
 
     def _settle(self, future: concurrent.futures.Future) -> None:
         get = self._running.pop(future)
@@ -98,25 +97,25 @@ class ObjectDownload:
         except range_get.Failed as error:
             self._fail(get, error)
             return
-        self._selector.observe(get.relay, True, get.received, get.seconds)
+        self.selector.observe(get.relay, True, get.received, get.seconds)
         if get.rival is not None:  # before its bytes are overwritten
             self._abort(get.rival)
         if get.is_hedge:
-            self._pool.count("num_hedges_won")
+            self.pool.count("num_hedges_won")
             if get.rival is not None:
                 self._received.append(ReceivedRange(get.rival.start, get.start, get.rival.relay))
             assert get.target is not None
-            self._target.put(get.start, get.target.view(0, len(get.target)))
+            self.target.put(get.start, get.target.view(0, len(get.target)))
         self._received.append(ReceivedRange(get.start, get.stop, get.relay))
 
     def _fail(self, get: range_get.Get, error: range_get.Failed) -> None:
-        self._selector.record_failure(get.relay, error, get.received, get.seconds, self._version)
+        self.selector.record_failure(get.relay, error, get.received, get.seconds, self.version)
         self._num_failed += 1
         if isinstance(error, range_get.Missing):
             self._num_missing[get.relay] += 1
-            if all(self._num_missing[relay] >= 2 for relay in self._selector.relays):
-                urls = self._selector.urls()
-                raise FileNotFoundError(f"{self._path} is on none of {urls}: was the version deleted? pull the newest")
+            if all(self._num_missing[relay] >= 2 for relay in self.selector.relays):
+                urls = self.selector.urls()
+                raise FileNotFoundError(f"{self.path} is on none of {urls}: was the version deleted? pull the newest")
         rival, get.rival = get.rival, None
         if rival is not None:
             rival.rival = None
@@ -128,25 +127,25 @@ class ObjectDownload:
         else:
             end = get.start + get.received
             if get.received:
-                self._pool.count("num_resumed")
+                self.pool.count("num_resumed")
                 self._received.append(ReceivedRange(get.start, end, get.relay))
             if end < get.stop:
                 self._waiting.appendleft((end, get.stop))
-        if self._only is not None and self._num_failed >= 3:
+        if self.only is not None and self._num_failed >= 3:
             raise error
 
     def _hedge(self) -> None:
-        if self._only is not None:
+        if self.only is not None:
             return
         for get in list(self._running.values()):
-            if get.rival is None and not get.is_hedge and get.is_straggling(self._selector.relays):
-                other = self._selector.select(self._version, {get.relay}, wait=False)
+            if get.rival is None and not get.is_hedge and get.is_straggling(self.selector.relays):
+                other = self.selector.select(self.version, {get.relay}, wait=False)
                 start = get.start + get.received
                 if other is not None and start < get.stop:
-                    self._pool.count("num_hedges")
+                    self.pool.count("num_hedges")
                     self._launch(other, start, get.stop, rival=get)
 
     def _abort(self, get: range_get.Get) -> None:
         get.abort()
-        self._selector.observe(get.relay, None, get.received, get.seconds)
+        self.selector.observe(get.relay, None, get.received, get.seconds)
         self._running = {future: other for future, other in self._running.items() if other is not get}

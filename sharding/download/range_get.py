@@ -286,7 +286,7 @@ class RequestPool:
         sizes = {"range": parallel, "hedge": parallel, "small": 4 * num_relays + 4}
         self._threads = {name: concurrent.futures.ThreadPoolExecutor(n, f"weights-{name}") for name, n in sizes.items()}
         self._lock = threading.Lock()
-        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.is_closed = False
 
     def submit(self, get: Get, handler: Callable[[Get], Any] = Get.run) -> concurrent.futures.Future:

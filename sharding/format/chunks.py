@@ -23,28 +23,6 @@ CHUNKS_PER_ARRAY = 256  # with more than this, chunks grow: 62 GB of weights hav
 Region = tuple[slice, ...]
 
 
-class OwnedShard:
-    """A region of an array that this process writes. The cast to `kind` runs on the device: half the bytes to copy."""
-
-    def __init__(self, start: tuple[int, ...], data: Any, kind: np.dtype):
-        self.start, self.shape = start, np.shape(data)
-        self._data, self._kind, self._cast = data, kind, None
-
-    def prefetch(self) -> None:
-        """Starts the copy from the device to the host. Does not block."""
-        if isinstance(self._data, jax.Array) and self._cast is None:
-            self._cast = self._data if self._data.dtype == self._kind else self._data.astype(self._kind)
-            self._cast.copy_to_host_async()
-
-    def fetch(self) -> np.ndarray:
-        """Returns the values on the host. Blocks until the copy is complete."""
-        if not isinstance(self._data, jax.Array):
-            return to_host(np.asarray(self._data).astype(self._kind, copy=False))
-        self.prefetch()
-        array, self._cast = to_host(self._cast), None
-        return array
-
-
 def dtype(name: str) -> np.dtype:
     """Returns the numpy dtype of a name, those of ml_dtypes included."""
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -95,15 +73,21 @@ def fits(chunk: tuple[int, ...], leaf: Any) -> bool:
     return all(s == n or s % c == 0 for c, s, n in zip(chunk, shard_shape(leaf), leaf.shape, strict=True))
 
 
-def owned_shards(leaf: Any, kind: np.dtype) -> Iterator[OwnedShard]:
-    """Yields the shards of a leaf that this process writes; the first process writes an array that every process has."""
+def owned_shards(leaf: Any, kind: np.dtype) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yields (start, values) of the shards of a leaf that this process writes, cast to `kind`, without waiting for them.
+
+    The cast runs on the device, and the copy to the host is started. The first process writes an array that every process has.
+    """
     if not isinstance(leaf, jax.Array) or (leaf.is_fully_addressable and jax.process_index() != 0):
         if jax.process_index() == 0:
-            yield OwnedShard((0,) * np.ndim(leaf), leaf, kind)
+            yield (0,) * np.ndim(leaf), np.asarray(leaf).astype(kind, copy=False)
         return
     for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
-            yield OwnedShard(tuple(s.start or 0 for s in shard.index), shard.data, kind)
+            values = shard.data if shard.data.dtype == kind else shard.data.astype(kind)
+            values.copy_to_host_async()
+            yield tuple(s.start or 0 for s in shard.index), values
+            del values
 
 
 def to_host(array: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ def of(*parts: bytes | bytearray | memoryview) -> str:
 def of_file(path: str | os.PathLike) -> str:
     """Returns the digest of a file's bytes. Raises OSError if the file cannot be read."""
     with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, Hasher).hexdigest()
+        return hashlib.file_digest(file, Hasher).hexdigest()  # pyright: ignore[reportArgumentType]  # its names differ
 
 
 def is_digest(value: Any) -> bool:

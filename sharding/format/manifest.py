@@ -48,7 +48,8 @@ _DTYPES = {  # by bytes per element
     16: "complex128",
 }
 ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names.split()}
-STORED_AS = dict.fromkeys(("uint2", "uint4", "float8_e4m3"), "uint8")  # not in tensorstore's zarr3: the same bytes
+# Not in tensorstore's zarr3: the same bytes.
+STORED_AS: dict[str, str] = dict.fromkeys(("uint2", "uint4", "float8_e4m3"), "uint8")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,14 +202,6 @@ def test_swapped_objects_of_one_size_are_caught(tmp_path):
         broadcast.pull(tmp_path)
 
 
-def test_edited_metadata_is_caught(tmp_path):
-    broadcast.publish(_tree(), 0, tmp_path, metadata={"tokenizer": "bytes"})
-    path = tmp_path / "v00000000/manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"tokenizer":"bytes"', b'"tokenizer":"other"'))
-    with pytest.raises(broadcast.CorruptSource, match="its digest is"):
-        broadcast.read_manifest(tmp_path, 0)
-
-
 def _lie(root: pathlib.Path, change) -> None:
     """A liar's manifest: changed, then hashed again, so that only the rules can refuse it."""
     path = root / "v00000000/manifest.json"
@@ -219,12 +211,8 @@ def _lie(root: pathlib.Path, change) -> None:
     path.write_bytes(manifest.canonical(body | {"signature": None}))
 
 
-LIES = {  # tests/sharding/format/test_manifest.py has all of them; here: that `pull` asks
+LIES = {  # tests/sharding/format/test_manifest.py has all of them; here: that `pull` checks before it reads
     "traversal": (lambda m: m["objects"][0].update(path="tensors/../../secret"), "secret.*plain segments"),
-    "huge": (lambda m: m["objects"][0].update(size=1 << 60), "size 1152921504606846976"),
-    "codec": (lambda m: m.update(encodings=["gzip"]), "encodings .*gzip"),
-    "duplicate": (lambda m: m["tensors"].append(m["tensors"][0]), "tensor name occurs twice"),
-    "shape": (lambda m: m["tensors"][0].update(shape=[32, 16], chunk=[32, 16]), "zarr.json"),
     "replayed version": (lambda m: m.update(version=9), "is of version 9, not of version 0"),
 }
 
@@ -268,14 +256,6 @@ def test_shapes_that_differ_from_the_model_are_refused_before_any_byte_is_fetche
     with pytest.raises(ValueError, match=message):
         broadcast.pull(opened, 0, shardings=model)
     assert opened.paths == []
-
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"manifest":1,"own_digest":2}', b"NaN"])
-def test_malformed_manifest_is_refused(tmp_path, data):
-    broadcast.publish(_tree(), 0, tmp_path)
-    (tmp_path / "v00000000/manifest.json").write_bytes(data)
-    with pytest.raises(broadcast.CorruptSource, match="manifest"):
-        broadcast.read_manifest(tmp_path, 0)
 
 
 def test_only_the_pinned_publisher_and_run_count(tmp_path):
