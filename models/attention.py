@@ -137,9 +137,6 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     return "xla" if problems else wanted
 
 
-# ---- XLA -------------------------------------------------------------------------------------------------------------
-
-
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
     """Runs blocks of queries against all keys; only the scores of one block exist at a time."""
     T, K = q_BTHC.shape[1], k_BTKC.shape[2]
@@ -222,9 +219,6 @@ def _scores(q_BKGTC, k_BKSC, mask_BTS, scale: float, softcap: float) -> jax.Arra
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-# ---- the ring over `context` -----------------------------------------------------------------------------------------
-
-
 def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
     batch, context = rules.RULES["batch"], "context"
     tokens, heads = PartitionSpec(batch, context), PartitionSpec(batch, context, "tensor", None)
@@ -281,9 +275,6 @@ def _merge(a, b):
     scale_a, scale_b = jnp.exp(top_a - top), jnp.exp(top_b - top)
     out = out_a * scale_a[..., None] + out_b * scale_b[..., None]
     return out, total_a * scale_a + total_b * scale_b, top
-
-
-# ---- TPU -------------------------------------------------------------------------------------------------------------
 
 
 def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, sinks_H, interpret: bool = False):

@@ -4,12 +4,10 @@
    branches share a prompt. Tokens and vocabulary are cut into chunks.
 2. Forward: for each chunk of the vocabulary and each chunk of tokens, their logits update a running maximum, sum and
    first moment per token (online softmax, arXiv 1805.02867). Three numbers per token are kept.
-3. Backward, a custom VJP: the logits are computed again, and their gradient is multiplied into the gradients of the head
-   and of the hidden states. This costs the one extra matmul of rematerialization, and accumulates in float32 for models
-   of any dtype.
-4. On a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary. The
-   head's columns are gathered over `fsdp` one chunk at a time, and statistics are reduced over `tensor`. Hidden states are
-   gathered over `context`, because a branch's predictor may be in another device's columns.
+3. Backward, a custom VJP: the logits are computed again, and their gradient is multiplied into those of the head and of
+   the hidden states. Both are accumulated in float32 for models of any dtype.
+4. On a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary. Chunks
+   of the head are gathered over `fsdp`, hidden states over `context`; statistics are reduced over `tensor`.
 
 Column t of the result belongs to token t. Column 0 has no predictor: it is 0, without a gradient.
 
@@ -96,8 +94,9 @@ class _Head:
 
     def over_mesh(self, function, ins: str, outs: str):
         """Returns `function(head, ...)` on each device's part; a letter per array: h hidden, k kernel, t per token."""
+        function = functools.partial(function, self)
         if not (self.token_axes + self.model_axes + self.vocab_axes):
-            return functools.partial(function, self)
+            return function
         kernel = [self.model_axes or None] * 2
         kernel[self.vocab_dim] = self.vocab_axes or None
         specs = {
@@ -105,25 +104,25 @@ class _Head:
             "k": PartitionSpec(*kernel),
             "t": PartitionSpec(self.batch_axes or None, self.context_axes or None),
         }
-        return jax.shard_map(
-            functools.partial(function, self),
-            in_specs=tuple(specs[letter] for letter in ins),
-            out_specs=tuple(specs[letter] for letter in outs),
-            check_vma=False,
-        )
+        in_specs, out_specs = (tuple(specs[letter] for letter in letters) for letters in (ins, outs))
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def num_chunks(self, kernel) -> int:
         return -(-kernel.shape[self.vocab_dim] // VOCAB_CHUNK)
 
     def chunk_size(self, kernel) -> int:
-        """Returns the columns per chunk, in whole TPU lanes of 128; the last chunk overlaps the one before it."""
-        size = -(-kernel.shape[self.vocab_dim] // self.num_chunks(kernel))
-        return min(-(-size // 128) * 128, kernel.shape[self.vocab_dim])
+        """Returns the columns per chunk, in whole TPU lanes of 128."""
+        num_columns = kernel.shape[self.vocab_dim]
+        return min(-(-num_columns // self.num_chunks(kernel) // 128) * 128, num_columns)
+
+    def window(self, kernel, i):
+        """Returns (first column of chunk i, number of columns); the last chunk overlaps the one before it."""
+        size = self.chunk_size(kernel)
+        return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size), size
 
     def columns(self, kernel, i, dtype):
         """Returns chunk i: (weights [D, V], token ids [V] of its columns, -1 for those of an earlier chunk)."""
-        size = self.chunk_size(kernel)
-        start = self._start(kernel, i)
+        start, size = self.window(kernel, i)
         part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
         if self.model_axes:
             part = jax.lax.all_gather(part, self.model_axes, axis=1 - self.vocab_dim, tiled=True)
@@ -139,7 +138,7 @@ class _Head:
             d_part = jax.lax.psum_scatter(d_part, self.model_axes, scatter_dimension=1 - self.vocab_dim, tiled=True)
         if others := tuple(axis for axis in self.token_axes if axis not in self.model_axes):
             d_part = jax.lax.psum(d_part, others)
-        start, size = self._start(d_kernel, i), self.chunk_size(d_kernel)
+        start, size = self.window(d_kernel, i)
         before = jax.lax.dynamic_slice_in_dim(d_kernel, start, size, axis=self.vocab_dim)
         after = before + d_part.astype(d_kernel.dtype)  # columns of an earlier chunk get zeros
         return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
@@ -158,13 +157,8 @@ class _Head:
             d_MV *= 1 - (logits_MV * temperature_M[:, None] / self.softcap) ** 2
         return jnp.where(ids_V[None] >= 0, d_MV, 0.0)  # masked logits are large enough to square to infinity
 
-    def _start(self, kernel, i):
-        size = self.chunk_size(kernel)
-        return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT) -> tuple:
+def _score_tokens(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT) -> tuple:
     return _score_forward(head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT)[0]
 
 
@@ -178,6 +172,7 @@ def _score_backward(head, residuals, cotangents):
     return d_hidden_BTD, d_kernel, None, None, None
 
 
+_score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 

@@ -61,12 +61,9 @@ def route(
     valid_BT: jax.Array | None = None,
 ) -> Routing:
     """Returns the routing of `ffn`, in float32; equations are in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
-    logits_BTE = jnp.einsum(
-        "BTD,DE->BTE",
-        x_BTD.astype(jnp.float32),
-        params["router"].astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,  # a TPU would round both to bfloat16
-    )
+    x_BTD, router_DE = x_BTD.astype(jnp.float32), params["router"].astype(jnp.float32)
+    highest = jax.lax.Precision.HIGHEST  # a TPU would round both to bfloat16
+    logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, router_DE, precision=highest)
     if "router_bias" in params:
         logits_BTE += params["router_bias"].astype(jnp.float32)[None, None]
     scores_BTE = jax.nn.sigmoid(logits_BTE) if config.router == "sigmoid" else jax.nn.softmax(logits_BTE, axis=-1)

@@ -68,8 +68,10 @@ def run(
     specs = {name: jax.tree.map(functools.partial(_partition, mesh, name, x.shape), x) for name, x in params.items()}
     run_local = functools.partial(_run_local, config=config)
     in_specs = (tokens, tokens, tokens, specs)
-    run_local = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    return _evenly(lambda *arrays: run_local(*arrays, params), mesh, x_BTD, weights_BTX, experts_BTX)
+    sharded = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return _evenly(
+        lambda x, weights, experts: sharded(x, weights, experts, params), mesh, x_BTD, weights_BTX, experts_BTX
+    )
 
 
 def grouped_matmul(
@@ -136,9 +138,6 @@ def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
         return run(x_BTD, weights_BTX, experts_BTX)
     chunks = [x.reshape(num_chunks, 1, -1, x.shape[-1]) for x in (x_BTD, weights_BTX, experts_BTX)]
     return jax.lax.map(lambda chunk: jax.checkpoint(run)(*chunk), chunks).reshape(x_BTD.shape)
-
-
-# ---- one device ------------------------------------------------------------------------------------------------------
 
 
 def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: jax.Array | int = 0) -> jax.Array:
@@ -224,9 +223,6 @@ def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
     return summed_ND.reshape(*weights_BTX.shape[:2], -1)
 
 
-# ---- on a mesh -------------------------------------------------------------------------------------------------------
-
-
 def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     """Runs inside `shard_map`: takes one device's tokens, returns their sums over all experts."""
     full: dict[str, Any] = {name: _gather_model_dim(name, param) for name, param in params.items()}
@@ -262,9 +258,6 @@ def _gather_model_dim(name: str, param):
     if isinstance(param, int8.Quantized) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
         return int8.Quantized(gather(param.values), param.scale)
     return jax.tree.map(gather, param)
-
-
-# ---- expert parallelism by all-to-all --------------------------------------------------------------------------------
 
 
 def _exchange(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert) -> jax.Array:

@@ -1,15 +1,12 @@
 """The decoder: tokens -> hidden states -> logits, for the learner and the inference engine alike.
 
-1. `specs(config)` is the tree of `ParamSpec`: `abstract` reads shapes from it, `init` draws values, and
-   `sharding.rules.shardings` derives layouts.
+1. `specs` is the tree of `ParamSpec`, from which `init` draws values and `sharding.rules` derives layouts.
 2. `apply` runs packed sequences (learner, scoring). `extend` continues sequences over a cache of keys (prefill, decode,
-   replay). Both run the same layers in `_run_layers` and differ only in the `block` they pass, that is in how a layer
-   attends: sampler and learner compute the same function.
+   replay). Both run the same layers and differ only in how a layer attends: sampler and learner compute one function.
 3. `logits` is the output head in float32.
 
-All model families run through this one block; the fields of `ModelConfig` select the differences. With
-`config.scan_layers`, layers of one kind are stacked and scanned: their parameters have a leading dim. `stacks` maps the
-keys of `params["layers"]` to layers.
+The fields of `ModelConfig` select the differences of the model families. With `config.scan_layers`, layers of one kind
+are stacked and scanned: their parameters have a leading dim.
 
 Letters: B sequences, T tokens, S cache length, D model, H query heads, K key heads, C head dim (V of values), F ffn,
 R latent dim, N plain and P rotated dims of a latent head, E experts, X experts per token, L layers, V vocabulary.
@@ -185,22 +182,7 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
     Without `config.scan_layers` each layer has its own key. With it, the layers of a stack share the key of the first one.
     A pattern of several kinds (Gemma's five sliding layers and a full one) is one scan, with one stack per place in it.
     """
-    if not config.scan_layers:
-        return {f"{index:03d}": [index] for index in range(config.num_layers)}
-    kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
-    out, start = {}, 0
-    while start < len(kinds):  # the longest repeated pattern from here on
-        period, repeats = 1, 1
-        for p in range(1, (len(kinds) - start) // 2 + 1):
-            unit, r = kinds[start : start + p], 1
-            while kinds[start + r * p : start + (r + 1) * p] == unit:
-                r += 1
-            if r > 1 and p * r > period * repeats:
-                period, repeats = p, r
-        for j in range(period):
-            out[f"{start + j:03d}"] = [start + j + n * period for n in range(repeats)]
-        start += period * repeats
-    return out
+    return {key: indices for unit in _scans(config) for key, indices in unit.items()}
 
 
 def _embed(params, config, tokens_BT):
@@ -269,13 +251,22 @@ def _run_layers(block: Callable, params, config, x_BTD, cache: tuple | None, exp
 
 
 def _scans(config) -> list[dict[str, list[int]]]:
-    """Splits `stacks` into those of each scan, in the order of the layers. Without `scan_layers`, one layer each."""
-    out, end = [], 0
-    for key, indices in stacks(config).items():
-        if int(key) == end:
-            out.append({})
-        out[-1][key] = indices
-        end = max(end, indices[-1] + 1)
+    """Returns the stacks of each scan, in the order of the layers. Without `scan_layers`, one layer each."""
+    if not config.scan_layers:
+        return [{f"{index:03d}": [index]} for index in range(config.num_layers)]
+    kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]
+    out, start = [], 0
+    while start < len(kinds):  # the longest repeated pattern from here on
+        period, repeats = 1, 1
+        for p in range(1, (len(kinds) - start) // 2 + 1):
+            unit, r = kinds[start : start + p], 1
+            while kinds[start + r * p : start + (r + 1) * p] == unit:
+                r += 1
+            if r > 1 and p * r > period * repeats:
+                period, repeats = p, r
+        end = start + period * repeats
+        out.append({f"{first:03d}": list(range(first, end, period)) for first in range(start, start + period)})
+        start = end
     return out
 
 

@@ -133,9 +133,6 @@ def check_new(path: pathlib.Path) -> None:
         raise ValueError(f"{path} is not an empty folder; give a new one")
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding) -> jax.Array:
     """Returns one parameter in its sharding."""
     dtype = jnp.dtype(spec.dtype)
@@ -221,9 +218,6 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def _assemble(tensor: tensor_names.Tensor, dtype: np.dtype, leaves) -> np.ndarray:

@@ -53,7 +53,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     hf = family.defaults | hf
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = "float32" if dtype == "float16" else dtype  # bfloat16 would lose three bits of its mantissa
-    fields = ABSENT | {"param_dtype": dtype, "dtype": dtype, "remat": "none", "family": family.name}
+    fields: dict[str, Any] = ABSENT | {"param_dtype": dtype, "dtype": dtype, "remat": "none", "family": family.name}
     fields |= {field: _entry(hf, field, names) for field, names in (families.COMMON | family.entries).items()}
     fields |= {"head_dim": hf_fields.head_dim(hf)} | family.fixed
     if "activation" not in fields:

@@ -9,6 +9,14 @@ from typing import Any
 from models import config as config_lib
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+# Entries of a rope_type that are optional or (llama3) required, and their fields.
+SCALING = {
+    "linear": {},
+    "llama3": {"low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
+    "yarn": {
+        name: f"rope_{name}" for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    },
+}
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
 
@@ -41,7 +49,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
         fields["rope_local_theta"] = float(local.get("rope_theta", 10000.0))
     if kind == "default":
         return fields
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind not in SCALING:
         raise ValueError(f"rope_type {kind!r} in config.json is not supported; default, linear, llama3 and yarn are")
     original = int(stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0)
     if not original and kind != "linear":
@@ -54,20 +62,12 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
         return fields
     fields["rope_original_positions"] = original
     if kind == "llama3":
-        low, high = (float(need(stated, name, "rope scaling")) for name in ("low_freq_factor", "high_freq_factor"))
-        return fields | {"rope_low_freq": low, "rope_high_freq": high}
+        return fields | {ours: float(need(stated, name, "rope scaling")) for name, ours in SCALING[kind].items()}
     if stated.get("attention_factor") == 0:
         raise ValueError(
             "attention_factor 0 in config.json would erase all keys; remove it, and it is derived from the factor"
         )
-    optional = {
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-        "attention_factor": "rope_attention_factor",
-        "mscale": "rope_mscale",
-        "mscale_all_dim": "rope_mscale_all_dim",
-    }
-    fields |= {ours: float(stated[name]) for name, ours in optional.items() if stated.get(name)}
+    fields |= {ours: float(stated[name]) for name, ours in SCALING[kind].items() if stated.get(name)}
     return fields | {"rope_truncate": bool(stated.get("truncate", True))}
 
 
@@ -79,15 +79,9 @@ def write_rope_scaling(config: config_lib.ModelConfig) -> dict | None:
     scaling = {"rope_type": kind, "factor": config.rope_factor}
     if kind != "linear":
         scaling["original_max_position_embeddings"] = config.rope_original_positions
-    if kind == "llama3":
-        scaling |= {"low_freq_factor": config.rope_low_freq, "high_freq_factor": config.rope_high_freq}
-    if kind == "yarn":
-        scaling |= {"beta_fast": config.rope_beta_fast, "beta_slow": config.rope_beta_slow}
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if value := getattr(config, f"rope_{name}"):
-                scaling[name] = value
-        if not config.rope_truncate:
-            scaling["truncate"] = False
+    scaling |= {name: value for name, ours in SCALING[kind].items() if (value := getattr(config, ours))}
+    if kind == "yarn" and not config.rope_truncate:
+        scaling["truncate"] = False
     return scaling
 
 

@@ -32,9 +32,6 @@ TILE = 256  # columns, at most
 MASKED = -1e30
 
 
-# ---- short rows: blocks ----------------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attend_blocks(
     q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, mask_BTT: jax.Array, scale: float
@@ -99,9 +96,6 @@ def _rows(x_BKGTC, start: int, end: int) -> jax.Array:
     return x_BKGTC[:, :, :, start:end].reshape(B, K, -1, C)
 
 
-# ---- long rows: tiles ------------------------------------------------------------------------------------------------
-
-
 def attend_tiles(
     q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, packing: Any, readable: Callable, scale: float
 ) -> jax.Array:
@@ -154,8 +148,7 @@ class _Tiles:
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
+def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
     return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
 
 
@@ -239,6 +232,7 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
+_attend_tiles = jax.custom_vjp(_tiles, nondiff_argnums=(0,))
 _attend_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
