@@ -126,16 +126,7 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
     """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]
-    rows: list[list[Tree]] = []
-    room: list[int] = []
-    for tree in sorted(pieces, key=lambda tree: -tree.num_tokens):
-        row = next((i for i, free in enumerate(room) if free >= tree.num_tokens), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(row_length)
-        rows[row].append(tree)
-        room[row] -= tree.num_tokens
-
+    rows = [[pieces[i] for i in row] for row in first_fit([piece.num_tokens for piece in pieces], row_length)]
     num_micro_batches = -(-len(rows) // layout.rows)
     if num_micro_batches > layout.num_micro_batches:
         raise ValueError(
@@ -157,6 +148,20 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
         **{name: array.reshape(*shape, *array.shape[2:]) for name, array in batch.items()},
         num_micro_batches=np.int32(num_micro_batches),
     )
+
+
+def first_fit(sizes: Sequence[int], row_length: int) -> list[list[int]]:
+    """Returns the indices of the sizes by row, first-fit decreasing; no size may exceed `row_length`."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        row = next((row for row, free in enumerate(room) if free >= sizes[i]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(i)
+        room[row] -= sizes[i]
+    return rows
 
 
 def empty_row(layout: Layout) -> dict[str, np.ndarray]:

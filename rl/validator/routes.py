@@ -111,7 +111,6 @@ def serve(args: argparse.Namespace) -> int:
         )
         service = validator_service.Service(
             validator,
-            experiment.model,
             pathlib.Path(args.rollouts),
             lambda: -1 if (latest := broadcast.latest(weights)) is None else latest,
             secret=secret,

@@ -4,36 +4,30 @@
 
 1. `POST /validate/<file>` {file_sha, address} names a Parquet file under --rollouts; `POST /validategroup/<file>` {file_shas, group_id,
    file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
-   reply is the current status; repeating the request changes nothing.
-2. A few threads, which workers share fairly (inference/server/fair_pool.py), read files and run all checks that need no weights: a
-   slow scorer delays only the worker that it is slow for. One thread decides. It replays every rollout whose group is complete,
-   unless its worker earned trust: a worker of reputation r (rl/ledger/ledger.py) is replayed with probability
-   max(MIN_RATE, 1 - r), drawn with a secret.
-3. `GET /status/<file>` and `/statusgroup/<file>`: {status, input_flops, output_flops, failing_indices, reason, reasons}.
-   The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
-   validator's own fault, missing weights included, with a line in its log; submit the file again), or unknown. Indices are of
-   rollouts, or of files for a group.
+   reply is the current status, as for `GET /status/<file>` and `/statusgroup/<file>`; repeating a request changes nothing.
+2. A few threads, which workers share fairly, read files and run all checks that need no weights. One thread decides. It replays every
+   rollout whose group is complete, unless its worker earned trust: a worker of reputation r (rl/ledger/balances.py) is replayed
+   with probability max(MIN_RATE, 1 - r), drawn with a secret.
+3. The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
+   validator's own fault, missing weights included, with a line in its log; submit the file again), or unknown.
 4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back (and
    its worker slashed by --slash, and ejected with --eject). The worker that submitted the work must have signed the rollouts,
    and its units must be the output FLOPs, within 1. Work that repeats other work is not paid and not penalized.
-5. Decisions are in the state file (rl/validator/state.py) before they are reported, and survive a restart: verdicts, accepted
-   rollouts, the evidence against each worker, and events that the ledger still lacks. The ledger's events name the finished
-   tasks, so that no task is paid twice if the state file is lost.
+5. Decisions are in the state file (rl/validator/state.py) before they are reported, and survive a restart.
 
-A client cannot harm a worker. A wrong hash gets 400, a wrong address a rejection of that reply only. A file that is named without the rest
-of its group, or together with a bad one, keeps its own verdict; if part of a group or weights are missing, the request accepts
-nothing and can be repeated. Only bytes whose hash a worker signed in the ledger can cost that worker anything. A file has one
-final verdict, under every name and in every group.
-
-A group is rejected with its worst member, since advantages compare the members: `failing_indices` has all of them, `reasons` only those at
-fault. `GET /health` counts verdicts by reason.
+A client cannot harm a worker: only bytes whose hash a worker signed in the ledger can cost it anything. A wrong hash gets 400, a wrong
+address a rejection of that reply only. A file that is named without the rest of its group, or together with a bad one, keeps its own
+verdict; if part of a group or weights are missing, the request accepts nothing and can be repeated. A file has one final verdict, under
+every name and in every group.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import hmac
+import itertools
 import pathlib
 import re
 import sys
@@ -43,7 +37,6 @@ from collections.abc import Callable, Sequence
 from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
-from models import config as config_lib
 from rl.ledger import balances, task_ranges
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
@@ -52,23 +45,12 @@ from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import checks, verifier
 
-Status = validator_status.Status
+Status, Checked = validator_status.Status, validator_status.Checked
 Request = tuple[str, ...]  # the hashes of its files
 Name = tuple[str, bool]  # a file's name, and whether it named a group
 MIN_RATE = 0.05  # of replay, for a worker of the best reputation
-MAX_STATUSES = 2**16  # requests and names that are remembered
 MAX_GROUP_FILES = 256
 NUM_READERS = 4  # requests read and checked at the same time, of at most parquet_footer.MAX_DECODED_BYTES each
-
-
-@dataclasses.dataclass(frozen=True)
-class _Files:
-    """The files of a request, after the checks that need no weights."""
-
-    statuses: list[Status | None]  # None for those still to be decided, which have:
-    rollouts: dict[int, list[rollout_lib.Rollout]]  # by number of the file
-    verdicts: dict[int, list[checks.Verdict]]  # one per rollout
-    newest: int  # published version at that time
 
 
 class Service:
@@ -76,7 +58,6 @@ class Service:
 
     Args:
       validator: with the weights of a broadcast.
-      model: config of the policy, which counts work units.
       root: directory of the rollout files.
       newest: returns the newest version of that broadcast, or -1.
       secret: decides which requests are replayed.
@@ -90,7 +71,6 @@ class Service:
     def __init__(
         self,
         validator: verifier.Validator,
-        model: config_lib.ModelConfig,
         root: pathlib.Path,
         newest: Callable[[], int],
         *,
@@ -101,7 +81,7 @@ class Service:
         slash: int = 0,
         eject: bool = False,
     ):
-        self._validator, self._model, self._root, self._newest = validator, model, root, newest
+        self._validator, self._root, self._newest = validator, root, newest
         self._secret, self._ledger, self._key, self._slash, self._eject = secret, ledger, key, slash, eject
         self._state, self._run = state, validator_state.run_of(secret)
         self._lock = threading.Lock()  # of the next two, and the counts
@@ -142,7 +122,7 @@ class Service:
             with self._lock:
                 if self._must_queue(request):
                     future = self._readers.submit(worker, self._process, paths, request, (name, group))
-                    _put(self._futures, request, future)
+                    validator_state.put(self._futures, request, future)
             self._remember((name, group), request)
         status = self._status(request, group)
         if address is not None and status.signers and status.signers != (address,):
@@ -166,7 +146,7 @@ class Service:
 
     def _remember(self, name: Name, latest: Request | Status) -> None:
         with self._lock:
-            _put(self._latest, name, latest)
+            validator_state.put(self._latest, name, latest)
 
     def _must_queue(self, request: Request) -> bool:
         """Returns True if the request was never queued, or a fault of ours kept it from a verdict."""
@@ -193,8 +173,9 @@ class Service:
     def _process(self, paths: list[pathlib.Path], request: Request, name: Name) -> list[Status]:
         """Runs one request; returns a status per file."""
         try:
-            files = self._check_files(paths, request)
-            return self._decider.submit(self._decide, files, request, name).result()
+            newest = self._newest()
+            statuses, rollouts = self._check_files(paths, request, newest)
+            return self._decider.submit(self._decide, statuses, rollouts, newest, request, name).result()
         except BaseException as error:  # the status is "crashed"; the cause is for the log
             if not self._is_closed:
                 print(f"validator: {paths[0].name}: {error!r}", file=sys.stderr, flush=True)
@@ -202,36 +183,34 @@ class Service:
                     self.counts["crashed"] += 1
             raise
 
-    def _check_files(self, paths: list[pathlib.Path], request: Request) -> _Files:
-        works = self._works()
-        files = _Files([self._state.files.get(sha) for sha in request], {}, {}, self._newest())
-        num_bytes = 0
+    def _check_files(
+        self, paths: list[pathlib.Path], request: Request, newest: int
+    ) -> tuple[list[Status | None], list[Checked]]:
+        """Runs the checks that need no weights. Returns (status per file, or None if it is still to be decided; their rollouts)."""
+        works, checked, num_bytes = self._works(), [], 0
+        statuses = [self._state.files.get(sha) for sha in request]
         for number, (path, sha) in enumerate(zip(paths, request, strict=True)):
-            if files.statuses[number] is not None:
-                continue
-            work = None if works is None else works[sha]
-            if work is not None and (settled := validator_status.of_work(work)):
-                files.statuses[number] = settled
+            if statuses[number] is None and works is not None:
+                statuses[number] = validator_status.of_work(works[sha])
+            if statuses[number] is not None:
                 continue
             rollouts = self._read(path, sha)
-            if work is not None and not isinstance(rollouts, str) and len(_tasks(rollouts)) > task_ranges.MAX_CHARS:
+            if works is not None and not isinstance(rollouts, str) and len(_tasks(rollouts)) > task_ranges.MAX_CHARS:
                 rollouts = f"{validator_status.TOO_MANY} for an event of the ledger; submit fewer steps per file"
             if isinstance(rollouts, str):
-                files.statuses[number] = validator_status.rejected(rollouts)
+                statuses[number] = validator_status.rejected(rollouts)
                 continue
             num_bytes += sum(map(rollout_lib.num_bytes, rollouts))
             if num_bytes > parquet_footer.MAX_DECODED_BYTES:
                 raise ValueError(f"more than {parquet_footer.MAX_DECODED_BYTES} bytes of rollouts; name fewer files")
             signers = tuple(sorted({rollout.worker for rollout in rollouts}))
-            if work is not None and signers != (work.node,):
+            if works is not None and signers != (works[sha].node,):
                 reason = "signature: another worker signed the rollouts than the one that submitted the work"
-                files.statuses[number] = validator_status.rejected(reason, len(rollouts), signers)
+                statuses[number] = validator_status.rejected(reason, len(rollouts), signers)
             else:
-                files.rollouts[number] = rollouts
-        rollouts = [rollout for part in files.rollouts.values() for rollout in part]
-        verdicts = iter(self._validator.check_without_weights(rollouts, newest=files.newest))
-        files.verdicts.update((number, [next(verdicts) for _ in part]) for number, part in files.rollouts.items())
-        return files
+                checked += [Checked(rollout, number) for rollout in rollouts]
+        _update(checked, functools.partial(self._validator.check_without_weights, newest=newest))
+        return statuses, checked
 
     def _read(self, path: pathlib.Path, sha: str) -> list[rollout_lib.Rollout] | str:
         """Returns the rollouts, or why the file has none. Raises ValueError if the file has changed."""
@@ -244,10 +223,12 @@ class Service:
 
     # ---- the deciding thread
 
-    def _decide(self, files: _Files, request: Request, name: Name) -> list[Status]:
+    def _decide(
+        self, read: list[Status | None], rollouts: list[Checked], newest: int, request: Request, name: Name
+    ) -> list[Status]:
         evidence = self._validator.evidence
         try:
-            statuses, accepted, workers = self._judge_files(files, request)
+            statuses, accepted, workers = self._judge_files(read, rollouts, newest, request)
             if any(status.status == "crashed" for status in statuses):  # it will be repeated, and would count twice
                 evidence.restore_states(self._state.tests())
                 workers = set()
@@ -262,96 +243,83 @@ class Service:
             self.counts[status.status if status.status != "reject" else f"reject {status.reason.split(':')[0]}"] += 1
         return statuses
 
-    def _judge_files(self, files: _Files, request: Request) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
+    def _judge_files(
+        self, read: list[Status | None], rollouts: list[Checked], newest: int, request: Request
+    ) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
         """Returns (status per file, rollouts that must not be repeated, workers whose rollouts were checked)."""
         works = self._works()
         if works is not None:
             self._state.unsettled.update(sha for sha in request if sha not in self._state.files)
         # Another request may have decided a file since it was read.
-        statuses = [self._state.files.get(sha, status) for sha, status in zip(request, files.statuses, strict=True)]
-        parts = {number: part for number, part in files.rollouts.items() if statuses[number] is None}
-        file_of = [number for number, part in parts.items() for _ in part]
-        rollouts = [rollout for part in parts.values() for rollout in part]
-        verdicts = [verdict for number in parts for verdict in files.verdicts[number]]
-        checked = self._judge_rollouts(rollouts, verdicts, files.newest, request)
+        statuses = [self._state.files.get(sha, status) for sha, status in zip(request, read, strict=True)]
+        rollouts = [one for one in rollouts if statuses[one.file] is None]
+        by_group = collections.defaultdict(list)
+        for one in rollouts:  # by worker: a worker cannot spoil or complete another's group
+            by_group[one.rollout.step, one.rollout.task.group, one.rollout.worker].append(one)
+        groups = list(by_group.values())
+        checked = self._judge_rollouts(groups, newest, request)
         # A group is rejected with its worst member. While a group is incomplete or weights are missing, nothing is accepted.
-        groups, group_ranks = _groups(rollouts), [0] * len(rollouts)
-        for members in groups:
-            worst = max(validator_status.rank(verdicts[i]) for i in members)
-            for i in members:
-                group_ranks[i] = worst
-        ranks = map(validator_status.rank, verdicts)
-        least = max((rank for rank in ranks if rank < validator_status.REJECT), default=0)
-        for number, part in parts.items():
-            start = file_of.index(number)
-            span = slice(start, start + len(part))
-            status = validator_status.of_file(self._model, part, verdicts[span], group_ranks[span], least, checked)
+        for group in groups:
+            worst = max(one.rank for one in group)
+            for one in group:
+                one.group_rank = worst
+        least = max((one.rank for one in rollouts if one.rank < validator_status.REJECT), default=0)
+        for number, part in itertools.groupby(rollouts, key=lambda one: one.file):
+            status = validator_status.of_file(self._validator.model, list(part), least, checked)
             if works is not None and status.status == "accept":
                 status = validator_status.with_units(status, works[request[number]].units)
             statuses[number] = status
-        accepted, done = [], collections.defaultdict(list)
         decided = [status for status in statuses if status is not None]
         assert len(decided) == len(statuses)
-        for members in groups:  # the good groups of final files; other groups may be submitted again
-            if not least and all(group_ranks[i] == 0 and decided[file_of[i]].final for i in members):
-                group = [rollouts[i] for i in members]
-                accepted += group
-                done[file_of[members[0]]] += group  # a group in two files is listed once
-        for number, group in done.items():
-            decided[number] = dataclasses.replace(decided[number], tasks=_tasks(group))
-        return decided, accepted, {rollout.worker for rollout in rollouts}
+        accepted, done = [], collections.defaultdict(list)
+        for group in groups:  # the good groups of final files; other groups may be submitted again
+            if not least and all(one.verdict.accepted and decided[one.file].final for one in group):
+                accepted += [one.rollout for one in group]
+                done[group[0].file] += [one.rollout for one in group]  # a group in two files is listed once
+        for number, members in done.items():
+            decided[number] = dataclasses.replace(decided[number], tasks=_tasks(members))
+        return decided, accepted, {one.rollout.worker for one in rollouts}
 
-    def _judge_rollouts(
-        self, rollouts: list[rollout_lib.Rollout], verdicts: list[checks.Verdict], newest: int, request: Request
-    ) -> bool:
-        """Completes the verdicts, in place. Returns True if the rollouts were replayed."""
-        self._check_repeats(rollouts, verdicts, newest)
-        groups = _groups(rollouts)
-        for members in groups:
-            whole = checks.first_failure(checks.WHOLE_GROUP, [rollouts[i] for i in members], self._validator.rules)
-            if not whole.accepted and all(verdicts[i].accepted for i in members):
-                is_partial = whole.reason == "samples"
-                for i in members:
-                    verdicts[i] = checks.Verdict(validator_status.PARTIAL, str(whole)) if is_partial else whole
-        if any(0 < validator_status.rank(verdict) < validator_status.REJECT for verdict in verdicts):
+    def _judge_rollouts(self, groups: list[list[Checked]], newest: int, request: Request) -> bool:
+        """Completes the verdicts. Returns True if the rollouts were replayed."""
+        for group in groups:
+            for one in group:
+                self._check_repeat(one, newest)
+            whole = checks.first_failure(checks.WHOLE_GROUP, [one.rollout for one in group], self._validator.rules)
+            if not whole.accepted and _is_good(group):
+                if whole.reason == "samples":
+                    whole = checks.Verdict(validator_status.PARTIAL, str(whole))
+                for one in group:
+                    one.verdict = whole
+        if any(0 < one.rank < validator_status.REJECT for group in groups for one in group):
             return False
-
-        def passed() -> list[int]:  # only groups without a rejected member
-            return [i for members in groups if all(verdicts[i].accepted for i in members) for i in members]
-
-        selected = passed()
-        claims = self._validator.evidence.add_claims([rollouts[i] for i in selected])
-        for i, verdict in zip(selected, claims, strict=True):
-            verdicts[i] = verdict
-        selected = passed()
+        _update([one for group in groups if _is_good(group) for one in group], self._validator.evidence.add_claims)
+        good = [one for group in groups if _is_good(group) for one in group]
         # By the reputation of those that signed: a forged rollout in a good worker's name must not spare the others the replay.
-        checked = any(self._is_drawn(worker, request) for worker in {rollouts[i].worker for i in selected})
+        checked = any(self._is_drawn(worker, request) for worker in {one.rollout.worker for one in good})
         if checked:
-            replayed = self._validator.check_with_weights([rollouts[i] for i in selected])
-            for i, verdict in zip(selected, replayed, strict=True):
-                verdicts[i] = verdict
+            _update(good, self._validator.check_with_weights)
         accepted = set()
-        for members in groups:
-            if all(verdicts[i].accepted for i in members):
-                task = rollouts[members[0]].step, rollouts[members[0]].task.group
-                if task in accepted:
-                    for i in members:
-                        verdicts[i] = checks.Verdict(
-                            "duplicate", "the request contains another worker's group of this task"
-                        )
-                accepted.add(task)
+        for group in filter(_is_good, groups):
+            task = group[0].rollout.step, group[0].rollout.task.group
+            if task in accepted:
+                for one in group:
+                    one.verdict = checks.Verdict(
+                        "duplicate", "the request contains another worker's group of this task"
+                    )
+            accepted.add(task)
         return checked
 
-    def _check_repeats(self, rollouts: list[rollout_lib.Rollout], verdicts: list[checks.Verdict], newest: int) -> None:
+    def _check_repeat(self, one: Checked, newest: int) -> None:
         """Rejects repeated work, and excuses versions that this validator does not have yet."""
-        done = () if self._ledger is None else self._ledger.refresh().done
-        for i, rollout in enumerate(rollouts):
-            if verdicts[i].accepted:
-                verdicts[i] = checks.duplicate(rollout, self._state.seen)
-                if verdicts[i].accepted and (self._run, rollout.step, rollout.task.group) in done:
-                    verdicts[i] = checks.Verdict("duplicate", "by the ledger, its task was accepted before")
-            elif verdicts[i].reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
-                verdicts[i] = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
+        rollout = one.rollout
+        if one.verdict.accepted:
+            one.verdict = checks.duplicate(rollout, self._state.seen)
+            done = () if self._ledger is None else self._ledger.state.done
+            if one.verdict.accepted and (self._run, rollout.step, rollout.task.group) in done:
+                one.verdict = checks.Verdict("duplicate", "by the ledger, its task was accepted before")
+        elif one.verdict.reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
+            one.verdict = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
 
     def _is_drawn(self, worker: str, request: Request) -> bool:
         """Decides whether to replay a request, with a secret that workers do not have."""
@@ -399,20 +367,14 @@ class Service:
         self._state.settle(shas)
 
 
-def _put(mapping: collections.OrderedDict, key, value) -> None:
-    """Adds an entry to a mapping of bounded size."""
-    mapping[key] = value
-    while len(mapping) > MAX_STATUSES:
-        mapping.popitem(last=False)
-
-
 def _tasks(rollouts: Sequence[rollout_lib.Rollout]) -> str:
     return task_ranges.format_tasks((rollout.step, rollout.task.group) for rollout in rollouts)
 
 
-def _groups(rollouts: Sequence[rollout_lib.Rollout]) -> list[list[int]]:
-    """Returns the indices of each group's members, by worker: a worker cannot spoil or complete another's group."""
-    groups = collections.defaultdict(list)
-    for i, rollout in enumerate(rollouts):
-        groups[rollout.step, rollout.task.group, rollout.worker].append(i)
-    return list(groups.values())
+def _is_good(group: list[Checked]) -> bool:
+    return all(one.verdict.accepted for one in group)
+
+
+def _update(rollouts: list[Checked], check: Callable[[list[rollout_lib.Rollout]], list[checks.Verdict]]) -> None:
+    for one, verdict in zip(rollouts, check([one.rollout for one in rollouts]), strict=True):
+        one.verdict = verdict

@@ -1,30 +1,27 @@
 """The memory of a validation service, one SQLite file: a worker must not gain by a restart.
 
 1. `commit` writes the decisions of one request, in one transaction with fsync: final statuses by file hash, places and digests of accepted
-   rollouts (a task is done once), and the sequential tests of the workers that were checked (rl/verification/sequential_test.py). Only then
-   are they in memory, and only then are they reported.
-2. `settle` records that the ledger has the events that follow from them. Unsettled files are settled at the next start. The
-   nonces of those events follow from the work, so that none is appended twice.
+   rollouts (a task is done once), and the sequential tests of the workers that were checked. Only then are they in memory and reported.
+2. `settle` records that the ledger has the events that follow from them. Unsettled files are settled at the next start.
 3. Opening the file restores all of it. It must belong to the same run and ledger, and one process at a time can open it.
 
 Payment does not depend on this file: the ledger's events name finished tasks (rl/ledger/task_ranges.py). If the file is lost, so are
 the reasons of verdicts and the evidence against workers.
 
-Bounded: MAX_FILES statuses of at most MAX_BYTES together, the oldest dropped first; accepted rollouts of the steps that may still be
-repeated; MAX_TESTS sequential tests, those with the least evidence dropped first. A dropped worker starts again as an unknown one, and a
-cheat would need 2^16 honest workers to be dropped.
+Bounded: the oldest statuses and the tests with the least evidence are dropped first, and accepted rollouts of steps that are over. A
+dropped worker starts again as an unknown one, and a cheat would need 2^16 honest workers to be dropped.
 """
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
+from rl.ledger import storage
 from rl.validator import status as validator_status
 from rl.verification import checks, seen_set
 
@@ -105,12 +102,12 @@ class State:
         """
         entries = [(rollout.step, checks.seen_entries(rollout)) for rollout in accepted]
         texts = {sha: _to_json(status) for sha, status in files.items() if sha not in self.files}
-        with self._transaction() as execute:
-            for sha, text in texts.items():
-                execute("INSERT INTO files (sha, status, settled) VALUES (?, ?, 0)", (sha, text))
+        execute, executemany = self._connection.execute, self._connection.executemany
+        with storage.transaction(self._connection):
+            executemany("INSERT INTO files (sha, status, settled) VALUES (?, ?, 0)", texts.items())
             execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", (*name, ",".join(request)))
-            for step, (digest, place) in entries:
-                execute("INSERT INTO seen VALUES (?, ?, ?, ?, ?)", (step, digest, *place))
+            rows = [(step, digest, *place) for step, (digest, place) in entries]
+            executemany("INSERT INTO seen VALUES (?, ?, ?, ?, ?)", rows)
             if entries:
                 newest = max(self.seen.newest, *(step for step, _ in entries))
                 execute("DELETE FROM seen WHERE step <= ?", (newest - self.seen.keep_steps,))
@@ -125,7 +122,7 @@ class State:
         for sha in dropped:
             del self.files[sha]
         self.unsettled.difference_update(dropped)
-        self._add_name(name, request)
+        put(self.names, name, request)
         for step, pair in entries:
             self.seen.add(step, *pair)
         return workers
@@ -133,9 +130,8 @@ class State:
     def settle(self, shas: Iterable[str]) -> None:
         """Records that the ledger has the events of these files."""
         shas = list(shas)
-        with self._transaction() as execute:
-            for sha in shas:
-                execute("UPDATE files SET settled = 1 WHERE sha = ?", (sha,))
+        with storage.transaction(self._connection):
+            self._connection.executemany("UPDATE files SET settled = 1 WHERE sha = ?", [(sha,) for sha in shas])
         self.unsettled.difference_update(shas)
 
     def _drop_files(self, texts: dict[str, str]) -> tuple[list[str], int]:
@@ -165,19 +161,13 @@ class State:
         self._connection.executemany("DELETE FROM records WHERE node = ?", [(worker,) for worker in workers])
         return workers
 
-    def _add_name(self, name: tuple[str, bool], request: tuple[str, ...]) -> None:
-        self.names[name] = request
-        self.names.move_to_end(name)
-        while len(self.names) > MAX_FILES:
-            self.names.popitem(last=False)
-
     def _open(self, identity: str) -> None:
         execute = self._connection.execute
         execute("PRAGMA trusted_schema = OFF")
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA synchronous = FULL")
         (version,) = execute("PRAGMA user_version").fetchone()
-        with self._transaction("BEGIN EXCLUSIVE"):
+        with storage.transaction(self._connection, "BEGIN EXCLUSIVE"):
             if version == 0 and not execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 for statement in SCHEMA.split(";")[:-1]:
                     execute(statement)
@@ -196,19 +186,9 @@ class State:
             if not settled:
                 self.unsettled.add(sha)
         for name, is_group, request in execute("SELECT name, is_group, job FROM names ORDER BY rowid"):
-            self._add_name((name, bool(is_group)), tuple(request.split(",")))
+            put(self.names, (name, bool(is_group)), tuple(request.split(",")))
         for step, digest, *place in execute("SELECT step, digest, env, task, sample FROM seen"):
             self.seen.add(step, digest, tuple(place))
-
-    @contextlib.contextmanager
-    def _transaction(self, begin: str = "BEGIN") -> Iterator[Callable]:
-        self._connection.execute(begin)
-        try:
-            yield self._connection.execute
-            self._connection.execute("COMMIT")
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
 
 
 def identity(secret: bytes, keeper: str | None) -> str:
@@ -219,6 +199,14 @@ def identity(secret: bytes, keeper: str | None) -> str:
 def run_of(secret: bytes) -> str:
     """Returns 16 hex digits that identify the run with this secret, and do not reveal it."""
     return hashlib.sha256(b"intellax/validator-state/" + secret).hexdigest()[:16]
+
+
+def put(mapping: collections.OrderedDict, key, value) -> None:
+    """Adds or renews an entry of a mapping, and drops the oldest beyond MAX_FILES."""
+    mapping[key] = value
+    mapping.move_to_end(key)
+    while len(mapping) > MAX_FILES:
+        mapping.popitem(last=False)
 
 
 def _to_json(status: validator_status.Status) -> str:

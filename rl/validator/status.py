@@ -7,12 +7,13 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
+from models import flops as flops_lib
 from rl.ledger import balances
-from rl.validator import work_units
 from rl.verification import checks
 
 PARTIAL = "incomplete_group"  # reason of a rollout whose group is incomplete, which is not the worker's fault
@@ -20,6 +21,21 @@ TOO_MANY = "file: too many groups"
 MAX_REASONS = 256  # rollouts of a file whose reasons are listed, offenses first; `failing_indices` lists all
 RANKS = ("accept", "incomplete_group", "crashed", "reject")
 REJECT = RANKS.index("reject")
+
+
+@dataclasses.dataclass
+class Checked:
+    """A rollout of a request; each check may replace the verdict of those before it."""
+
+    rollout: rollout_lib.Rollout
+    file: int  # its number in the request
+    verdict: checks.Verdict = checks.OK
+    group_rank: int = 0  # that of its group's worst member
+
+    @property
+    def rank(self) -> int:
+        """The verdict's index in RANKS. Missing weights are our own fault, so they count as a crash."""
+        return {"ok": 0, PARTIAL: 1, "weights": 2}.get(self.verdict.reason, REJECT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Status:
         return self.status == "accept" or (self.status == "reject" and bool(self.reasons))
 
 
+_model_flops = functools.lru_cache(16)(flops_lib.ModelFlops.of)
 UNKNOWN = Status("unknown", "it was never submitted, or too long ago")
 
 
@@ -60,35 +77,35 @@ def of_work(work: balances.Work) -> Status | None:
     return None
 
 
-def of_file(
-    model: config_lib.ModelConfig,
-    rollouts: Sequence[rollout_lib.Rollout],
-    verdicts: Sequence[checks.Verdict],
-    group_ranks: Sequence[int],
-    least: int,
-    checked: bool,
-) -> Status:
-    """Combines the verdicts of a file. `group_ranks` are those of each rollout's group, `least` a lower bound for the request."""
-    worst = max(least, *group_ranks)
-    own = [str(verdict).removeprefix(f"{PARTIAL}: ") for verdict in verdicts if worst and rank(verdict) == worst]
-    flops = [work_units.flops_of(model, rollout) for rollout in rollouts]
-    faults = {i: str(verdict) for i, verdict in enumerate(verdicts) if rank(verdict) == REJECT}
+def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: int, checked: bool) -> Status:
+    """Combines the verdicts of a file; `least` is a lower bound of the rank for the request."""
+    worst = max(least, *(one.group_rank for one in rollouts))
+    own = [str(one.verdict).removeprefix(f"{PARTIAL}: ") for one in rollouts if worst and one.rank == worst]
+    flops = [flops_of(model, one.rollout) for one in rollouts]
+    faults = {i: str(one.verdict) for i, one in enumerate(rollouts) if one.rank == REJECT}
     listed = sorted(faults, key=lambda i: (not is_offense(faults[i]), i))[:MAX_REASONS]
     return Status(
         RANKS[worst],
         (own[0] if own else "group: it depends on another file of the request") if worst else "",
-        tuple(i for i, group_rank in enumerate(group_ranks) if group_rank),
+        tuple(i for i, one in enumerate(rollouts) if one.group_rank),
         {i: faults[i] for i in sorted(listed)},
         sum(prompt for prompt, _ in flops),
         sum(output for _, output in flops),
         checked,
-        tuple(sorted({rollout.worker for rollout in rollouts})),
+        tuple(sorted({one.rollout.worker for one in rollouts})),
     )
 
 
-def rank(verdict: checks.Verdict) -> int:
-    """Returns the verdict's index in RANKS. Missing weights are our own fault, so they count as a crash."""
-    return {"ok": 0, PARTIAL: 1, "weights": 2}.get(verdict.reason, REJECT)
+def flops_of(model: config_lib.ModelConfig, rollout: rollout_lib.Rollout) -> tuple[int, int]:
+    """Returns (prompt, output) FLOPs, the work units that workers claim and validators count.
+
+    They are those of the model's definition, not of an engine's program (`models.flops.ModelFlops`). The output head counts per
+    sampled token, as in INTELLECT-2: other logits are not asked for.
+    """
+    counted = _model_flops(model)
+    prompt = counted.prefix_flops(rollout.prompt_length)
+    head = 2 * counted.head * int(rollout.sampled_mask.sum())
+    return prompt, counted.prefix_flops(len(rollout.tokens)) - prompt + head
 
 
 def is_offense(reason: str) -> bool:

@@ -10,13 +10,13 @@
 4. Per sampled token: the margin of the noised argmax over it, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
 
-Letters: G rollouts, T padded length, M blocks, B rows of a block, N sampled tokens (of a block, padded), S tokens scored
-together, V vocabulary, D model, K tempered distributions, L MoE layers, X experts per token.
+Letters: G rollouts, T padded length, M blocks, B rows of a block, C columns of them all, N sampled tokens (of a block, padded), S
+tokens scored together, V vocabulary, D model, K tempered distributions, L MoE layers, X experts per token.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from inference.engine import kv_cache, sampler
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
-from rl.batch import router_replay
+from rl.batch import packing, router_replay
 from rl.verification import sequential_test
 
 BLOCK_TOKENS = 1024  # of a block: enough rows for an efficient matmul; 5 to 15 % quicker than 2048 on two cores
@@ -65,23 +65,10 @@ class _Targets:
     temperature: Array
 
 
-@struct.dataclass
-class _Blocks:
-    """Packed rows [M, B, T] as in rl/batch/packing.py, and their targets [M, N], of which the first `num_targets` are valid."""
-
-    tokens: Array
-    positions: Array
-    segment_ids: Array
-    branch_ids: Array
-    targets: _Targets
-    num_targets: Array  # [M]
-    routed_experts: Array | None = None  # [M, B, T, L, X], if any rollout names them
-
-
 def replay(
     model: config_lib.ModelConfig,
     weights: Callable[[int], transformer.Params],
-    filters: dict[str, float],
+    filters: Mapping[str, Any],
     rollouts: Sequence[rollout_lib.Rollout],
     max_model_len: int,
 ) -> Replay:
@@ -100,6 +87,8 @@ def replay(
         np.zeros((*shape, model.model_dim), jnp.bfloat16),
         np.zeros(shape, np.float32) if _any_names_experts(rollouts) else None,
     )
+    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    filters = {name: np.asarray(filters[name], dtype) for name, dtype in dtypes.items()}
     by_version: dict[int, list[int]] = {}
     mixed = []
     for i, rollout in enumerate(rollouts):
@@ -125,27 +114,41 @@ def _any_names_experts(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
 
 
 def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
-    blocks, places, spans = _pack(rollouts, model)
-    which, position, block, n = places.T
-    rows = np.asarray(rows_of_out)[which]
+    blocks, block_of, columns = _pack(rollouts, model)
+    which, sampled = _sampled_tokens(rollouts, columns)
+    block, M = block_of[which], len(blocks["tokens"])
+    counts = np.bincount(block, minlength=M)
+    N = _padded(int(counts.max()), model)
+    n = np.zeros(len(which), int)
+    for m in range(M):
+        n[block == m] = np.arange(counts[m])
+
+    def dealt(values: np.ndarray) -> np.ndarray:
+        targets = np.zeros((M, N), values.dtype)
+        targets[block, n] = values
+        return targets
+
+    targets, rows = jax.tree.map(dealt, sampled), np.asarray(rows_of_out)[which]
+
+    def run(m: int) -> dict[str, jax.Array]:
+        of_block, of_targets = jax.tree.map(lambda x: x[m], (blocks, targets))
+        return _run_block(model, params, of_block, of_targets, np.int32(counts[m]), filters)
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
         mine = block == m
         if (gap_BT := scores.pop("gap", None)) is not None and out.gap is not None:
             gap_N = np.asarray(gap_BT).reshape(-1)
-            for i, first, at, num in spans[m]:
-                out.gap[rows_of_out[i], first : first + num] = gap_N[at : at + num]
+            for i in np.flatnonzero(block_of == m):
+                out.gap[rows_of_out[i], : len(columns[i])] = gap_N[columns[i]]
         for name, values in scores.items():
-            _bits(getattr(out, name))[rows[mine], position[mine]] = _bits(np.asarray(values))[n[mine]]
+            _bits(getattr(out, name))[rows[mine], sampled.position[mine]] = _bits(np.asarray(values))[n[mine]]
 
-    before = None
-    for m in range(len(blocks.tokens)):
-        scores = _run_block(model, params, jax.tree.map(lambda x, m=m: x[m], blocks), _filters(filters))
-        if before is not None:  # while this block runs; a third one is never in memory
-            take(m - 1, before)
-        before = scores
-    assert before is not None
-    take(len(blocks.tokens) - 1, before)
+    before = run(0)
+    for m in range(1, M):
+        after = run(m)
+        take(m - 1, before)  # while block m runs; a third one is never in memory
+        before = after
+    take(M - 1, before)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -155,70 +158,84 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def _pack(
     rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
-) -> tuple[_Blocks, np.ndarray, list[list[tuple[int, int, int, int]]]]:
-    """Returns the blocks, the place of each sampled token as rows (rollout, position, block, target), and spans of all tokens.
-
-    A span is (rollout, first position, flat column, number of tokens), by block.
-    """
+) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
+    """Returns blocks [M, B, T] as in rl/batch/packing.py; and for each rollout its block, and the flat column of each token in it."""
     longest = max(len(r.tokens) for r in rollouts)
     step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little padding
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
-    layouts = [(T, _rows(groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
+    layouts = [(T, _rows(rollouts, groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
     # Work in tokens: one each, and as much again for every 3 D keys that it reads.
     T, rows = min(layouts, key=lambda layout: len(layout[1]) * layout[0] * (1 + layout[0] / (3 * model.model_dim)))
     B = max(1, BLOCK_TOKENS // T)
     M = -(-len(rows) // B)
-    layout = {name: np.zeros((M, B, T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
+    flat = {name: np.zeros((M, B * T), np.int32) for name in ("tokens", "positions", "segment_ids", "branch_ids")}
     claims = router_replay.RouterReplay.of(model)
-    experts = claims.empty(M, B, T) if _any_names_experts(rollouts) else None
-    block_of, columns = [0] * len(rollouts), [np.empty(0, int)] * len(rollouts)  # of each rollout's sampled tokens
-    spans: list[list[tuple[int, int, int, int]]] = [[] for _ in range(M)]
+    if _any_names_experts(rollouts):
+        flat["routed_experts"] = claims.empty(M, B * T)
+    block_of, columns = np.zeros(len(rollouts), int), [np.empty(0, int)] * len(rollouts)
     for row, trees in enumerate(rows):
         m, b = divmod(row, B)
-        at = {name: array[m, b] for name, array in layout.items()}
-        start = 0
+        begin = b * T
         for segment, (prompt_len, members) in enumerate(trees, start=1):
-            begin = start + prompt_len
-            at["tokens"][start:begin] = rollouts[members[0]].tokens[:prompt_len]
-            at["positions"][start:begin] = np.arange(prompt_len)
+            prompt = np.arange(begin, begin + prompt_len)
+            begin += prompt_len
             for branch, i in enumerate(members, start=1):
-                length = len(rollouts[i].tokens) - prompt_len
-                span = slice(begin, begin + length)
-                at["tokens"][span] = rollouts[i].tokens[prompt_len:]
-                at["positions"][span] = np.arange(prompt_len, prompt_len + length)
-                at["branch_ids"][span] = branch
-                position = np.flatnonzero(rollouts[i].sampled_mask)
-                column = begin + position - prompt_len - 1
-                column[position == prompt_len] = start + prompt_len - 1  # the prompt's end predicts every first token
-                block_of[i], columns[i] = m, column + b * T
-                spans[m] += [(i, 0, b * T + start, prompt_len), (i, prompt_len, b * T + span.start, length)]
-                if experts is not None and rollouts[i].routed_experts is not None:
-                    rows_TLX = claims.rows(rollouts[i])
-                    experts[m, b, start : start + prompt_len], experts[m, b, span] = np.split(rows_TLX, [prompt_len])
-                begin = span.stop
-            at["segment_ids"][start:begin] = segment
-            start = begin
-    which, sampled = _sampled_tokens(rollouts, np.concatenate(columns))
-    block = np.array(block_of)[which]
-    counts = np.bincount(block, minlength=M)
-    N = _padded(int(counts.max()), model)
-    targets = jax.tree.map(lambda x: np.zeros((M, N), x.dtype), sampled)
-    n = np.zeros(len(which), int)
-    for m in range(M):
-        n[block == m] = np.arange(counts[m])
-        for into, values in zip(jax.tree.leaves(targets), jax.tree.leaves(sampled), strict=True):
-            into[m, : counts[m]] = values[block == m]
-    blocks = _Blocks(**layout, targets=targets, num_targets=counts.astype(np.int32), routed_experts=experts)
-    return blocks, np.stack([which, sampled.position, block, n], axis=1), spans
+                own = np.arange(begin, begin + len(rollouts[i].tokens) - prompt_len)
+                begin += len(own)
+                at = m, np.concatenate([prompt, own])
+                block_of[i], columns[i] = at
+                flat["tokens"][at] = rollouts[i].tokens
+                flat["positions"][at] = np.arange(len(rollouts[i].tokens))
+                flat["segment_ids"][at] = segment
+                flat["branch_ids"][m, own] = branch
+                if rollouts[i].routed_experts is not None:
+                    flat["routed_experts"][at] = claims.rows(rollouts[i])
+    return {name: array.reshape(M, B, T, *array.shape[2:]) for name, array in flat.items()}, block_of, columns
 
 
-def _sampled_tokens(rollouts: Sequence[rollout_lib.Rollout], column_N: np.ndarray) -> tuple[np.ndarray, _Targets]:
-    """Returns the rollout of each sampled token [N], and all of them as targets, in order."""
+def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[int]]]:
+    """Returns (length, rollouts) per prompt.
+
+    With named experts, the shared prompt ends before its last token, which each sample ran separately.
+    """
+    groups: dict[tuple[bytes, bytes | None], tuple[int, list[int]]] = {}
+    for i, rollout in enumerate(rollouts):
+        prompt_len, experts = rollout.prompt_length, None
+        if rollout.routed_experts is not None:
+            prompt_len -= 1
+            experts = rollout.routed_experts[:prompt_len].tobytes()
+        groups.setdefault((rollout.tokens[:prompt_len].tobytes(), experts), (prompt_len, []))[1].append(i)
+    return list(groups.values())
+
+
+def _rows(rollouts, groups: list[tuple[int, list[int]]], T: int) -> list[list[tuple[int, list[int]]]]:
+    """Returns rows of trees (prompt length, rollouts); a tree that is longer than a row is split."""
+    trees, sizes = [], []
+    for prompt_len, members in groups:
+        size = T + 1
+        for i in members:
+            length = len(rollouts[i].tokens) - prompt_len
+            if size + length > T:
+                size = prompt_len
+                trees.append((prompt_len, []))
+                sizes.append(size)
+            size += length
+            trees[-1][1].append(i)
+            sizes[-1] = size
+    return [[trees[k] for k in row] for row in packing.first_fit(sizes, T)]
+
+
+def _sampled_tokens(
+    rollouts: Sequence[rollout_lib.Rollout], columns: Sequence[np.ndarray]
+) -> tuple[np.ndarray, _Targets]:
+    """Returns the rollout of each sampled token [N], and all of them as targets, in order. `columns` are of every token."""
     positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
     which = np.repeat(np.arange(len(rollouts)), [len(position) for position in positions])
     tokens = np.concatenate([r.tokens[position] for r, position in zip(rollouts, positions, strict=True)])
     seeds = np.array([rollout.seed for rollout in rollouts], np.uint32)
     temperatures = np.array([rollout.temperature for rollout in rollouts], np.float32)
+    # The token before predicts a token; a prompt's end predicts every first one.
+    column_N = np.concatenate([c[position - 1] for c, position in zip(columns, positions, strict=True)])
     position_N = np.concatenate(positions).astype(np.int32)
     return which, _Targets(column_N.astype(np.int32), tokens, position_N, seeds[which], temperatures[which])
 
@@ -234,65 +251,26 @@ def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
     return -(-num_targets // max(SCORED_MULTIPLE, multiple))
 
 
-def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Returns (length, [(rollout, tokens after the prompt)]) per prompt.
-
-    With named experts, the shared prompt ends before its last token, which each sample ran separately.
-    """
-    groups: dict[tuple[bytes, bytes | None], tuple[int, list[tuple[int, int]]]] = {}
-    for i, rollout in enumerate(rollouts):
-        prompt_len, experts = rollout.prompt_length, None
-        if rollout.routed_experts is not None:
-            prompt_len -= 1
-            experts = rollout.routed_experts[:prompt_len].tobytes()
-        group = groups.setdefault((rollout.tokens[:prompt_len].tobytes(), experts), (prompt_len, []))
-        group[1].append((i, len(rollout.tokens) - prompt_len))
-    return list(groups.values())
-
-
-def _rows(groups: list[tuple[int, list[tuple[int, int]]]], T: int) -> list[list[tuple[int, list[int]]]]:
-    """Returns rows of trees (prompt length, rollouts), first-fit decreasing; a tree that is longer than a row is split."""
-    trees = []
-    for prompt_len, branches in groups:
-        size = T + 1
-        for i, length in branches:
-            if size + length > T:
-                size = prompt_len
-                trees.append([prompt_len, [], 0])
-            size += length
-            trees[-1][1].append(i)
-            trees[-1][2] = size
-    rows, room = [], []
-    for prompt_len, members, size in sorted(trees, key=lambda tree: -tree[2]):
-        row = next((row for row, free in enumerate(room) if free >= size), None)
-        if row is None:
-            row = len(rows)
-            rows.append([])
-            room.append(T)
-        rows[row].append((prompt_len, members))
-        room[row] -= size
-    return rows
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _run_block(model, params, block: _Blocks, filters) -> dict[str, jax.Array]:
+def _run_block(model, params, block: dict, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
     """Returns one block's scores [N, ...], and the gap of every token [B, T] if experts are named."""
     hidden_BTD, routing = transformer.apply(
         params,
         model,
-        block.tokens,
-        positions_BT=block.positions,
-        segment_ids_BT=block.segment_ids,
-        branch_ids_BT=block.branch_ids,
-        experts_LBTX=router_replay.given(block.routed_experts),
+        block["tokens"],
+        positions_BT=block["positions"],
+        segment_ids_BT=block["segment_ids"],
+        branch_ids_BT=block["branch_ids"],
+        experts_LBTX=router_replay.given(block.get("routed_experts")),
     )
-    hidden_ND = hidden_BTD.reshape(-1, model.model_dim)[block.targets.column]
-    scores = _score_all(model, params, hidden_ND, block.targets, block.num_targets, filters)
+    scores = _score_all(model, params, hidden_BTD.reshape(-1, model.model_dim), targets, num_targets, filters)
     return scores if routing is None or routing.margin is None else scores | {"gap": routing.margin.max(axis=0)}
 
 
-def _score_all(model, params, hidden_ND, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
-    """Returns the scores of the first `num_targets` of N tokens, computed S at a time."""
+@functools.partial(jax.jit, static_argnums=0)
+def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
+    """Returns the scores of the first `num_targets` of N tokens, computed S at a time; `hidden_CD` are of all columns."""
+    hidden_ND = hidden_CD[targets.column]
     N = len(targets.token)
     S = N // _num_parts(N, model)
     assert N % S == 0
@@ -329,11 +307,6 @@ def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, ja
     }
 
 
-def _filters(filters: dict[str, float]) -> dict[str, np.ndarray]:
-    dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
-    return {name: np.asarray(filters[name], dtype) for name, dtype in dtypes.items()}
-
-
 # ---- several versions: one pass of each over the same keys -----------------------------------------------------------
 
 
@@ -347,13 +320,12 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
         tokens_GT[i, :n], writer_GT[i, : n - 1] = rollout.tokens, writers(rollout)
         if experts is not None and rollout.routed_experts is not None:
             experts[i, :n] = claims.rows(rollout)
-    columns = [i * T + np.flatnonzero(rollout.sampled_mask) - 1 for i, rollout in enumerate(rollouts)]
-    which, sampled = _sampled_tokens(rollouts, np.concatenate(columns))
+    which, sampled = _sampled_tokens(rollouts, [i * T + np.arange(T) for i in range(len(rollouts))])
     sampler_version, rows = writer_GT.reshape(-1)[sampled.column], np.asarray(rows_of_out)
     cache = kv_cache.create(model, G, T)
     for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
         params = weights(version)
-        hidden_ND, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
+        hidden_CD, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
         if out.gap is not None and gap_GT is not None:
             i, t = np.nonzero(writer_GT == version)
             out.gap[rows[i], t] = np.asarray(gap_GT)[i, t]
@@ -363,7 +335,7 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
         i, t, count = which[mine], sampled.position[mine], int(mine.sum())
         N = _padded(1 << (count - 1).bit_length(), model)
         targets = jax.tree.map(lambda x, mine=mine, N=N: np.resize(x[mine], N), sampled)
-        scores = _run_scores(model, params, hidden_ND, targets, np.int32(count), _filters(filters))
+        scores = _score_all(model, params, hidden_CD, targets, np.int32(count), filters)
         for name in ("margin", "logp", "tilt", "hidden"):
             getattr(out, name)[rows[i], t] = np.asarray(scores[name])[:count]
 
@@ -383,8 +355,3 @@ def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
     )
     gap_GT = None if routing is None or routing.margin is None else routing.margin.max(axis=0)
     return hidden_GTD.reshape(G * T, -1), cache, gap_GT
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run_scores(model, params, hidden_ND, targets: _Targets, num_targets, filters):
-    return _score_all(model, params, hidden_ND[targets.column], targets, num_targets, filters)

@@ -58,7 +58,7 @@ class Validator:
         rules: rules_lib.Rules,
         evidence: evidence_log.EvidenceLog | None = None,
     ):
-        self._model, self._weights = model, weights
+        self.model, self._weights = model, weights
         self.rules, self.evidence = rules, evidence or evidence_log.EvidenceLog(None)
 
     def check_without_weights(
@@ -102,7 +102,7 @@ class Validator:
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Replayed]:
         """Recomputes the rollouts. Raises ValueError or OSError if a version is not available."""
-        found = replay_lib.replay(self._model, self._weights, self.rules.filters, rollouts, self.rules.max_model_len)
+        found = replay_lib.replay(self.model, self._weights, self.rules.filters, rollouts, self.rules.max_model_len)
         return checks.replayed(rollouts, found, self.rules.tolerance.proofs)
 
     def _check_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:

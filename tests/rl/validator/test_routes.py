@@ -18,9 +18,10 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from rl.ledger import balances, events
 from rl.ledger import ledger as ledger_lib
-from rl.validator import routes, work_units
+from rl.validator import routes
 from rl.validator import service as service_lib
 from rl.validator import state as validator_state
+from rl.validator import status as validator_status
 from rl.verification import checks
 from sharding.system import sockets as listening
 from tests.support import commands, doubles
@@ -44,7 +45,6 @@ def service(tmp_path):
     (tmp_path / "files").mkdir()
     made = service_lib.Service(
         doubles.make_validator(prompts=2, count_once=False),
-        doubles.experiment().model,
         tmp_path / "files",
         lambda: 9,
         secret=b"s",
@@ -75,7 +75,7 @@ def put(service, name, rollouts, *, units=None, node=doubles.NODE):
 
 
 def flops(rollouts):
-    return sum(work_units.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
+    return sum(validator_status.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
 
 
 def ask(service, name, shas, *, group=False, address=None):

@@ -21,7 +21,8 @@ from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
 from rl.protocol import task_schedule
 from rl.validator import service as service_lib
-from rl.validator import state, work_units
+from rl.validator import state
+from rl.validator import status as validator_status
 from rl.verification import checks, evidence_log, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from tests.support import bare_rules, tiny
@@ -108,7 +109,6 @@ def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
     """Starts a service on the files in `folder`."""
     return service_lib.Service(
         Validator(rules),
-        tiny.model(),
         folder / "files",
         lambda: 8,
         secret=b"s",
@@ -136,7 +136,7 @@ def close(service):
 
 
 def flops(rollouts):
-    return sum(work_units.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
+    return sum(validator_status.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
 
 
 def put(service, name, rollouts, node=KEY, units=None):

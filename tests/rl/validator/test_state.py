@@ -340,4 +340,3 @@ def test_one_process_at_a_time(restart, tmp_path):
     restart()
     with pytest.raises(ValueError, match="another validator may use it"):
         stand.start(tmp_path)
-    assert service_lib.MAX_STATUSES >= validator_state.MAX_FILES

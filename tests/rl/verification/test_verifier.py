@@ -163,23 +163,24 @@ def test_every_sampled_token_is_packed_behind_its_own_prefix(model_dim):
                 mask[len(prompt) + 1 :] &= rng.random(len(tokens) - len(prompt) - 1) < 0.8  # several turns
                 claims = dict(tokens=tokens, sampled_mask=mask, seed=int(rng.integers(100)), temperature=0.5)
                 rollouts.append(dataclasses.replace(honest()[0], **claims))
-        blocks, places, _ = replay_lib._pack(rollouts, tiny.model(model_dim=model_dim))
-        assert {(i, t) for i, t, *_ in places.tolist()} == {
+        blocks, block_of, columns = replay_lib._pack(rollouts, tiny.model(model_dim=model_dim))
+        which, targets = replay_lib._sampled_tokens(rollouts, columns)
+        assert list(zip(which.tolist(), targets.position.tolist(), strict=True)) == [
             (i, t) for i, rollout in enumerate(rollouts) for t in np.flatnonzero(rollout.sampled_mask).tolist()
-        }
-        assert len(places) == blocks.num_targets.sum() and blocks.segment_ids.any(axis=(1, 2)).all()
-        for i, position, m, n in places.tolist():
-            rollout, targets = rollouts[i], blocks.targets
-            row, column = divmod(int(targets.column[m, n]), blocks.tokens.shape[-1])
+        ]
+        assert blocks["segment_ids"].any(axis=(1, 2)).all()
+        for n, (i, position) in enumerate(zip(which.tolist(), targets.position.tolist(), strict=True)):
+            rollout = rollouts[i]
+            row, column = divmod(int(targets.column[n]), blocks["tokens"].shape[-1])
             tokens, positions, segments, branches = (
-                x[m, row, : column + 1]
-                for x in (blocks.tokens, blocks.positions, blocks.segment_ids, blocks.branch_ids)
+                blocks[name][block_of[i], row, : column + 1]
+                for name in ("tokens", "positions", "segment_ids", "branch_ids")
             )
             seen = (segments == segments[-1]) & ((branches == 0) | (branches == branches[-1]))
             assert tokens[seen].tolist() == rollout.tokens[:position].tolist() and segments[-1] > 0
-            assert positions[seen].tolist() == list(range(position)) and n < blocks.num_targets[m]
-            claim = (targets.token[m, n], targets.position[m, n], targets.seed[m, n], targets.temperature[m, n])
-            assert claim == (rollout.tokens[position], position, rollout.seed, 0.5)
+            assert positions[seen].tolist() == list(range(position))
+            claim = (targets.token[n], targets.seed[n], targets.temperature[n])
+            assert claim == (rollout.tokens[position], rollout.seed, 0.5)
 
 
 def test_rollouts_packed_together_are_replayed_as_each_alone():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.validator import work_units
+from rl.validator import status as validator_status
 from tests.support import tiny
 
 D, V, H, K, C = 24, 300, 4, 2, 8
@@ -72,7 +72,7 @@ def test_flops_are_those_of_a_count_by_hand(family, mask):
     changes, layers = FAMILIES[family]
     base = dict(vocab_size=V, model_dim=D, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=C, ffn_dim=32)
     model = tiny.model(**base | dict(tie_embeddings=False, qk_norm=False) | changes)
-    assert work_units.flops_of(model, tiny.rollout(mask)) == count(layers, mask)
+    assert validator_status.flops_of(model, tiny.rollout(mask)) == count(layers, mask)
 
 
 @pytest.mark.parametrize("q_latent", [0, 7])
@@ -87,6 +87,6 @@ def test_latent_attention_and_shared_experts(q_latent):
     queries = [(D, q_latent), (q_latent, H * 7)] if q_latent else [(D, H * 7)]
     attention = [*queries, (D, 10), (D, 2), (10, H * 5), (10, H * 6), (H * 6, D)], False, 7 + 6
     for mask in MASKS:
-        assert work_units.flops_of(model, tiny.rollout(mask)) == count(
+        assert validator_status.flops_of(model, tiny.rollout(mask)) == count(
             [(attention, ffn(32)), (attention, experts(2))], mask
         )
