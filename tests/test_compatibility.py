@@ -286,7 +286,6 @@ def test_the_validation_service_goes_on(judged, tmp_path):
     ledger = ledger_lib.Ledger(judged / "ledger.db", KEEPER)
     service = validator_service.Service(
         validator,
-        exp.model,
         judged / "files",
         lambda: 2,
         secret=secret,

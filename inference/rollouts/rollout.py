@@ -141,12 +141,14 @@ def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
 
 def signature_ok(rollout: Rollout) -> bool:
     """Returns True if the key in `worker` signed exactly this rollout. Never raises: False for malformed ones."""
-    if validate(rollout) or not rollout.signature:
-        return False
+    return not validate(rollout) and signed(rollout.worker, rollout.signature, digest(rollout))
+
+
+def signed(worker: str, signature: bytes, message: bytes) -> bool:
+    """Returns True if `worker` (a public key in hex) signed the message. Never raises."""
     try:
-        public = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(rollout.worker))
-        public.verify(rollout.signature, digest(rollout))
-    except (exceptions.InvalidSignature, ValueError):  # ValueError: not a point on the curve
+        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(worker)).verify(signature, message)
+    except (exceptions.InvalidSignature, ValueError, TypeError):  # not a point on the curve; not bytes
         return False
     return True
 

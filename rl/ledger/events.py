@@ -10,9 +10,6 @@ import re
 import secrets
 from collections.abc import Callable
 
-from cryptography import exceptions
-from cryptography.hazmat.primitives.asymmetric import ed25519
-
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import task_ranges
 
@@ -73,17 +70,10 @@ def signature_error(event: Event) -> str | None:
         return "fields: must be plain JSON"
     if len(body) > MAX_EVENT_BYTES:
         return f"fields: the event has {len(body)} bytes; at most {MAX_EVENT_BYTES} are kept"
-    is_signed = _is_hex(event.author, 64) and signed(event.author, event.signature, b"intellax/event/1" + body)
+    is_signed = _is_hex(event.author, 64) and rollout_lib.signed(
+        event.author, event.signature, b"intellax/event/1" + body
+    )
     return None if is_signed else "signature: its author did not sign this event"
-
-
-def signed(author: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if `author` (a public key in hex) signed the message. Never raises."""
-    try:
-        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(author)).verify(signature, message)
-    except (exceptions.InvalidSignature, ValueError, TypeError):  # not a point on the curve; not bytes
-        return False
-    return True
 
 
 def form_error(event: Event) -> str | None:
@@ -142,5 +132,3 @@ _TASKS: dict[str, _Rule] = {
     "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),
     "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),
 }
-
-NOBODY = Event("", "", "", "", {}, b"")  # of an entry that cannot be decoded

@@ -1,25 +1,18 @@
 """The ledger: an append-only, signed record of submitted work and verdicts, which anyone can verify.
 
-    python -m rl.ledger verify DB [--keeper HEX] [--head SEQ:HASH]
-    python -m rl.ledger show DB
-
 1. `create` writes entry 0: the keeper's public key, the validators' keys, and the window in which work can be taken back.
-2. An author signs an event (ed25519; rl/ledger/events.py). A worker signs its own (join, stake, submit), a validator signs
-   verdicts (accept, invalidate, slash, eject).
+2. An author signs an event (rl/ledger/events.py): a worker its own (join, stake, submit), a validator verdicts (accept, invalidate,
+   slash, eject).
 3. `append` checks the event against the rules, chains it by hash (rl/ledger/storage.py), seals the hash with the keeper's key,
    and commits with fsync. When it returns, the event survives a kill.
 4. Balances, windows, reputation, and finished tasks are derived from the events and never stored (rl/ledger/balances.py).
-5. `verify` repeats all of it from the file alone and names the first bad entry. A signed head counts the entries, so a
-   removed tail is found, too.
+5. `verify` repeats all of it from the file alone and names the first bad entry.
 
-After INTELLECT-2's contracts (smart-contracts, protocol): submitted work is a SHA-256 and a number of units, never taken
-twice. Units stay locked for a window (a day there) in which they can be invalidated; a slash reduces the stake and
-forfeits locked units; an ejected worker cannot return.
+After INTELLECT-2's contracts: submitted work is a SHA-256 and a number of units, never taken twice. Units stay locked for a window (a day
+there) in which they can be invalidated; a slash reduces the stake and forfeits locked units; an ejected worker cannot return.
 
 Limits: the owner of the keeper's key can write another history, and an older copy of the whole file is a valid ledger:
 give `verify` a head that you noted elsewhere. Left out: withdrawal of stake, transfers, votes among validators.
-
-A ledger is one SQLite file with a rollback journal, so a copy of the file is a copy of the ledger. Times are milliseconds since 1970.
 """
 
 import dataclasses
@@ -104,7 +97,16 @@ class Ledger:
             try:
                 with storage.transaction(self._connection):
                     self._catch_up()  # another process may have appended
-                    entries = [self._append(event, self._keeper) for event in events]
+                    entries = []
+                    for event in events:
+                        # A clock that was set back must not reverse the order.
+                        time_ms = max(now_ms(), self.state.time_ms)
+                        if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
+                            raise ValueError(f"event {event.kind} of {event.node[:16]} is refused: {reason}")
+                        entry = storage.insert(self._connection, self._keeper, self._next, time_ms, event, self._hash)
+                        self.state.apply(event, time_ms)
+                        self._next, self._hash = entry.seq + 1, entry.hash
+                        entries.append(entry)
                     storage.write_head(self._connection, self._keeper, self._next - 1, self._hash)
             except BaseException:  # the state may contain entries that were rolled back
                 self._load()
@@ -120,17 +122,7 @@ class Ledger:
     def entries(self) -> list[storage.Entry]:
         """Reads all entries."""
         with self._lock:
-            return [entry for entry, _ in storage.read(self._connection, 0)]
-
-    def _append(self, event: ledger_events.Event, keeper: rollout_lib.WorkerKey) -> storage.Entry:
-        time_ms = max(now_ms(), self.state.time_ms)  # a clock that was set back must not reverse the order
-        if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
-            raise ValueError(f"event {event.kind} of {event.node[:16]} is refused: {reason}")
-        hash_ = storage.insert(self._connection, keeper, self._next, time_ms, event, self._hash)
-        entry = storage.Entry(self._next, time_ms, event, hash_)
-        self.state.apply(event, time_ms)
-        self._next, self._hash = entry.seq + 1, hash_
-        return entry
+            return [entry for entry in storage.read(self._connection, 0) if isinstance(entry, storage.Entry)]
 
     def _load(self) -> None:
         self.state, self._next, self._hash = balances.State(), 0, bytes(32)
@@ -140,15 +132,16 @@ class Ledger:
             self._catch_up()
             error = storage.head_error(self._connection, self._next - 1, self._hash, self.state.keeper)
         if error:
-            raise ValueError(f"ledger {self._path}: {error}; run python -m rl.ledger verify {self._path}")
+            raise self._bad(error)
 
     def _catch_up(self) -> None:
-        for entry, error in storage.checked(self._connection, self.state, self._next, self._hash):
-            if error:
-                raise ValueError(
-                    f"ledger {self._path}: entry {entry.seq}: {error}; run python -m rl.ledger verify {self._path}"
-                )
+        for entry in storage.checked(self._connection, self.state, self._next, self._hash):
+            if isinstance(entry, str):
+                raise self._bad(f"entry {self._next}: {entry}")
             self._next, self._hash = entry.seq + 1, entry.hash
+
+    def _bad(self, error: str) -> ValueError:
+        return ValueError(f"ledger {self._path}: {error}; run python -m rl.ledger verify {self._path}")
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
@@ -173,9 +166,9 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
     except (ValueError, sqlite3.Error) as error:
         return report(f"not a ledger: {error}")
     try:
-        for entry, error in storage.checked(connection, state, 0, last):
-            if error:
-                return report(error)
+        for entry in storage.checked(connection, state, 0, last):
+            if isinstance(entry, str):
+                return report(entry)
             if keeper is not None and state.keeper != keeper:
                 return report(f"kept by {state.keeper}, not by {keeper}")
             if head is not None and entry.seq == int(head.split(":")[0]) and entry.hash.hex() != head.split(":")[1]:

@@ -14,7 +14,6 @@ import pathlib
 import sqlite3
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, events
@@ -33,63 +32,61 @@ class Entry:
     seq: int
     time_ms: int
     event: events.Event
+    previous: bytes  # hash of the entry before
     hash: bytes
+    seal: bytes
 
 
 def checked(
     connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes
-) -> Iterator[tuple[Entry, str | None]]:
-    """Yields (entry, None) from `start`, and applies it to `state`; ends with (entry, error) at the first bad one."""
+) -> Iterator[Entry | str]:
+    """Yields the entries from `start`, and applies them to `state`; ends with the reason if the next entry is bad."""
     expected = start
-    for entry, row in read(connection, start):
-        error = row if isinstance(row, str) else _entry_error(entry, row, state, expected, previous)
-        if error:
-            yield dataclasses.replace(entry, seq=expected), error
+    for entry in read(connection, start):
+        error = entry if isinstance(entry, str) else _entry_error(entry, state, expected, previous)
+        if isinstance(entry, str) or error:
+            yield str(error)
             return
         state.apply(entry.event, entry.time_ms)
-        yield entry, None
+        yield entry
         expected, previous = expected + 1, entry.hash
     if expected == 0:
-        yield Entry(0, 0, events.NOBODY, b""), "missing: a ledger has at least the opening entry"
+        yield "missing: a ledger has at least the opening entry"
 
 
-def _entry_error(entry: Entry, row: dict, state: balances.State, expected: int, previous: bytes) -> str | None:
+def _entry_error(entry: Entry, state: balances.State, expected: int, previous: bytes) -> str | None:
     if entry.seq != expected:
         return f"missing: the next entry has number {entry.seq}"
-    if row["previous"] != previous:
+    if entry.previous != previous:
         return "its link does not lead to the entry before it"
     if entry.time_ms < state.time_ms:
         return "its time is before that of the entry before it"
-    if entry.hash != hash_of(entry.seq, entry.time_ms, previous, row["event"], row["signature"]):
+    body = events.encode(entry.event)
+    if entry.hash != hash_of(entry.seq, entry.time_ms, previous, body, entry.event.signature):
         return "its hash does not fit its content"
     if error := events.signature_error(entry.event):
         return error
-    if not events.signed(state.keeper or entry.event.author, row["seal"], b"intellax/seal/1" + entry.hash):
+    if not rollout_lib.signed(state.keeper or entry.event.author, entry.seal, b"intellax/seal/1" + entry.hash):
         return "the keeper did not seal it"
     return state.refusal(entry.event, entry.time_ms)
 
 
-def read(connection: sqlite3.Connection, start: int) -> Iterator[tuple[Entry, "dict | str"]]:
-    """Yields entries from `start` with their columns, or with the reason why they cannot be decoded. Verifies nothing."""
-    names = ("seq", "time_ms", "event", "signature", "previous", "hash", "seal")
-    query = f"SELECT {', '.join(names)} FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
+def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry | str]:
+    """Yields entries from `start`, or the reason why one cannot be decoded. Verifies nothing."""
+    query = (
+        "SELECT seq, time_ms, event, signature, previous, hash, seal FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
+    )
     # One query a row: a cursor reads one row ahead, and would raise for a damaged entry at the good one before it.
     while values := connection.execute(query, (start,)).fetchone():
-        row: dict[str, Any] = dict(zip(names, values, strict=True))
-        sizes = {"signature": 64, "previous": 32, "hash": 32, "seal": 64}
-        whole = type(row["seq"]) is int and type(row["time_ms"]) is int and 0 <= row["time_ms"] < 2**63
-        whole &= isinstance(row["event"], bytes) and len(row["event"]) <= events.MAX_EVENT_BYTES
-        whole &= all(isinstance(row[name], bytes) and len(row[name]) == size for name, size in sizes.items())
-        event = "a column of it has the wrong type or size"
-        if whole:
-            event = events.decode(row["event"], row["signature"])
-        seq = row["seq"] if type(row["seq"]) is int else -1
-        if isinstance(event, str):
-            yield Entry(seq, 0, events.NOBODY, b""), event
-        else:
-            yield Entry(seq, row["time_ms"], event, row["hash"]), row
-        if seq < start:
-            return  # the index of a damaged file is wrong, which the yielded entry shows
+        seq, time_ms, body, signature, previous, hash_, seal = values
+        whole = type(seq) is int and type(time_ms) is int and 0 <= time_ms < 2**63
+        whole &= isinstance(body, bytes) and len(body) <= events.MAX_EVENT_BYTES
+        sizes = ((signature, 64), (previous, 32), (hash_, 32), (seal, 64))
+        whole &= all(isinstance(value, bytes) and len(value) == size for value, size in sizes)
+        event = events.decode(body, signature) if whole else "a column of it has the wrong type or size"
+        yield event if isinstance(event, str) else Entry(seq, time_ms, event, previous, hash_, seal)
+        if type(seq) is not int or seq < start:
+            return  # the index of a damaged file is wrong
         start = seq + 1
 
 
@@ -98,7 +95,7 @@ def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, even
     with contextlib.closing(connect(path, check_schema=False)) as connection, transaction(connection):
         for statement in SCHEMA:
             connection.execute(statement)
-        write_head(connection, keeper, 0, insert(connection, keeper, 0, time_ms, event, bytes(32)))
+        write_head(connection, keeper, 0, insert(connection, keeper, 0, time_ms, event, bytes(32)).hash)
 
 
 def insert(
@@ -108,15 +105,15 @@ def insert(
     time_ms: int,
     event: events.Event,
     previous: bytes,
-) -> bytes:
-    """Appends an event after the entry with hash `previous`. Returns the new entry's hash."""
+) -> Entry:
+    """Appends an event after the entry with hash `previous`."""
     body = events.encode(event)
     hash_ = hash_of(seq, time_ms, previous, body, event.signature)
     seal = keeper.private.sign(b"intellax/seal/1" + hash_)
     connection.execute(
         "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (seq, time_ms, body, event.signature, previous, hash_, seal)
     )
-    return hash_
+    return Entry(seq, time_ms, event, previous, hash_, seal)
 
 
 def write_head(connection: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
@@ -136,7 +133,7 @@ def head_error(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: s
         return "there must be exactly one head"
     _, head_seq, head_hash, signature = rows[0]
     message = _head_message(head_seq, head_hash) if isinstance(head_hash, bytes) else b""
-    if not message or not events.signed(keeper, signature, message):
+    if not message or not rollout_lib.signed(keeper, signature, message):
         return "the keeper did not sign the head"
     if (head_seq, head_hash) != (seq, hash_):
         return f"missing: by the head, the last entry is {head_seq}"

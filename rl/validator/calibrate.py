@@ -6,19 +6,20 @@
    batches, decode chunks, bfloat16 against float32, and weights sharded over devices.
 2. The validator's backend replays them and measures the honest differences: margins, log-probabilities, proofs, tilts.
 3. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
-   (mean + 4 standard errors), since a mean is known far better than an extreme. --variants can leave out those that the run does not use.
-4. All measurements go into the file, next to the limits, so that a reader can judge them.
+   (mean + 4 standard errors), since a mean is known far better than an extreme.
 
 The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. The
 command prints the number of rollouts and the bound on the rate of false rejections, if none was found: 3 / n at 95 %.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -112,15 +113,17 @@ def roll_out(
       change: alters each request, but not the claims about it; tests cheat with it.
     """
     config = exp.config
-    options = config.env.options.to_dict()
+    options, sizes = config.env.options.to_dict(), engine or exp.engine
     env = envs.load(config.env.name, seed=config.seed, **options)
-    scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
-    run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
-    sizes = engine or exp.engine
-    scheduler = scheduler_lib.Scheduler(
-        engine_lib.Engine(model or exp.model, sizes, exp.tokenizer), params, version, max_queue=10**6
-    )
-    try:
+    sampling = {name: config.sampling[name] for name in ("max_tokens", "top_k", "top_p", "min_p")}
+    with contextlib.ExitStack() as stack:
+        scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
+        stack.callback(scores.close)
+        run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
+        scheduler = scheduler_lib.Scheduler(
+            engine_lib.Engine(model or exp.model, sizes, exp.tokenizer), params, version, max_queue=10**6
+        )
+        stack.callback(scheduler.close)
         waiting = []
         for group in groups:
             task = env.make_task(group.index, group.split)
@@ -128,15 +131,12 @@ def roll_out(
             request = scheduler_lib.GenerateRequest(
                 tokens=tuple(prompt),
                 num_samples=group.num_samples,
-                max_tokens=config.sampling.max_tokens,
                 temperature=group.temperature,
-                top_k=config.sampling.top_k,
-                top_p=config.sampling.top_p,
-                min_p=config.sampling.min_p,
                 seed=group.seed,
                 stop_ids=tuple(exp.tokenizer.stop_ids),
                 proofs=True,
                 routed_experts=sizes.routed_experts,
+                **sampling,
             )
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
         out = []
@@ -150,41 +150,39 @@ def roll_out(
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
             out.append([rollout_lib.sign(rollout, key) for rollout in made])
         return out
-    finally:
-        scheduler.close()
-        scores.close()
 
 
 def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
     """Replays honest rollouts and measures the differences."""
-    evidence, margins, errors, gaps, proofs, mismatches, refused = [], [], [], [0.0], [], [], 0
+    largest: dict[str, Any] = {}
+    evidence, refused = [], 0
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
-        batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
-        for one in validator.replay(batch):
+        for one in validator.replay(rollouts[start : start + verifier.MAX_REPLAY_ROWS]):
             evidence.append(checks.evidence(one))
-            margins.append(one.margin_N.max())
-            errors.append(one.error_N.max())
-            gaps += [] if one.gap_T is None else [one.gap_T.max()]
-            proofs += one.proofs
+            refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
+            found: dict[str, Any] = {
+                "margin": one.margin_N,
+                "logprob": one.error_N,
+                "routing": 0.0 if one.gap_T is None else one.gap_T,
+            }
+            for name in ("mantissa_mean", "mantissa_median", "sign_mismatches"):
+                found[name] = [getattr(proof, name) for proof in one.proofs]
             # Limits are per 128 values; a short tail of a small model has fewer.
             num_rows, dim = one.hidden_ND.shape
             sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
-            mismatches += [math.ceil(r.exp_mismatches * 128 / k) for r, k in zip(one.proofs, sizes, strict=True)]
-            refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
+            found["exp_mismatches"] = [
+                math.ceil(proof.exp_mismatches * 128 / k) for proof, k in zip(one.proofs, sizes, strict=True)
+            ]
+            for name, values in found.items():
+                value = np.max(values).item()
+                largest[name] = max(largest.get(name, value), value)
     means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
-    tokens = np.array([e.num_tokens for e in evidence])
     return Measured(
-        margin=float(max(margins)),
-        logprob=float(max(errors)),
-        routing=float(max(gaps)),
-        exp_mismatches=max(mismatches),
-        mantissa_mean=max(r.mantissa_mean for r in proofs),
-        mantissa_median=max(r.mantissa_median for r in proofs),
-        sign_mismatches=max(r.sign_mismatches for r in proofs),
+        **largest,
         mean={name: float(values.mean()) for name, values in means.items()},
         bound={name: float(v.mean() + 4 * v.std() / np.sqrt(len(v))) for name, v in means.items()},
         num_rollouts=len(rollouts),
-        num_tokens=int(tokens.sum()),
+        num_tokens=sum(e.num_tokens for e in evidence),
         num_refused=refused,
     )
 
@@ -195,19 +193,16 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     def worst(name: str) -> float:
         return SAFETY * max(getattr(m, name) for m in measured)
 
-    def proof_limit(name: str) -> float:
-        return min(getattr(CEILING, name), max(getattr(MIN_PROOFS, name), worst(name)))
-
-    proofs = toploc.Thresholds(
-        exp_mismatches=math.ceil(proof_limit("exp_mismatches")),
-        mantissa_mean=proof_limit("mantissa_mean"),
-        mantissa_median=proof_limit("mantissa_median"),
-    )
+    proofs: dict[str, Any] = {
+        name: min(getattr(CEILING, name), max(getattr(MIN_PROOFS, name), worst(name)))
+        for name in ("exp_mismatches", "mantissa_mean", "mantissa_median")
+    }
+    proofs["exp_mismatches"] = math.ceil(proofs["exp_mismatches"])
     tolerance = rules_lib.Tolerance(
         margin=max(MIN_TOLERANCE.margin, worst("margin")),
         max_wrong_tokens=0,
         logprob=max(MIN_TOLERANCE.logprob, worst("logprob")),
-        proofs=proofs,
+        proofs=toploc.Thresholds(**proofs),
         routing=max(MIN_TOLERANCE.routing, worst("routing")),
     )
     bands = {
