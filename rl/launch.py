@@ -69,13 +69,13 @@ def start_rollout_system(
         tolerance, bands = verifier.load_bands(config.trust.bands)
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
-    checks = verifier.GroupChecks(verifier.Validator(experiment.model, verifier.published(weights), rules, evidence))
+    validator = verifier.Validator(experiment.model, verifier.published(weights), rules, evidence)
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
         credit=experiment.credit,
-        check_with_weights=_on_device(config.trust.device, checks.check_with_weights, num_hosts),
-        check_without_weights=checks.check_without_weights,
+        check_with_weights=_on_device(config.trust.device, validator.reject_with_weights, num_hosts),
+        check_without_weights=validator.reject_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
         on_wait=on_wait,

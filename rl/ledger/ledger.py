@@ -15,6 +15,7 @@ Limits: the owner of the keeper's key can write another history, and an older co
 give `verify` a head that you noted elsewhere. Left out: withdrawal of stake, transfers, votes among validators.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -39,7 +40,7 @@ class Report:
     head: str | None  # "SEQ:HASH" of the last good entry, to be noted elsewhere
 
 
-class Ledger:
+class Ledger(contextlib.AbstractContextManager):
     """An open ledger. Any thread may call it, several processes may append to one file, and `close` or `with` closes it.
 
     Opening verifies all entries (two signatures each). Raises ValueError for a file that is not a good ledger, or if `keeper`,
@@ -82,9 +83,6 @@ class Ledger:
     def close(self) -> None:
         """Closes the file; no other method may be called afterwards."""
         self._connection.close()
-
-    def __enter__(self) -> "Ledger":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()

@@ -45,7 +45,8 @@ from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import checks, verifier
 
-Status, Checked = validator_status.Status, validator_status.Checked
+Status = validator_status.Status
+Checked = validator_status.Checked
 Request = tuple[str, ...]  # the hashes of its files
 Name = tuple[str, bool]  # a file's name, and whether it named a group
 MIN_RATE = 0.05  # of replay, for a worker of the best reputation
@@ -101,7 +102,9 @@ class Service:
 
         Raises ValueError for an impossible name, a hash of another file, or work that is not in the ledger.
         """
-        if not 0 < len(shas) <= MAX_GROUP_FILES or not all(re.fullmatch("[0-9a-f]{64}", sha or "") for sha in shas):
+        if not 0 < len(shas) <= MAX_GROUP_FILES or not all(
+            isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas
+        ):
             raise ValueError(f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files")
         if len(set(shas)) < len(shas):
             raise ValueError("file_shas names one file twice; name each file once")

@@ -233,14 +233,12 @@ def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarra
     """
     if not rollouts:
         return []
-    positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
-    counts = [len(position_N) for position_N in positions]
-    tokens = [rollout.tokens[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
-    logps = [rollout.logprobs[position_N] for rollout, position_N in zip(rollouts, positions, strict=True)]
+    counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     seeds = np.repeat(np.array([rollout.seed for rollout in rollouts], np.uint32), counts)
-    races = sampler.exponential_noise(seeds, np.concatenate(positions), np.concatenate(tokens))
-    y = races * np.exp(-np.concatenate(logps).astype(np.float64))
-    return np.split(y, np.cumsum(counts)[:-1])
+    positions = np.concatenate([np.flatnonzero(rollout.sampled_mask) for rollout in rollouts])
+    tokens = np.concatenate([rollout.tokens[rollout.sampled_mask] for rollout in rollouts])
+    logps = np.concatenate([rollout.logprobs[rollout.sampled_mask] for rollout in rollouts]).astype(np.float64)
+    return np.split(sampler.exponential_noise(seeds, positions, tokens) * np.exp(-logps), np.cumsum(counts)[:-1])
 
 
 def claimed_logprobs(rollouts: Sequence[rollout_lib.Rollout]) -> list[Verdict]:

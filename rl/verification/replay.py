@@ -231,7 +231,7 @@ def _sampled_tokens(
     """Returns the rollout of each sampled token [N], and all of them as targets, in order. `columns` are of every token."""
     positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
     which = np.repeat(np.arange(len(rollouts)), [len(position) for position in positions])
-    tokens = np.concatenate([r.tokens[position] for r, position in zip(rollouts, positions, strict=True)])
+    tokens = np.concatenate([rollout.tokens[rollout.sampled_mask] for rollout in rollouts])
     seeds = np.array([rollout.seed for rollout in rollouts], np.uint32)
     temperatures = np.array([rollout.temperature for rollout in rollouts], np.float32)
     # The token before predicts a token; a prompt's end predicts every first one.

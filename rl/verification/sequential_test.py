@@ -2,20 +2,17 @@
 
 A cheat that moves each token a little passes every limit on a single rollout. Its sum over rollouts does not.
 
-1. Each rollout gives an `Evidence`: three numbers in [0, 1] that are small if the worker is honest, and the log-likelihood of its tokens
-   under tempered copies of the policy's distribution.
-2. An e-process starts at 1 and multiplies bets against honesty. If the worker is honest it is a non-negative supermartingale, so
+1. An e-process starts at 1 and multiplies bets against honesty. If the worker is honest it is a non-negative supermartingale, so
    by Ville's inequality it ever reaches 1/alpha with probability at most alpha, however often one looks.
-3. A number x with honest mean <= m (`Bands`) multiplies it by 1 + f (x - m) / m, f in BETS: mean <= 1, and >= 0.
-   The tokens multiply it by prod q(token) / p(token), q ~ p^b, b in TILTS: mean exactly 1 if they were drawn from p, for any p. This
-   needs no calibration and no seed. It is INTELLECT-2's check of the shape of token probabilities, made exact. Several bets
-   run in parallel; their average is an e-process again.
-   The claimed log-probabilities allow such a bet without a replay. The noise g draws the token with the largest log p + g,
-   and the largest noised log-probability is Gumbel for every distribution. So y = exp(-(log p + g)) is exponential, and
-   (rate) exp((1 - rate) y), rate in RATES, has mean 1: too low a claim makes y large, too high a claim makes it small.
-4. After EPOCH rollouts the e-process starts again with a stricter threshold (alpha 6 / (pi k)^2 in epoch k), so that long
-   honesty does not pay for later cheating. Summed over streams and epochs, an honest worker is flagged with probability at most
-   ALPHA in its whole life.
+2. A number x with honest mean <= m (`Bands`) multiplies it by 1 + f (x - m) / m, f in BETS: mean <= 1, and >= 0.
+3. The tokens multiply it by prod q(token) / p(token), q ~ p^b, b in TILTS: mean exactly 1 if they were drawn from p, for any p. This
+   needs no calibration and no seed. It is INTELLECT-2's check of the shape of token probabilities, made exact.
+4. The claimed log-probabilities need no replay. The noise g draws the token with the largest log p + g, and the largest noised
+   log-probability is Gumbel for every distribution. So y = exp(-(log p + g)) is exponential, and (rate) exp((1 - rate) y), rate in
+   RATES, has mean 1: too low a claim makes y large, too high a claim makes it small.
+5. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
+   (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
+   honest worker is flagged with probability at most ALPHA in its whole life.
 
 The guarantee needs correct bands: an honest backend whose means exceed them will be flagged. `python -m rl.validator calibrate`
 measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).

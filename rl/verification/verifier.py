@@ -1,16 +1,13 @@
 """Verification of rollouts: were these tokens sampled by the weights, the seed, and the temperature that they claim?
 
-    python -m rl.validator serve --workdir=runs/quickstart --rollouts=DIR --port=8300 [--ledger=DB --key=FILE]
-    python -m rl.validator calibrate --workdir=runs/quickstart --out=bands.json
-
 1. `check_without_weights`: form, signature, prescribed task and seed, versions, lengths, ending; then prompt and reward, made again.
 2. `check_with_weights`: one replay (rl/verification/replay.py) with the published weights of every version that the rollouts
    name. Each claimed token must be the argmax of the noised logits, up to a margin; log-probabilities, temperature, the ending, and
    the TOPLOC proofs must fit.
-3. Rollouts that pass are added to the sequential test of its worker (rl/verification/evidence_log.py), where small deviations add up.
+3. Rollouts that pass are added to the sequential test of their worker (rl/verification/evidence_log.py), where small deviations add up.
 
-The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator asks `GroupChecks` for
-one reason per group. The group is rejected with its worst member, since advantages compare its members.
+The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator takes one reason per
+group, which is rejected with its worst member, since advantages compare its members.
 """
 
 import collections
@@ -100,6 +97,25 @@ class Validator:
             out += self._check_batch(rest[:num])
         return out
 
+    def reject_without_weights(
+        self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
+    ) -> tuple[str | None, frozenset[int]]:
+        """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
+
+        Returns (reason, timed_out): `reason` is why the group is rejected, or None; `timed_out` are the samples whose reward our
+        scorer could not recompute in time. A timeout does not reject the group: it sets that sample's reward to 0, as it does
+        when the worker's own scorer times out.
+        """
+        found = self.check_without_weights(rollouts, split=split)
+        timed_out = frozenset(r.sample for r, v in zip(rollouts, found, strict=True) if v.reason == "unscored")
+        if reason := _first_reason([verdict for verdict in found if verdict.reason != "unscored"]):
+            return reason, frozenset()
+        return _first_reason(self.evidence.add_claims(rollouts)) if split == "train" else None, timed_out
+
+    def reject_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
+        """Replays a group that passed `reject_without_weights`. Returns why it is rejected, or None."""
+        return _first_reason(self.check_with_weights(rollouts))
+
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Replayed]:
         """Recomputes the rollouts. Raises ValueError or OSError if a version is not available."""
         found = replay_lib.replay(self.model, self._weights, self.rules.filters, rollouts, self.rules.max_model_len)
@@ -117,33 +133,6 @@ class Validator:
             self.evidence.add_replay(one) if verdict.accepted else verdict
             for one, verdict in zip(replayed, out, strict=True)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupChecks:
-    """The checks that an orchestrator makes of one submitted group, after `checks.check_at_lease`."""
-
-    validator: Validator
-
-    def check_without_weights(
-        self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
-    ) -> tuple[str | None, frozenset[int]]:
-        """Checks a group without running the model, and adds the claims of a training group to the evidence.
-
-        Returns (reason, timed_out): `reason` is why the group is rejected, or None; `timed_out` are the samples whose reward our
-        scorer could not recompute in time. A timeout does not reject the group: it sets that sample's reward to 0, as it does
-        when the worker's own scorer times out.
-        """
-        found = self.validator.check_without_weights(rollouts, split=split)
-        timed_out = frozenset(r.sample for r, v in zip(rollouts, found, strict=True) if v.reason == "unscored")
-        if reason := _first_reason([verdict for verdict in found if verdict.reason != "unscored"]):
-            return reason, frozenset()
-        reason = _first_reason(self.validator.evidence.add_claims(rollouts)) if split == "train" else None
-        return reason, timed_out
-
-    def check_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
-        """Replays a group that passed `check_without_weights`. Returns why it is rejected, or None."""
-        return _first_reason(self.validator.check_with_weights(rollouts))
 
 
 def _first_reason(found: Sequence[checks.Verdict]) -> str | None:

@@ -94,7 +94,7 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
 def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
     """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
-    return verifier.GroupChecks(verifier.Validator(MODEL, weights, rules)).check_with_weights(rollouts)
+    return verifier.Validator(MODEL, weights, rules).reject_with_weights(rollouts)
 
 
 def replay(rollouts):
@@ -427,12 +427,11 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
 
     assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
-    group = verifier.GroupChecks(validator)
-    assert group.check_without_weights(claims(1)) == (None, {1})
-    assert group.check_with_weights(claims(1)) is None and len(asked) == 1
-    reason, timed_out = group.check_without_weights(claims(1, 3))  # the other claim is false, and found
+    assert validator.reject_without_weights(claims(1)) == (None, {1})
+    assert validator.reject_with_weights(claims(1)) is None and len(asked) == 1
+    reason, timed_out = validator.reject_without_weights(claims(1, 3))  # the other claim is false, and found
     assert reason.startswith("reward: ") and "is 0.5, recomputed" in reason and not timed_out
-    assert group.check_without_weights(claims(1), "held_out")[0] is not None  # it is not a held-out group
+    assert validator.reject_without_weights(claims(1), "held_out")[0] is not None  # it is not a held-out group
 
 
 def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
@@ -440,8 +439,8 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     first, second = list(batch()[:8]), list(batch()[8:])
 
     def bring(validator, group):
-        checks = verifier.GroupChecks(validator)
-        assert checks.check_without_weights(group) == (None, frozenset()) and checks.check_with_weights(group) is None
+        assert validator.reject_without_weights(group) == (None, frozenset())
+        assert validator.reject_with_weights(group) is None
 
     whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
     for group in (first, second, first):  # the last as after a stale batch
