@@ -27,7 +27,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
 from sharding.system import cli
-from tests.support import bare_rules, shapes
+from tests.support import bare_rules, shapes, tiny
 
 PROMPT, NEW, SAMPLES = 32, 64, 8
 NODE = rollout_lib.WorkerKey.generate()
@@ -109,22 +109,16 @@ def generate(scheduler: scheduler_lib.Scheduler, num_groups: int) -> list[rollou
     out = []
     for group, request, future in waiting:
         for sample, c in enumerate(future.result()):
-            made = rollout_lib.Rollout(
+            made = tiny.rollout(
+                np.arange(PROMPT + NEW) >= PROMPT,
                 tokens=np.array([*request.tokens, *c.tokens], np.int32),
-                sampled_mask=np.arange(PROMPT + NEW) >= PROMPT,
                 logprobs=np.array([0.0] * PROMPT + c.logprobs, np.float32),
                 versions=np.array([c.prompt_version] * PROMPT + c.versions, np.int32),
-                temperature=1.0,
                 seed=request.seed + sample,
                 task=rollout_lib.TaskRef("reverse_text", group, group, 0),
                 sample=sample,
-                step=1,
-                reward=0.0,
-                rewards={},
                 finish_reason=c.finish_reason,
                 proofs=c.proofs,
-                worker="",
-                signature=b"",
             )
             out.append(rollout_lib.sign(made, NODE))
     return out

@@ -291,7 +291,6 @@ def test_the_validation_service_goes_on(judged, tmp_path):
         secret=secret,
         state=validator_state.State(judged / "validator.db", expected["identity"], keep_steps=expected["keep_steps"]),
         ledger=ledger,
-        key=KEEPER,
         slash=30,
     )
     with ledger, contextlib.closing(service):

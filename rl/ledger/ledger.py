@@ -48,7 +48,7 @@ class Ledger(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: str | pathlib.Path, keeper: rollout_lib.WorkerKey | None = None):
-        self._path, self._keeper, self._lock = pathlib.Path(path), keeper, threading.Lock()
+        self._path, self.key, self._lock = pathlib.Path(path), keeper, threading.Lock()
         self._connection = storage.connect(self._path)
         try:
             self._load()
@@ -89,7 +89,7 @@ class Ledger(contextlib.AbstractContextManager):
 
     def append(self, *events: ledger_events.Event) -> list[storage.Entry]:
         """Appends all events or none, durably. Raises ValueError with the rule that the first bad one breaks."""
-        if self._keeper is None:
+        if self.key is None:
             raise ValueError(f"ledger {self._path} was opened without the keeper's key; open it with the key to append")
         with self._lock:
             try:
@@ -101,11 +101,11 @@ class Ledger(contextlib.AbstractContextManager):
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
                             raise ValueError(f"event {event.kind} of {event.node[:16]} is refused: {reason}")
-                        entry = storage.insert(self._connection, self._keeper, self._next, time_ms, event, self._hash)
+                        entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
                         entries.append(entry)
-                    storage.write_head(self._connection, self._keeper, self._next - 1, self._hash)
+                    storage.write_head(self._connection, self.key, self._next - 1, self._hash)
             except BaseException:  # the state may contain entries that were rolled back
                 self._load()
                 raise

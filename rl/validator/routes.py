@@ -99,9 +99,10 @@ def serve(args: argparse.Namespace) -> int:
         evidence_log.EvidenceLog(bands),
     )
     secret = run_directory.secret(workdir, config.seed)
-    key = rollout_lib.WorkerKey.load(args.key) if args.ledger else None
     with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key)) if args.ledger else None
+        ledger = None
+        if args.ledger:
+            ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, rollout_lib.WorkerKey.load(args.key)))
         state = validator_state.State(
             args.state or workdir / "validator.db",
             validator_state.identity(secret, None if ledger is None else ledger.state.keeper),
@@ -114,7 +115,6 @@ def serve(args: argparse.Namespace) -> int:
             secret=secret,
             state=state,
             ledger=ledger,
-            key=key,
             slash=args.slash,
             eject=args.eject,
         )

@@ -63,8 +63,7 @@ class Service:
       newest: returns the newest version of that broadcast, or -1.
       secret: decides which requests are replayed.
       state: the decisions of earlier services; closed with this one.
-      ledger: kept by `key`, or None; the caller closes it.
-      key: signs verdicts.
+      ledger: opened with its keeper's key, which signs verdicts, or None; the caller closes it.
       slash: stake to take for an offense.
       eject: whether to eject a worker for an offense.
     """
@@ -78,12 +77,11 @@ class Service:
         secret: bytes,
         state: validator_state.State,
         ledger: ledger_lib.Ledger | None = None,
-        key: rollout_lib.WorkerKey | None = None,
         slash: int = 0,
         eject: bool = False,
     ):
         self._validator, self._root, self._newest = validator, root, newest
-        self._secret, self._ledger, self._key, self._slash, self._eject = secret, ledger, key, slash, eject
+        self._secret, self._ledger, self._slash, self._eject = secret, ledger, slash, eject
         self._state, self._run = state, validator_state.run_of(secret)
         self._lock = threading.Lock()  # of the next two, and the counts
         self._futures: collections.OrderedDict[Request, concurrent.futures.Future] = collections.OrderedDict()
@@ -338,9 +336,9 @@ class Service:
 
         Nonces follow from the work, so that a kill between the ledger and the state file repeats no event.
         """
-        if self._ledger is None or self._key is None:
+        if self._ledger is None or self._ledger.key is None:
             return
-        ledger, key = self._ledger.refresh(), self._key
+        ledger, key = self._ledger.refresh(), self._ledger.key
         events, guilty = [], {}
 
         def sign(kind: str, worker: str, sha: str, **fields) -> None:

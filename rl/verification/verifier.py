@@ -162,12 +162,9 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_e
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
     @functools.lru_cache(1024)  # a batch of 256 rollouts needs the same 32 tasks 256 times
-    def task(group: task_schedule.Group) -> environment.Task:
-        return env.make_task(group.index, group.split)
-
-    @functools.lru_cache(1024)
-    def prompt(group: task_schedule.Group) -> list[int]:
-        return list(tokenizer.render(task(group).messages, add_generation_prompt=True).token_ids)
+    def task(group: task_schedule.Group) -> tuple[environment.Task, list[int]]:
+        made = env.make_task(group.index, group.split)
+        return made, list(tokenizer.render(made.messages, add_generation_prompt=True).token_ids)
 
     scores = scorer.Scorer(
         config.env.name,
@@ -179,14 +176,15 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_e
     )
 
     def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
-        texts = [tokenizer.scored_text(prompt(group), completion) for completion in completions]
-        return [recomputed(scored) for scored in scores.score(task(group), texts)]
+        made, prompt = task(group)
+        texts = [tokenizer.scored_text(prompt, completion) for completion in completions]
+        return [recomputed(scored) for scored in scores.score(made, texts)]
 
     return dataclasses.replace(
         rules_lib.Rules.of(config),
         stop_ids=tuple(tokenizer.stop_ids),
         held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
-        prompt=prompt,
+        prompt=lambda group: task(group)[1],
         score=score,
     )
 

@@ -50,7 +50,6 @@ def service(tmp_path):
         secret=b"s",
         state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
         ledger=ledger,
-        key=keeper,
         slash=30,
         eject=True,
     )

@@ -114,7 +114,6 @@ def start(folder, *, keeper=KEEPER, rules=RULES, eject=True):
         secret=b"s",
         state=state.State(folder / "state.db", "a run", keep_steps=8),
         ledger=ledger_lib.Ledger(folder / "ledger.db", keeper),
-        key=keeper,
         slash=SLASH,
         eject=eject,
     )

@@ -67,25 +67,20 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
     scheduler.close()
     P = len(request.tokens)
     return [
-        rollout_lib.Rollout(
+        tiny.rollout(
+            np.array([False] * P + [True] * len(c.tokens)),
             **dict(
                 tokens=np.array([*request.tokens, *c.tokens], np.int32),
-                sampled_mask=np.array([False] * P + [True] * len(c.tokens)),
                 logprobs=np.array([0.0] * P + c.logprobs, np.float32),
                 versions=np.array([c.prompt_version] * P + c.versions, np.int32),
                 temperature=request.temperature,
                 seed=(request.seed + index) % 2**32,
                 task=rollout_lib.TaskRef("reverse_text", 0, 0, 0),
                 sample=index,
-                step=1,
-                reward=0.0,
-                rewards={},
                 finish_reason=c.finish_reason,
                 proofs=c.proofs,
-                worker="",
-                signature=b"",
             )
-            | claims
+            | claims,
         )
         for index, c in enumerate(completions)
     ]
