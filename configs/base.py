@@ -56,15 +56,11 @@ def get_config() -> config_dict.ConfigDict:
     c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=-1, expert=1, context=1, tensor=1))
 
     # The environment; `options` go to its builder (rl/envs).
-    c.env = config_dict.ConfigDict()
-    c.env.name = "reverse_text"  # or "reasoning_gym:<dataset>"
-    c.env.options = config_dict.ConfigDict()
+    c.env = config_dict.ConfigDict(dict(name="reverse_text", options={}))  # or "reasoning_gym:<dataset>"
 
     # Supervised warm-up on solved tasks, before RL. 0 steps: none.
     c.warmup = w = config_dict.ConfigDict()
-    w.num_steps = 0
-    w.tasks_per_step = 64
-    w.learning_rate = 2e-3
+    w.update(num_steps=0, tasks_per_step=64, learning_rate=2e-3)
     w.decoy_fraction = 0.0  # fraction of tasks with a wrong solution (the environment's decoy), for RL to correct
     w.data = ""  # a JSONL file of conversations to imitate instead: {"messages": [...], "tools": [...]} per line
     w.roles = ("assistant",)  # the roles whose messages are trained on
@@ -124,8 +120,8 @@ def get_config() -> config_dict.ConfigDict:
     b.router_balance_rate = 0.0  # step of the routers' correction by load (DeepSeek-V3: 0.001)
 
     # Low-rank adapters: with a rank above 0, RL trains only them (rl/learner/lora.py).
-    c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0))
-    c.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")  # parameters by the last part of their name
+    # `targets` are parameters by the last part of their name.
+    c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 
     # The layout of a batch.
     c.train = t = config_dict.ConfigDict()

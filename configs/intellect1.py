@@ -7,8 +7,7 @@
 configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is PrimeIntellect/INTELLECT-1-Instruct.
 
 Source of the model: arXiv 2412.01152 (a Llama of 42 layers, contexts of 8,192 tokens, pretrained by DiLoCo on 1 T tokens). Its
-pretraining is not repeated here. The RL constants are PRIME-RL's defaults of August 2026: AdamW 1e-6 (0.9, 0.999) with weight
-decay 0.01, gradients clipped at 1, groups of 16, masked importance sampling.
+pretraining is not repeated here. The RL constants are PRIME-RL's defaults: groups of 16, masked importance sampling.
 
 Hardware: a learner on v5e:8x8 (64 chips), everything split over all of them (fsdp), and inference servers of one v5e host each
 (8 chips, tensor parallel).
@@ -25,8 +24,7 @@ def get_config():
     c = tpu_gsm8k.get_config("intellect_1", "INTELLECT-1-Instruct", "v5e:8x8")
     c.rl.update(num_steps=200, prompts_per_step=64, samples_per_prompt=16)
     c.rl.loss = "masked_importance_sampling"
-    c.train.row_length = 8192
-    c.train.rows = 64  # one row per chip
+    c.train.update(row_length=8192, rows=64)  # one row per chip
     c.sampling.max_tokens = 2048
     c.inference.update(num_slots=64, max_model_len=4096)
     return c

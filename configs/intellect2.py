@@ -25,8 +25,7 @@ def get_config():
     c = tpu_gsm8k.get_config("qwq_32b", "QwQ-32B", "v5p:4x4x4")
     recipes.intellect2(c)
     c.rl.update(num_steps=400, prompts_per_step=256)
-    c.train.row_length = 32768
-    c.train.rows = 64  # one row per chip
+    c.train.update(row_length=32768, rows=64)  # one row per chip
     c.optimizer.learning_rate = 3e-7
     c.sampling.max_tokens = 15000  # 16,000 minus a prompt of up to 1,000
     c.inference.update(num_slots=64, max_model_len=16000, prefill_batch=8)

@@ -27,8 +27,7 @@ def get_config():
     recipes.intellect3(c)
     c.model.remat = "offload"  # inputs of the layers, 23 GiB per chip, stay in host memory
     c.rl.update(num_steps=600, prompts_per_step=256)
-    c.train.row_length = 65536
-    c.train.rows = 128  # one row per chip
+    c.train.update(row_length=65536, rows=128)  # one row per chip
     c.optimizer.learning_rate = 1e-6
     c.optimizer.beta2 = 0.95  # of the parameters that Muon leaves to AdamW
     c.sampling.max_tokens = 60000

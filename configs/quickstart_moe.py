@@ -11,7 +11,5 @@ from configs import quickstart
 def get_config():
     """Returns the config of this experiment."""
     c = quickstart.get_config()
-    c.model.num_experts = 4
-    c.model.experts_per_token = 2
-    c.model.expert_ffn_dim = 192
+    c.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=192)
     return c

@@ -6,9 +6,8 @@
 
 configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is Qwen/Qwen3-0.6B.
 
-Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's defaults of August 2026
-(AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) with its rules of thumb for sizes: batches of at least 64 prompts'
-worth, groups of at least 8.
+Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's defaults with its rules of thumb
+for sizes: batches of at least 64 prompts' worth, groups of at least 8.
 
 Hardware: v5e:2x4 (8 chips, one host) for the learner, parameters and batch split over all of them (fsdp), and as much for an
 inference server (tensor parallel).
@@ -25,8 +24,7 @@ def get_config():
     c = tpu_gsm8k.get_config("qwen3_0_6b", "Qwen3-0.6B", "v5e:2x4")
     c.rl.update(num_steps=300, prompts_per_step=64, samples_per_prompt=8)
     c.rl.loss = "masked_importance_sampling"
-    c.train.row_length = 8192
-    c.train.rows = 8  # one row per chip
+    c.train.update(row_length=8192, rows=8)  # one row per chip
     c.sampling.max_tokens = 1536
     c.evaluation.every = 50
     c.inference.update(num_slots=128, max_model_len=2048)

@@ -7,8 +7,7 @@
 configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is Qwen/Qwen3-30B-A3B.
 
 Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768 tokens; its default optimizer
-(AdamW 1e-6, (0.9, 0.999), weight decay 0.01, clip 1.0) and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in
-for its tasks.
+and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in for its tasks.
 
 Hardware: a learner on v5p:2x4x4 (32 chips), everything split over all of them (fsdp), no expert parallelism; inference servers
 of one v5p host each (4 chips, tensor parallel).
@@ -25,8 +24,7 @@ def get_config():
     c = tpu_gsm8k.get_config("qwen3_30b_a3b", "Qwen3-30B-A3B", "v5p:2x4x4")
     c.rl.update(num_steps=400, prompts_per_step=64, samples_per_prompt=8)
     c.rl.loss = "dppo_tv"
-    c.train.row_length = 32768
-    c.train.rows = 32  # one row per chip
+    c.train.update(row_length=32768, rows=32)  # one row per chip
     c.sampling.max_tokens = 30000
     c.inference.update(num_slots=64, max_model_len=32768, prefill_batch=8)
     c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere

@@ -5,9 +5,7 @@
 and likewise `intellect3`, `prime2026`, `scalerl`. They are in one file because their differences matter. A recipe sets the fields that
 define it: loss and its bounds, advantages, old log-probabilities, optimizer, group size, lag. Fields that depend on the size of the
 model are the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a batch is 256 rollouts instead of
-4096. For the models themselves see configs/intellect2.py.
-
-Hardware: 2 CPU cores, as the quickstart.
+4096. For the models themselves see configs/intellect2.py. Hardware: 2 CPU cores, as the quickstart.
 """
 
 from configs import quickstart
@@ -16,9 +14,8 @@ from configs import quickstart
 def get_config(name: str = "intellect2"):
     """Returns the config of the recipe `name`."""
     if name not in RECIPES:
-        raise ValueError(
-            f"recipe {name!r} does not exist; write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
-        )
+        remedy = f"write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
+        raise ValueError(f"recipe {name!r} does not exist; {remedy}")
     c = quickstart.get_config()
     c.rl.prompts_per_step = 16  # of INTELLECT-2 and -3: 256
     RECIPES[name](c)
@@ -46,14 +43,10 @@ def intellect3(c):
     c.rl.loss = "masked_importance_sampling"
     # A token with a ratio below stream_low drops the whole rollout.
     c.loss_options.masked_importance_sampling.update(ratio_low=0.5, ratio_high=5.0, stream_low=1e-5)
-    c.rl.advantage = "group_mean"
-    c.rl.samples_per_prompt = 16
-    c.rl.max_lag = 1
-    c.rl.max_off_policy = 8
+    c.rl.update(advantage="group_mean", samples_per_prompt=16, max_lag=1, max_off_policy=8)
     c.optimizer.name = "muon"
     c.optimizer.learning_rate = 5e-4  # there 1e-6
-    c.optimizer.momentum = 0.95
-    c.optimizer.weight_decay = 0.01
+    c.optimizer.update(momentum=0.95, weight_decay=0.01)
 
 
 def prime2026(c):
@@ -61,9 +54,7 @@ def prime2026(c):
     c.rl.loss = "dppo_tv"
     c.loss_options.dppo_tv.update(low=0.2, high=0.2, kl_tau=1e-3)
     c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
-    c.rl.samples_per_prompt = 16
-    c.rl.max_lag = 1  # TARGET_LAG
-    c.rl.max_off_policy = 8
+    c.rl.update(samples_per_prompt=16, max_lag=1, max_off_policy=8)  # max_lag: TARGET_LAG
     c.optimizer.learning_rate = 5e-4  # there 1e-6
     c.optimizer.update(warmup_steps=0, beta1=0.9, beta2=0.999, weight_decay=0.01, clip_norm=1.0)
 
@@ -76,12 +67,8 @@ def scalerl(c):
     """
     c.rl.loss = "cispo"
     c.loss_options.cispo.update(ratio_low=0.0, ratio_high=5.0)
-    c.rl.advantage = "group_mean"
-    c.rl.normalize = "batch_std"
-    c.rl.average = "prompts"
-    c.rl.samples_per_prompt = 16
-    c.rl.max_lag = 8  # PipelineRL with k = 8
-    c.rl.max_off_policy = 8
+    c.rl.update(advantage="group_mean", normalize="batch_std", average="prompts", samples_per_prompt=16)
+    c.rl.update(max_lag=8, max_off_policy=8)  # PipelineRL with k = 8
     c.optimizer.learning_rate = 2e-4  # at this size, 5e-4 moves too far in eight versions
 
 

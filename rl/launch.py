@@ -133,8 +133,7 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
         command += ["--weights_key", run_directory.signing_key(workdir).worker]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
-    if engine.routed_experts:
-        command.append("--routed_experts")
+    command += ["--routed_experts"] * engine.routed_experts
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     return command
@@ -179,7 +178,7 @@ def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Pa
     return file.read_text()
 
 
-class _Child:
+class _Child(contextlib.AbstractContextManager):
     """Runs `python -m COMMAND` during a `with` block. One thread copies its output to its log, one watches for an early end."""
 
     def __init__(self, name: str, command: list[str], workdir: pathlib.Path, on_death: Callable[[Exception], None]):
@@ -219,9 +218,6 @@ class _Child:
         self.process.wait()
         if not self._is_stopping:
             self._on_death(ValueError(self.obituary()))
-
-    def __enter__(self) -> "_Child":
-        return self
 
     def __exit__(self, *_) -> None:
         self._is_stopping = True

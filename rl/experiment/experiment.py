@@ -201,16 +201,15 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
     if function is None:
         return config.rl.loss, config
     if not callable(function):
-        raise ValueError(
-            f"rl.loss_function = {function!r} is not a function; set it in a config file, as rl/algorithms/losses.py describes"
-        )
+        remedy = "set it in a config file, as rl/algorithms/losses.py describes"
+        raise ValueError(f"rl.loss_function = {function!r} is not a function; {remedy}")
     name, options = config.rl.loss, config.loss_options.get(config.rl.loss, {})
     taken = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if unknown := sorted(set(options) - set(taken)):
-        raise ValueError(
-            f"your loss function {function.__name__} has no keyword argument {unknown[0]!r}, but loss_options.{name} sets it. In the "
-            f"config file, set c.rl.loss = {function.__name__!r} and c.loss_options.{function.__name__} = dict(its own options)"
-        )
+        own = function.__name__
+        found = f"your loss function {own} has no keyword argument {unknown[0]!r}, but loss_options.{name} sets it"
+        remedy = f"set c.rl.loss = {own!r} and c.loss_options.{own} = dict(its own options)"
+        raise ValueError(f"{found}. In the config file, {remedy}")
     config = config.copy_and_resolve_references()
     digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     with config.ignore_type():

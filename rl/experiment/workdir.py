@@ -38,7 +38,10 @@ def open_workdir(
         raise ValueError("--workdir is empty; give a directory for the run")
     path = pathlib.Path(workdir).absolute()
     if not hosts.is_first:
-        _check_same(hosts.broadcast(), experiment)
+        first, own = experiment_lib.flat(json.loads(hosts.broadcast())), experiment_lib.fields(experiment)
+        for name in _differing(first, own, ["topology.process_id"]):
+            there = f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0"
+            raise ValueError(f"{there}; give every host the same command and checkout")
         yield path
         return
     try:
@@ -116,14 +119,6 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"workdir {path} is in use by another run; wait, or use another --workdir") from None
         yield
-
-
-def _check_same(firsts: str, experiment: experiment_lib.Experiment) -> None:
-    first, own = experiment_lib.flat(json.loads(firsts)), experiment_lib.fields(experiment)
-    for name in _differing(first, own, ["topology.process_id"]):
-        raise ValueError(
-            f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0; give every host the same command and checkout"
-        )
 
 
 def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:

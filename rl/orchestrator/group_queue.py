@@ -7,9 +7,9 @@
    `accept` one that a batch may use.
 3. `take` removes the groups of a batch, all together or none.
 
-A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or when the caller gives a reason
-(`requeue`). `recheck` sends accepted groups of a worker that lost its trust back to CHECKING. Every move is checked against
-`NEXT`: a further state is one member of `State` and its row there. The caller provides the lock and the time.
+A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or when the caller gives a reason (`requeue`).
+`recheck` sends accepted groups of a worker that lost its trust back to CHECKING. Every move is checked against `NEXT`. The caller
+provides the lock and the time.
 """
 
 import collections

@@ -357,11 +357,7 @@ class Orchestrator:
         ) + (f"; workers banned after trust.max_attempts rejections: {banned}" if banned else "")
 
     def _take_counts(self) -> dict[str, float]:
-        """Returns the counters since the last call as metrics.
-
-        A group that is replayed again counts as accepted, as called back, and as accepted once more if the replay passes.
-        Timeouts are counted with the batch or evaluation that uses them.
-        """
+        """Returns the counters since the last call as metrics. A called-back group that then passes counts as accepted again."""
         with self._changed:
             names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
             counts = dict.fromkeys(names, 0) | dict(self._counts)
