@@ -17,14 +17,13 @@ if not hasattr(jax, "tree_map"):
     jax.__dict__["tree_map"] = jax.tree_util.tree_map
 
 if "seqio" not in sys.modules:
-    _vocabularies = types.ModuleType("seqio.vocabularies")
     _vocabulary = type("Vocabulary", (), {})
-    _sentence_piece = type("SentencePieceVocabulary", (_vocabulary,), {})
-    vars(_vocabularies).update(Vocabulary=_vocabulary, SentencePieceVocabulary=_sentence_piece)
-    _seqio = types.ModuleType("seqio")
-    vars(_seqio)["vocabularies"] = _vocabularies
-    sys.modules["seqio"] = _seqio
-    sys.modules["seqio.vocabularies"] = _vocabularies
+    sys.modules["seqio"] = types.ModuleType("seqio")
+    sys.modules["seqio.vocabularies"] = _vocabularies = types.ModuleType("seqio.vocabularies")
+    vars(sys.modules["seqio"])["vocabularies"] = _vocabularies
+    vars(_vocabularies).update(
+        Vocabulary=_vocabulary, SentencePieceVocabulary=type("SentencePieceVocabulary", (_vocabulary,), {})
+    )
 
 _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)

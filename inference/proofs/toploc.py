@@ -57,7 +57,8 @@ THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
 class ProofResult:
     """The result for one chunk.
 
-    `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk), "length" (not 2 + 2k bytes), "modulus",
+    `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk),
+    "length" (not 2 + 2k bytes), "modulus",
     "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own hidden states, so not the
     prover's fault), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign", "mantissa".
     A proof that was not evaluated has the worst statistics.
@@ -93,9 +94,9 @@ def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
 def topk_indices(bits_NM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Finds the k largest magnitudes of each row of bf16 values, given as their bits (uint16), inside a jitted program.
 
-    Returns (indices_Nk int32, bits_Nk uint16): the same set as the host path, ties included, in any order, on which the
-    polynomial does not depend. A partly filled chunk must be zero after its last row: zeros tie and the lowest index wins,
-    so padding is chosen only if rows * D < k, and then with indices after the real values.
+    Returns (indices_Nk int32, bits_Nk uint16): the same set as the host path, ties included, in any order. A partly filled
+    chunk must be zero after its last row: zeros tie and the lowest index wins, so padding is chosen only if rows * D < k, and
+    then with indices after the real values.
 
     A CPU keeps a heap of k (XLA's TopK). Elsewhere `jax.lax.top_k` would sort all M, so the k-th magnitude is found by counting.
     """
@@ -348,14 +349,12 @@ def _compare(claimed_Nk: np.ndarray, own_Nk: np.ndarray, thresholds: Thresholds)
     for agree, sign, total, ordered_k in zip(agree_N.tolist(), sign_N.tolist(), total_N, ordered_Nk, strict=True):
         mean = float(total / agree) if agree else NO_AGREEMENT
         median = float(ordered_k[agree // 2]) if agree else NO_AGREEMENT  # the upper median, as in the reference
-        if (k - agree) * 128 > thresholds.exp_mismatches * k:
-            reason = "exponent"
-        elif sign * 128 > thresholds.sign_mismatches * k:
-            reason = "sign"
-        elif mean > thresholds.mantissa_mean or median > thresholds.mantissa_median:
-            reason = "mantissa"
-        else:
-            reason = "ok"
+        broken = {
+            "exponent": (k - agree) * 128 > thresholds.exp_mismatches * k,
+            "sign": sign * 128 > thresholds.sign_mismatches * k,
+            "mantissa": mean > thresholds.mantissa_mean or median > thresholds.mantissa_median,
+        }
+        reason = next((reason for reason, is_broken in broken.items() if is_broken), "ok")
         results.append(ProofResult(reason == "ok", reason, k - agree, mean, median, sign))
     return results
 

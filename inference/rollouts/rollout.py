@@ -112,9 +112,8 @@ class WorkerKey:
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            raise ValueError(
-                f"worker key {path} is not an unencrypted PEM private key ({error}); name another file"
-            ) from error
+            reason = f"is not an unencrypted PEM private key ({error})"
+            raise ValueError(f"worker key {path} {reason}; name another file") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
             raise ValueError(
                 f"worker key {path} is a {type(private).__name__}, but a worker key is ed25519; name another file"

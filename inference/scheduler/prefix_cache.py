@@ -6,9 +6,8 @@
 3. `add` stores a prefilled prompt under the keys of all its prefixes. Least recently used entries are evicted at the limit.
 4. `clear` empties it, because new weights invalidate the keys and values.
 
-Keys of sampled tokens are not cached, and prefixes end at chunk borders: so prefill writes the same bits whether earlier
-chunks were computed or found, and reuse cannot change a token. (Decoding rounds differently from prefill.) A prompt of at
-most one chunk is prefilled in a batch, by another program than a first chunk, and so has keys of its own.
+Keys of sampled tokens are not cached, and prefixes end at chunk borders: so reuse changes no bit. A prompt of at most one chunk
+is prefilled in a batch, by another program than a first chunk, and so has keys of its own.
 """
 
 import collections

@@ -67,8 +67,8 @@ class Slots:
     def num_steps(self, steps_per_call: int, *, is_any_waiting: bool, is_request_likely: bool) -> int:
         """The most steps that the next decode call runs.
 
-        While requests wait, the call ends with the step that is known to free a slot, which then is refilled without delay.
-        While slots are free and another request is likely, the call is short, so that this request starts soon.
+        While requests wait, the call ends with the step that is known to free a slot. While slots are free and another request is
+        likely, the call is short, so that this request starts soon.
         """
         if is_any_waiting:
             return min(steps_per_call, *(sequence.num_left(self._max_model_len) for _, sequence in self.running))

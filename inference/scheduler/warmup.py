@@ -1,8 +1,7 @@
 """Warm-up of a server: compiles programs before requests come, so that none waits for the compiler.
 
 1. `compile_largest` compiles the two programs that take longest, prefill and decode, at the same time.
-2. `requests` are then run as any others. They compile the copies of prompts into slots, and optionally prefill for every
-   prompt length; otherwise the first request of each further length waits.
+2. `requests` are then run as any others: they compile the copies of prompts into slots, and prefill for further lengths.
 """
 
 import concurrent.futures
