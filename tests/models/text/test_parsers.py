@@ -69,6 +69,7 @@ MALFORMED = [
     ("chatml", f"<tool_call>{DEEP}</tool_call>"),
     ("chatml", "<tool_call>{'name': 'f'}</tool_call>"),
     ("chatml", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("chatml", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("chatml", '<tool_call>{"name": "f"}'),
     ("chatml", "</tool_call><tool_call>"),
     ("glm", "<tool_call></tool_call>"),
@@ -110,6 +111,8 @@ def test_malformed_tools_are_ignored(tools):
 def test_reasoning(text, in_reasoning, reasoning, content):
     parsed = parsers.parse(text, "chatml", in_reasoning=in_reasoning)
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
+    if in_reasoning is None and not text.startswith("<think>"):  # nothing in a growing text opened a block
+        assert parsers.parse(text, "chatml", final=False) == parsers.Parsed(None, text, ())
 
 
 # ---- growing texts ---------------------------------------------------------------------------------------------------

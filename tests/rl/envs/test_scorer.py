@@ -64,6 +64,8 @@ def build(*, marks="", broken="", seed=0):
                 return {"reward": float(len(input()))}
             except EOFError:
                 pass
+        elif order == "inherited":
+            return {"reward": float(sum(fd.is_symlink() and os.get_inheritable(int(fd.name)) for fd in open_files()))}
         elif order == "pid":
             return {"reward": float(os.getpid())}
         elif order == "raise":
@@ -78,6 +80,10 @@ def build(*, marks="", broken="", seed=0):
         return {"reward": 1.0, "index": float(task.index), "length": float(len(completion))}
 
     return environment.Environment("orders", make_task, score)
+
+
+def open_files():
+    return [fd for fd in pathlib.Path("/proc/self/fd").iterdir() if int(fd.name) > 2]
 
 
 def child():
@@ -154,6 +160,10 @@ def test_leaked_memory_does_not_affect_other_completions(orders):
     (pid,) = worth(orders("pid"))
     assert worth(orders("leak 450", "leak 700")) == [1, 1]
     assert worth(orders("pid")) != [pid]
+
+
+def test_a_process_of_a_checker_inherits_no_pipe(orders):
+    assert worth(orders("inherited")) == [0]
 
 
 def test_the_child_ignores_an_interrupt_from_the_terminal(orders):
