@@ -81,7 +81,7 @@ def start_rollout_system(
         on_wait=on_wait,
     )
     if known:
-        evidence.restore(known["evidence"])
+        evidence.restore(**known["evidence"])
     rollouts.resume(version, known)
     if config.topology.mode == "remote":
         # Before `serve`: workers that are already running ask for them immediately.

@@ -57,7 +57,7 @@ class State:
         self.works: dict[str, Work] = {}
         self._works_of: dict[str, list[Work]] = {}
         self.done = task_ranges.Done()  # tasks that must not be accepted again
-        self._nonces: set[str] = set()
+        self.nonces: set[str] = set()  # of all events
 
     def balance(self, worker: str, now_ms: int) -> Balance:
         """Returns the units of a worker at a time."""
@@ -68,10 +68,6 @@ class State:
             totals["invalidated"] += work.invalidated
             totals["forfeited"] += work.forfeited
         return Balance(**totals)
-
-    def has(self, event: events.Event) -> bool:
-        """Returns True if an event with this nonce was appended."""
-        return event.nonce in self._nonces
 
     def reputation(self, worker: str) -> float:
         """Returns a number in [0, 1): 0 for an unknown worker, 1/2 after 32 replayed submissions; one taken back outweighs 64."""
@@ -85,7 +81,7 @@ class State:
         """Returns the rule that the event breaks if it is appended now, or None. Never raises."""
         if reason := events.form_error(event):
             return reason
-        if event.nonce in self._nonces:
+        if event.nonce in self.nonces:
             return "nonce: this event is in the ledger already"
         if (event.kind == "open") != (not self.keeper):
             return "open: must be the first entry, and only that"
@@ -120,7 +116,7 @@ class State:
 
     def apply(self, event: events.Event, time_ms: int) -> None:
         """Adds an event for which `refusal` returned None."""
-        self._nonces.add(event.nonce)
+        self.nonces.add(event.nonce)
         self.time_ms = time_ms
         fields = event.fields
         if event.kind == "open":

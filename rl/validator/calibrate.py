@@ -30,7 +30,6 @@ from inference.engine import routed_experts
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from models import config as config_lib
 from models import transformer
 from rl import envs, worker
 from rl.envs import scorer
@@ -96,24 +95,14 @@ def roll_out(
     groups: Sequence[task_schedule.Group],
     key: rollout_lib.WorkerKey,
     *,
-    model: config_lib.ModelConfig | None = None,
-    engine: engine_lib.EngineConfig | None = None,
     change: Callable = lambda request: request,
 ) -> list[list[rollout_lib.Rollout]]:
     """Generates groups in this process with the real scheduler; scores and signs them as a worker does.
 
-    Args:
-      exp: the run.
-      params: the weights to generate with.
-      version: the policy version that the rollouts claim.
-      groups: the tasks.
-      key: signs the rollouts.
-      model: replaces the config of the policy.
-      engine: replaces the config of the engine.
-      change: alters each request, but not the claims about it; tests cheat with it.
+    The rollouts claim policy `version`. `change` alters each request, but not the claims about it; tests cheat with it.
     """
     config = exp.config
-    options, sizes = config.env.options.to_dict(), engine or exp.engine
+    options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
     sampling = {name: config.sampling[name] for name in ("max_tokens", "top_k", "top_p", "min_p")}
     with contextlib.ExitStack() as stack:
@@ -121,7 +110,7 @@ def roll_out(
         stack.callback(scores.close)
         run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
         scheduler = scheduler_lib.Scheduler(
-            engine_lib.Engine(model or exp.model, sizes, exp.tokenizer), params, version, max_queue=10**6
+            engine_lib.Engine(exp.model, exp.engine, exp.tokenizer), params, version, max_queue=10**6
         )
         stack.callback(scheduler.close)
         waiting = []
@@ -135,14 +124,14 @@ def roll_out(
                 seed=group.seed,
                 stop_ids=tuple(exp.tokenizer.stop_ids),
                 proofs=True,
-                routed_experts=sizes.routed_experts,
+                routed_experts=exp.engine.routed_experts,
                 **sampling,
             )
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
         out = []
         for group, task, prompt, future in waiting:
             samples = future.result(WAIT_S)
-            if sizes.routed_experts:
+            if exp.engine.routed_experts:
                 samples = [
                     dataclasses.replace(c, experts=routed_experts.with_all_layers(c.experts, exp.model))
                     for c in samples
@@ -285,15 +274,9 @@ def variant_rollouts(
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)
         step += 1
-    made = roll_out(
-        exp,
-        params,
-        version,
-        groups,
-        key,
-        model=dataclasses.replace(exp.model, **variant.model),
-        engine=dataclasses.replace(exp.engine, **variant.engine),
-    )
+    model = dataclasses.replace(exp.model, **variant.model)
+    changed = dataclasses.replace(exp, model=model, engine=dataclasses.replace(exp.engine, **variant.engine))
+    made = roll_out(changed, params, version, groups, key)
     return [rollout for group in made for rollout in group][:count]
 
 

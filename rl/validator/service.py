@@ -91,7 +91,7 @@ class Service:
         self._decider = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._is_closed = False
         self.counts: collections.Counter = collections.Counter()
-        validator.evidence.restore_states(state.tests())
+        validator.evidence.restore(state.tests())
         unsettled = [sha for sha in state.files if sha in state.unsettled]
         self._settle(unsettled, [state.files[sha] for sha in unsettled])
 
@@ -162,12 +162,12 @@ class Service:
             return Status("pending")
         if future is not None and (error := future.exception()):
             return Status("crashed", f"the validator failed: {type(error).__name__}")
-        decided = [] if future is None else future.result()
-        files = [self._state.files.get(sha) or (decided[i] if decided else None) for i, sha in enumerate(request)]
-        if None in files:
-            return validator_status.UNKNOWN
-        known = [file for file in files if file is not None]
-        return validator_status.combined(known) if group else known[0]
+        unknown = validator_status.UNKNOWN
+        decided = [unknown] * len(request) if future is None else future.result()
+        files = [self._state.files.get(sha, status) for sha, status in zip(request, decided, strict=True)]
+        if unknown in files:
+            return unknown
+        return validator_status.combined(files) if group else files[0]
 
     # ---- reader threads
 
@@ -231,13 +231,13 @@ class Service:
         try:
             statuses, accepted, workers = self._judge_files(read, rollouts, newest, request)
             if any(status.status == "crashed" for status in statuses):  # it will be repeated, and would count twice
-                evidence.restore_states(self._state.tests())
+                evidence.restore(self._state.tests())
                 workers = set()
             final = {sha: status for sha, status in zip(request, statuses, strict=True) if status.final}
             evidence.forget(self._state.commit(request, name, final, accepted, evidence.states(workers)))
             self._settle(request, statuses)
         except BaseException:
-            evidence.restore_states(self._state.tests())
+            evidence.restore(self._state.tests())
             raise
         status = validator_status.combined(statuses)
         with self._lock:
@@ -363,7 +363,7 @@ class Service:
                 sign("slash", worker, sha, amount=self._slash, reason=reason)
             if self._eject and not ledger.workers[worker].ejected:
                 sign("eject", worker, sha, reason=reason)
-        if events := [event for event in events if not ledger.has(event)]:
+        if events := [event for event in events if event.nonce not in ledger.nonces]:
             self._ledger.append(*events)
         self._state.settle(shas)
 

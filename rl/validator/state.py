@@ -63,21 +63,20 @@ class State:
             raise ValueError(f"validator state {path}: {error}; give another --state") from error
         try:
             self._open(identity)
-        except sqlite3.Error as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, sqlite3.Error):
+                raise
             raise ValueError(
                 f"validator state {path}: {error}; another validator may use it, or it is damaged: give another --state"
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Closes the file; another process may open it then."""
         self._connection.close()
 
     def tests(self) -> dict[str, dict]:
-        """Returns the last committed sequential tests, as `EvidenceLog.restore_states` takes them."""
+        """Returns the last committed sequential tests, as `EvidenceLog.restore` takes them."""
         return {node: json.loads(text) for node, text in self._connection.execute("SELECT node, record FROM records")}
 
     def commit(
@@ -90,15 +89,8 @@ class State:
     ) -> set[str]:
         """Writes the decisions of a request durably, then adds them to the attributes.
 
-        Args:
-          request: the hashes of its files.
-          name: the file name it used, and whether that named a group.
-          files: its final statuses by hash.
-          accepted: rollouts that must not be repeated.
-          tests: the sequential tests of the workers that were checked.
-
-        Returns:
-          Workers whose tests were dropped to stay in bounds.
+        `files` are its final statuses by hash, `accepted` the rollouts that must not be repeated, `tests` those of the workers that
+        were checked. Returns the workers whose tests were dropped to stay in bounds.
         """
         entries = [(rollout.step, checks.seen_entries(rollout)) for rollout in accepted]
         texts = {sha: _to_json(status) for sha, status in files.items() if sha not in self.files}
@@ -115,7 +107,8 @@ class State:
                 most = max(max(values) for values in test["log_wealth"].values())
                 execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (worker, json.dumps(test), most))
             dropped, num_bytes = self._drop_files(texts)
-            self._drop_names()
+            oldest = "SELECT rowid FROM names ORDER BY rowid LIMIT max(0, (SELECT count(*) FROM names) - ?)"
+            execute(f"DELETE FROM names WHERE rowid IN ({oldest})", (MAX_FILES,))
             workers = self._drop_tests()
         self._num_bytes = num_bytes
         self.files.update((sha, files[sha]) for sha in texts)
@@ -146,10 +139,6 @@ class State:
             dropped.append(sha)
             num_files, num_bytes = num_files - 1, num_bytes - length
         return dropped, num_bytes
-
-    def _drop_names(self) -> None:
-        oldest = "SELECT rowid FROM names ORDER BY rowid LIMIT max(0, (SELECT count(*) FROM names) - ?)"
-        self._connection.execute(f"DELETE FROM names WHERE rowid IN ({oldest})", (MAX_FILES,))
 
     def _drop_tests(self) -> set[str]:
         """Deletes a quarter of the tests once there are too many, those with the least evidence."""

@@ -317,9 +317,7 @@ class Replayed:
     logp_N: np.ndarray
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray
-    gap_T: np.ndarray | None = (
-        None  # router margins of the claimed experts of all tokens but the last; None without a claim
-    )
+    gap_T: np.ndarray | None = None  # router margins of claimed experts, but for the last token; None without a claim
     proofs: Sequence[toploc.ProofResult] = ()
 
     @property

@@ -43,14 +43,9 @@ class EvidenceLog:
             return self._verdict(one.rollout.worker)
 
     def states(self, workers: Iterable[str]) -> dict[str, dict]:
-        """Returns the tests of those workers that have one, as plain JSON for `restore_states`."""
+        """Returns the tests of those workers that have one, as plain JSON for `restore`."""
         with self._lock:
             return {worker: self.tests[worker].state() for worker in workers if worker in self.tests}
-
-    def restore_states(self, states: dict[str, dict]) -> None:
-        """Replaces all tests."""
-        with self._lock:
-            self.tests = {w: sequential_test.SequentialTest.restored(self._bands, s) for w, s in states.items()}
 
     def forget(self, workers: Iterable[str]) -> None:
         """Removes the tests of these workers."""
@@ -64,12 +59,12 @@ class EvidenceLog:
             tests = {worker: test.state() for worker, test in self.tests.items()}
             return {"records": tests, "counted": [[step, *entry] for step, entry in sorted(self._seen) if step > after]}
 
-    def restore(self, state: dict) -> None:
-        """Continues from a result of `state`, of this process or an earlier one."""
-        self.restore_states(state["records"])
+    def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = ()) -> None:
+        """Replaces all tests by results of `states`, and the samples that were counted by those of `state`."""
         with self._lock:
+            self.tests = {w: sequential_test.SequentialTest.restored(self._bands, s) for w, s in records.items()}
             self._seen = seen_set.SeenSet()
-            for step, *entry in state["counted"]:
+            for step, *entry in counted:
                 self._seen.add(step, tuple(entry))
 
     def _mark(self, stream: str, rollout: rollout_lib.Rollout) -> bool:

@@ -49,9 +49,7 @@ class Replay:
     logp: np.ndarray  # of the token, in the distribution sampled from
     tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^TILTS[k]
     hidden: np.ndarray  # the state that predicts the token
-    gap: np.ndarray | None = (
-        None  # largest router margin of all layers, of every token; None if no rollout names experts
-    )
+    gap: np.ndarray | None = None  # largest router margin of all layers, of every token; None without named experts
 
 
 @struct.dataclass
@@ -116,44 +114,42 @@ def _any_names_experts(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
 def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
     blocks, block_of, columns = _pack(rollouts, model)
     which, sampled = _sampled_tokens(rollouts, columns)
-    block, M = block_of[which], len(blocks["tokens"])
-    counts = np.bincount(block, minlength=M)
-    N = _padded(int(counts.max()), model)
-    n = np.zeros(len(which), int)
-    for m in range(M):
-        n[block == m] = np.arange(counts[m])
-
-    def dealt(values: np.ndarray) -> np.ndarray:
-        targets = np.zeros((M, N), values.dtype)
-        targets[block, n] = values
-        return targets
-
-    targets, rows = jax.tree.map(dealt, sampled), np.asarray(rows_of_out)[which]
+    block, rows = block_of[which], np.asarray(rows_of_out)[which]
+    N = _padded(int(np.bincount(block).max()), model)
 
     def run(m: int) -> dict[str, jax.Array]:
-        of_block, of_targets = jax.tree.map(lambda x: x[m], (blocks, targets))
-        return _run_block(model, params, of_block, of_targets, np.int32(counts[m]), filters)
+        mine = np.flatnonzero(block == m)
+        of_block = {name: array[m] for name, array in blocks.items()}
+        return _run_block(model, params, of_block, _padded_to(N, sampled, mine), np.int32(len(mine)), filters)
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
-        mine = block == m
+        mine = np.flatnonzero(block == m)
         if (gap_BT := scores.pop("gap", None)) is not None and out.gap is not None:
             gap_N = np.asarray(gap_BT).reshape(-1)
             for i in np.flatnonzero(block_of == m):
                 out.gap[rows_of_out[i], : len(columns[i])] = gap_N[columns[i]]
-        for name, values in scores.items():
-            _bits(getattr(out, name))[rows[mine], sampled.position[mine]] = _bits(np.asarray(values))[n[mine]]
+        _store(scores, rows[mine], sampled.position[mine], out)
 
     before = run(0)
-    for m in range(1, M):
+    for m in range(1, len(blocks["tokens"])):
         after = run(m)
         take(m - 1, before)  # while block m runs; a third one is never in memory
         before = after
-    take(M - 1, before)
+    take(len(blocks["tokens"]) - 1, before)
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-    """Returns bfloat16 as uint16: numpy copies dtypes of its own faster."""
-    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
+def _padded_to(N: int, sampled: _Targets, mine: np.ndarray) -> _Targets:
+    """Returns N targets, which begin with those of `mine`."""
+    return jax.tree.map(lambda x: np.resize(x[mine], N), sampled)
+
+
+def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray, out: Replay) -> None:
+    """Copies the first scores to these places. As uint16, numpy copies bfloat16 faster."""
+    for name, values in scores.items():
+        found, into = np.asarray(values)[: len(rows)], getattr(out, name)
+        if into.dtype == jnp.bfloat16:
+            found, into = found.view(np.uint16), into.view(np.uint16)
+        into[rows, positions] = found
 
 
 def _pack(
@@ -332,12 +328,10 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
         mine = sampler_version == version
         if not mine.any():  # it prefilled a prompt only
             continue
-        i, t, count = which[mine], sampled.position[mine], int(mine.sum())
-        N = _padded(1 << (count - 1).bit_length(), model)
-        targets = jax.tree.map(lambda x, mine=mine, N=N: np.resize(x[mine], N), sampled)
+        count = int(mine.sum())
+        targets = _padded_to(_padded(1 << (count - 1).bit_length(), model), sampled, mine)
         scores = _score_all(model, params, hidden_CD, targets, np.int32(count), filters)
-        for name in ("margin", "logp", "tilt", "hidden"):
-            getattr(out, name)[rows[i], t] = np.asarray(scores[name])[:count]
+        _store(scores, rows[which[mine]], sampled.position[mine], out)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)

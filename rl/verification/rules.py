@@ -18,9 +18,7 @@ class Tolerance:
     max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`
     logprob: float  # nats between claimed and replayed log-probability
     proofs: toploc.Thresholds = toploc.DEPLOYED
-    routing: float = (
-        0.02  # nats by which the router logit of a claimed expert may be below that of the best one left out
-    )
+    routing: float = 0.02  # nats by which a claimed expert's router logit may be below the best one left out
 
     @classmethod
     def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":

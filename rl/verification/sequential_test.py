@@ -20,7 +20,6 @@ measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,8 +28,7 @@ EPOCH = 1024  # rollouts
 BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
-REPLAY_STREAMS = ("margin", "logprob", "proof", "shape")
-STREAMS = (*REPLAY_STREAMS, "claims")
+STREAMS = ("margin", "logprob", "proof", "shape", "claims")
 MAX_LOG_EVIDENCE = 700.0  # so that exp is finite
 
 
@@ -66,39 +64,37 @@ class SequentialTest:
         self.num_rollouts = 0  # that were replayed
         self.num_claims = 0  # rollouts whose claims were added
         self.flag: str | None = None  # "stream: numbers" once the evidence suffices; stays
-        self._log_evidence: dict[str, np.ndarray] = {}
-        self._restart(STREAMS)
+        sizes = {"shape": len(TILTS), "claims": len(RATES)}
+        self._log_evidence = {name: np.zeros(sizes.get(name, len(BETS))) for name in STREAMS}
 
     def add(self, evidence: Evidence) -> str | None:
         """Adds one replayed rollout; returns `flag`."""
-        if self.num_rollouts and self.num_rollouts % self._epoch_length == 0:
-            self._restart(REPLAY_STREAMS)
-        self.num_rollouts += 1
         assert self._bands is not None
+        gains = {}
         for name in ("margin", "logprob", "proof"):
             m, x = getattr(self._bands, name), getattr(evidence, name)
             gain = ((x if x < 1 else 1.0) - m) / m  # NaN counts as 1: it would stop the bets for ever
-            self._log_evidence[name] += [math.log1p(f * gain) for f in BETS]
-        self._log_evidence["shape"] += evidence.shape - self._bands.shape * evidence.num_tokens
-        return self._look(REPLAY_STREAMS, self.num_rollouts)
+            gains[name] = np.array([math.log1p(f * gain) for f in BETS])
+        self._add(gains | {"shape": evidence.shape - self._bands.shape * evidence.num_tokens}, self.num_rollouts)
+        self.num_rollouts += 1
+        return self.flag
 
     def add_claims(self, ratio_K: np.ndarray) -> str | None:
         """Adds the `claims_ratio` of one rollout; returns `flag`."""
-        if self.num_claims and self.num_claims % self._epoch_length == 0:
-            self._restart(("claims",))
+        self._add({"claims": ratio_K}, self.num_claims)
         self.num_claims += 1
-        self._log_evidence["claims"] += ratio_K
-        return self._look(("claims",), self.num_claims)
+        return self.flag
 
-    def _look(self, names: Sequence[str], count: int) -> str | None:
-        epoch = 1 + (count - 1) // self._epoch_length
-        limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * epoch**2)
-        for name in names:
-            np.clip(self._log_evidence[name], -MAX_LOG_EVIDENCE, MAX_LOG_EVIDENCE, out=self._log_evidence[name])
+    def _add(self, gains: dict[str, np.ndarray], count: int) -> None:
+        """Adds the gains of a rollout to their streams, after `count` others."""
+        epoch, place = divmod(count, self._epoch_length)
+        limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * (epoch + 1) ** 2)
+        for name, gain_K in gains.items():
+            total_K = gain_K if place == 0 else self._log_evidence[name] + gain_K
+            self._log_evidence[name] = np.clip(total_K, -MAX_LOG_EVIDENCE, MAX_LOG_EVIDENCE)
             found = log_mean_exp(self._log_evidence[name])
             if found >= limit and self.flag is None:
-                self.flag = f"{name}: e^{found:.1f} to 1 after {count} rollouts, e^{limit:.1f} is enough"
-        return self.flag
+                self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} rollouts, e^{limit:.1f} is enough"
 
     def log_evidence(self) -> dict[str, float]:
         """Returns the log of the e-process of each stream."""
@@ -117,10 +113,6 @@ class SequentialTest:
         test.num_rollouts, test.num_claims, test.flag = state["num_rollouts"], state["num_claims"], state["accused"]
         test._log_evidence = {name: np.array(state["log_wealth"][name], np.float64) for name in STREAMS}
         return test
-
-    def _restart(self, names: Sequence[str]) -> None:
-        sizes = {"shape": len(TILTS), "claims": len(RATES)}
-        self._log_evidence |= {name: np.zeros(sizes.get(name, len(BETS))) for name in names}
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:

@@ -113,10 +113,11 @@ class Double:
     def version(self) -> int:
         return self.step - 1
 
-    def generate(self, params=None, **options) -> list[list[rollout_lib.Rollout]]:
+    def generate(self, params=None, model=None, **options) -> list[list[rollout_lib.Rollout]]:
         params = weights(self.version, self.mixture) if params is None else params
         groups = options.pop("groups", self.groups)
-        return calibrate.roll_out(self.experiment, params, self.version, groups, NODE, **options)
+        exp = dataclasses.replace(self.experiment, model=model or self.experiment.model)
+        return calibrate.roll_out(exp, params, self.version, groups, NODE, **options)
 
 
 def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:

@@ -441,7 +441,7 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     for group in (first, second, first):  # the last as after a stale batch
         bring(whole, group)
     bring(killed, first)
-    resumed.evidence.restore(json.loads(json.dumps(killed.evidence.state(after=2))))
+    resumed.evidence.restore(**json.loads(json.dumps(killed.evidence.state(after=2))))
     for group in (first, second):
         bring(resumed, group)
     expected, found = (v.evidence.tests[doubles.NODE.worker].state() for v in (whole, resumed))
