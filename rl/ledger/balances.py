@@ -118,18 +118,13 @@ class State:
         """Adds an event for which `refusal` returned None."""
         self.nonces.add(event.nonce)
         self.time_ms = time_ms
-        fields = event.fields
+        fields, worker = event.fields, self.workers.get(event.node)
         if event.kind == "open":
             self.keeper, self.window_ms = event.author, fields["window_ms"]
             self.validators = frozenset(fields["validators"])
-        elif event.kind == "join":
+        elif worker is None:  # it joins
             self.workers[event.node] = Worker()
-        else:
-            self._apply_to(self.workers[event.node], event, time_ms)
-
-    def _apply_to(self, worker: Worker, event: events.Event, time_ms: int) -> None:
-        fields = event.fields
-        if event.kind == "stake":
+        elif event.kind == "stake":
             worker.stake += fields["amount"]
         elif event.kind == "submit":
             work = self.works[fields["work"]] = Work(event.node, time_ms, fields["units"])
