@@ -66,9 +66,8 @@ class ModelFlops:
     def executed_flops(self, num_tokens: float, row: float) -> float:
         """The FLOPs of a train step that the chips execute, recomputation included.
 
-        A layer's forward pass runs again with remat "block" and "offload"; the output head's always does
-        (models/logprobs.py). The attention kernel works through the causal half of whole rows, and recomputes its
-        scores in the backward pass: five matmuls, compared with two in the forward pass.
+        A layer's forward pass runs again with remat "block" and "offload"; the output head's always does. The attention
+        kernel works through the causal half of whole rows; its backward pass has five matmuls, the forward pass two.
         """
         again = 1 if self.config.remat in ("block", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head)

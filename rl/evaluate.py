@@ -2,13 +2,11 @@
 
     python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
 
-1. The checkpoint's parameters are published to a separate broadcast, with the step as version: signed with the run's key
-   and in the dtype of its broadcast, so that servers elsewhere (`topology.mode = "remote"`) accept them.
+1. The checkpoint's parameters are published to a separate broadcast, with the step as version, the run's key and its dtype,
+   so that servers elsewhere (`topology.mode = "remote"`) accept them.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
-3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is written again.
-
-Other settings than the run's own are allowed, as in `--config.evaluation.samples_per_task=8 --config.evaluation.temperature=0.6`
-(or `evaluation.num_tasks`, `sampling.*`): those scores go to `<workdir>/other_evaluations.json`, with the changed fields.
+3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is written again. With other
+   settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
 """
 
 import json
@@ -60,15 +58,10 @@ def held_out(
     else:
         _keep(workdir / "evaluations.json", entry)
         writer.truncate("evaluation", version - 1)
-        writer.write(
-            version,
-            "evaluation",
-            {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
-            | {"time/eval_s": time.perf_counter() - begun},
-        )
-    progress.say(
-        f"held-out, version {version}: " + "  ".join(f"{k} {metrics.format_value(v)}" for k, v in result.items())
-    )
+        values = {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
+        writer.write(version, "evaluation", values | {"time/eval_s": time.perf_counter() - begun})
+    shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
+    progress.say(f"held-out, version {version}: {shown}")
     return result
 
 
@@ -81,10 +74,8 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     k = len(groups[0])
     right = [sum(rollout.reward >= 1.0 for rollout in group) for group in groups]
     result = {f"avg@{k}": sum(rollout.reward for group in groups for rollout in group) / (k * len(groups))}
-    j = 1
-    while j <= k:
+    for j in (2**i for i in range(k.bit_length())):
         result[f"pass@{j}"] = sum(1 - math.comb(k - c, j) / math.comb(k, j) for c in right) / len(groups)
-        j *= 2
     return result | {"num_tasks": len(groups)}
 
 
@@ -111,19 +102,15 @@ def summary(workdir: pathlib.Path) -> list[str]:
 
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
     """The prompt and completion of a rollout as text."""
-    text = exp.tokenizer.decode
-    return {
-        "prompt": text(rollout.tokens[~rollout.sampled_mask].tolist(), skip_special=True),
-        "completion": text(rollout.tokens[rollout.sampled_mask].tolist(), skip_special=True),
-        "reward": rollout.reward,
-    }
+    masks = {"prompt": ~rollout.sampled_mask, "completion": rollout.sampled_mask}
+    texts = {name: exp.tokenizer.decode(rollout.tokens[mask_T].tolist()) for name, mask_T in masks.items()}
+    return texts | {"reward": rollout.reward}
 
 
 def _keep(path: pathlib.Path, entry: dict) -> None:
     """Adds an evaluation to a file; replaces one of the same step and the same changed fields."""
-    same = (entry["step"], entry.get("changed"))
-    entries = [e for e in _entries(path) if (e["step"], e.get("changed")) != same]
-    entries = sorted([*entries, entry], key=lambda e: e["step"])
+    others = [e for e in _entries(path) if (e["step"], e.get("changed")) != (entry["step"], entry.get("changed"))]
+    entries = sorted([*others, entry], key=lambda e: e["step"])
     atomic_file.write(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 
@@ -181,9 +168,8 @@ def main() -> None:
         with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
             held_out(exp, rollouts, step, workdir, writer, progress, changed)
     if changed:
-        progress.say(
-            f"saved in {workdir / 'other_evaluations.json'}, since {', '.join(changed)} differs from the run's"
-        )
+        path = workdir / "other_evaluations.json"
+        progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")
     else:
         progress.say(f"report: {report.write(workdir)}")
 

@@ -2,16 +2,13 @@
 
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. Batch n is a pure function of the config: tasks of the environment that `task_schedule.warmup_indices` selects, each with its solution
-   (a wrong one for the fraction `warmup.decoy_fraction`, which RL then corrects); or lines of the file `warmup.data`.
+1. Batch n is a pure function of the config: tasks of the environment (`task_schedule.warmup_indices`), each with its solution
+   or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or lines of the file `warmup.data`.
 2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`: of an assistant,
    on its sampled text with the closing token; of the others, on their whole message.
-3. The batch is packed and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
-4. Every `warmup.eval_every` steps the loss on held-out examples is measured; training ends after `warmup.patience` of them
-   without a new best.
+3. The batch is packed, sent to other hosts, and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
+4. Training ends early after `warmup.patience` held-out losses without a new best, one every `warmup.eval_every` steps.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
-
-With several hosts the first makes the batches and sends the others their rows (rl/batch/host_feed.py).
 """
 
 import dataclasses
@@ -32,10 +29,10 @@ from rl.batch import host_feed, packing
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
-from rl.learner import objective, optimizers, train_step
+from rl.learner import objective, optimizers, reference, train_step
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics
-from sharding import checkpoint, rules
+from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts as hosts_lib
 
@@ -55,28 +52,25 @@ def train(
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates, exp.model)
     learner = train_step.Learner(exp.model, optimizer, loss, mesh, share_prompts=False)
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
-    num_steps = config.warmup.num_steps
-    every = config.checkpoint.every
+    num_steps, every = config.warmup.num_steps, config.checkpoint.every
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
         restored = checkpointer.restore(train_step.abstract_state(learner))
         if restored:
             start, state, host = restored
             patience = Patience(**host)
         else:
-            params = initial_params(exp, mesh) if config.init_from else None
+            params = None
+            if config.init_from:
+                check_initial(exp)
+                params = reference.load(config.init_from, exp.model, mesh)
             start, state = 0, train_step.init_state(jax.random.key(config.seed), learner, params)
             patience = Patience(limit=config.warmup.patience)
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
         source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
-        layout = packing.Layout.for_streams(
-            config.warmup.tasks_per_step,
-            config.inference.max_model_len,
-            row_length=config.train.row_length,
-            rows=exp.rows(mesh),
-        )
-        evaluate = _evaluator(exp, mesh, source, hosts) if config.warmup.eval_every else None
+        layout = exp.layout(mesh, config.warmup.tasks_per_step)
+        evaluate = _evaluator(exp, learner, source, hosts) if config.warmup.eval_every else None
         progress.note("compiling the warm-up step")
         # Before the display's clock starts: it derives the rate from the first step.
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
@@ -95,10 +89,8 @@ def train(
                 if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
                     values["loss/held_out"] = hosts.broadcast(evaluate(state.params))
                     patience = patience.after(values["loss/held_out"])
-                values |= {
-                    "optimizer/learning_rate": float(jax.device_get(rate(step - 1))),
-                    "time/step_s": time.perf_counter() - begun,
-                }
+                values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
+                values["time/step_s"] = time.perf_counter() - begun
                 writer.write(step, "warm-up", values)
                 shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}
                 bar.update(step, {short: values[name] for short, name in shown.items() if name in values})
@@ -111,14 +103,6 @@ def train(
                 f"stopped after step {step}: {patience.num_worse} held-out losses in a row were not below {patience.best:.4g}"
             )
     return state.params
-
-
-def initial_params(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Returns the parameters of the checkpoint `init_from`, in the learner's sharding; raises as `check_initial`."""
-    check_initial(exp)
-    path, model = exp.config.init_from, exp.model
-    shardings = rules.shardings(transformer.specs(model), mesh)
-    return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
 
 
 def check_initial(exp: experiment.Experiment) -> None:
@@ -172,17 +156,18 @@ def stream(
     rendered = tokenizer.render(messages, tools=tools)
     mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
     for index, message in enumerate(messages):
-        if message["role"] in roles and message["role"] != "assistant":
+        if message["role"] in set(roles) - {"assistant"}:
             mask[_span(tokenizer, messages, index, tools, rendered.token_ids)] = True
     mask[0] = False  # nothing predicts the first token
-    if not mask.any() and "assistant" in roles and any(message["role"] == "assistant" for message in messages):
+    found = dict.fromkeys(message["role"] for message in messages)
+    if not mask.any() and "assistant" in roles and "assistant" in found:
         raise ValueError(
             "the chat template does not mark where an answer begins, so that no token trains; put {% generation %} blocks "
             "into the chat_template.jinja of the tokenizer's folder"
         )
     if not mask.any():
         raise ValueError(
-            f"the conversation has messages of {_roles(messages)}, none of roles {tuple(roles)}, so that no token trains; "
+            f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
             f"add a role of it to warmup.roles"
         )
     end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
@@ -211,29 +196,27 @@ def read_conversations(path: str) -> list[dict]:
         ) from error
     found = []
     for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
-        if not line.strip():
-            continue
         try:
-            record = json.loads(line)
+            found += [_conversation(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object per line") from None
-        messages = record.get("messages") if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(
-                f"{path}, line {number} has no messages; write {{'messages': [{{'role': ..., 'content': ...}}]}}"
-            )
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError(f"{path}, line {number}: a message has no role; add one, such as 'user' or 'assistant'")
-        if not isinstance(record.get("tools"), list | None):
-            raise ValueError(f"{path}, line {number}: tools is not a list; give function descriptions, or leave it out")
-        try:
-            plain = [_plain(message) for message in messages]
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        found.append({"messages": plain, "tools": record.get("tools")})
     if not found:
         raise ValueError(f"warmup.data = {path!r} is empty; give a JSONL file of conversations")
     return found
+
+
+def _conversation(line: str) -> dict:
+    record = json.loads(line)
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("the line has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
+    if not isinstance(record.get("tools"), list | None):
+        raise ValueError("tools is not a list; give function descriptions, or leave it out")
+    return {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
 
 
 def _plain(message: Mapping) -> dict:
@@ -247,13 +230,11 @@ def _plain(message: Mapping) -> dict:
     if not isinstance(content, str | None):
         raise ValueError(f"the content of a message is {json.dumps(content)[:60]}; make it a string, or parts of text")
     plain = dict(message) | {"content": content or ""}
-    if calls is not None:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(
-                "tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]"
-            )
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
+    if calls is None:
+        return plain
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError("tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]")
+    return plain | {"tool_calls": [_plain_call(call) for call in calls]}
 
 
 def _plain_call(call: Mapping) -> dict:
@@ -271,13 +252,18 @@ def _plain_call(call: Mapping) -> dict:
     return dict(call) | {"function": function} if "function" in call else function
 
 
-# ---- where examples come from ----------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Source:
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
+
+
+def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.Tree:
+    limits = {"roles": exp.config.warmup.roles, "max_length": exp.config.inference.max_model_len}
+    try:
+        return stream(exp.tokenizer, messages, tools=tools, **limits)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _from_tasks(exp: experiment.Experiment) -> _Source:
@@ -287,10 +273,7 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
     def tree(task, answer):
         messages = [*task.messages, {"role": "assistant", "content": answer}]
-        try:
-            return stream(exp.tokenizer, messages, roles=config.warmup.roles, max_length=config.inference.max_model_len)
-        except ValueError as error:
-            raise ValueError(f"task {task.index} of {task.env}: {error}") from None
+        return _stream(exp, messages, None, f"task {task.index} of {task.env}")
 
     def batch(step):
         tasks = [env.make_task(index, "train") for index in task_schedule.warmup_indices(config, step)]
@@ -305,51 +288,35 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
 def _from_file(exp: experiment.Experiment) -> _Source:
     """Returns the source of conversations in `warmup.data`, in a new order every epoch; the last `eval_tasks` may be held out."""
-    config = exp.config
-    path, count = config.warmup.data, config.warmup.tasks_per_step
-    records = read_conversations(path)
-    cut = len(records) - (config.warmup.eval_tasks if config.warmup.eval_every else 0)
+    warmup, seed = exp.config.warmup, exp.config.seed
+    path, count, records = warmup.data, warmup.tasks_per_step, read_conversations(warmup.data)
+    cut = len(records) - (warmup.eval_tasks if warmup.eval_every else 0)
     if cut < 1:
         raise ValueError(
             f"warmup.data = {path} has {len(records)} conversations, all of them held out (warmup.eval_tasks = "
-            f"{config.warmup.eval_tasks}); give more, or set warmup.eval_tasks lower"
+            f"{warmup.eval_tasks}); give more, or set warmup.eval_tasks lower"
         )
 
     def tree(index):
-        record = records[index]
-        try:
-            return stream(
-                exp.tokenizer,
-                record["messages"],
-                tools=record["tools"],
-                roles=config.warmup.roles,
-                max_length=config.inference.max_model_len,
-            )
-        except ValueError as error:
-            raise ValueError(f"{path}, conversation {index + 1}: {error}") from None
+        return _stream(exp, **records[index], where=f"{path}, conversation {index + 1}")
 
     def batch(step):
         wanted = range((step - 1) * count, step * count)
-        orders = {i // cut: np.random.default_rng([config.seed, i // cut]).permutation(cut) for i in wanted}
+        orders = {i // cut: np.random.default_rng([seed, i // cut]).permutation(cut) for i in wanted}
         return [tree(int(orders[i // cut][i % cut])) for i in wanted]
 
     return _Source(batch, lambda: [tree(index) for index in range(cut, len(records))])
 
 
 def _evaluator(
-    exp: experiment.Experiment, mesh: jax.sharding.Mesh, source: _Source | None, hosts: hosts_lib.Hosts
-) -> Callable:
+    exp: experiment.Experiment, learner: train_step.Learner, source: _Source | None, hosts: hosts_lib.Hosts
+) -> Callable[[transformer.Params], float]:
     """Returns a function of parameters: the mean negative log-likelihood of the held-out trained tokens, in nats."""
-    layout = packing.Layout.for_streams(
-        exp.config.warmup.eval_tasks,
-        exp.config.inference.max_model_len,
-        row_length=exp.config.train.row_length,
-        rows=exp.rows(mesh),
-    )
-    batch = host_feed.place(source.held_out() if source else None, layout, mesh, hosts)
+    layout = exp.layout(learner.mesh, exp.config.warmup.eval_tasks)
+    batch = host_feed.place(source.held_out() if source else None, layout, learner.mesh, hosts)
 
     def evaluate(params) -> float:
-        logp = train_step.score(exp.model, mesh, params, batch, share_prompts=False)
+        logp = train_step.score(learner, params, batch)
         return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
 
     return evaluate
@@ -377,19 +344,13 @@ def _span(tokenizer, messages, index, tools, ids) -> slice:
     return slice(len(before), len(through))
 
 
-def _roles(messages) -> str:
-    return ", ".join(dict.fromkeys(message["role"] for message in messages))
-
-
 def main() -> None:
     """Runs the warm-up of an experiment alone."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.config.mesh.to_dict())
         if exp.config.warmup.num_steps == 0:
-            raise ValueError(
-                "warmup.num_steps = 0, so no step would be taken; set it to the number of supervised steps"
-            )
+            raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)
             train(exp, workdir, mesh, writer, progress, hosts)

@@ -2,22 +2,17 @@
 
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. `main` parses the flags, resolves the config, and claims the working directory.
-2. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from.
-3. The rollout system starts: broadcast, inference server, workers and validator, all coordinated by the orchestrator.
-4. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
-5. Held-out score before and after, report.html.
+1. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from.
+2. The rollout system starts (rl/launch.py): broadcast, inference server, workers and validator, led by the orchestrator.
+3. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
+4. Held-out score before and after, report.html.
 
-The loop holds no maths (rl/learner/train_step.py) and starts no process (rl/launch.py). If killed at any moment, the same
-command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is bit-identical.
-
-With several hosts each runs the loop, and all take every step, publish and save together. Only the first host has the
-rollout system, the scores, and the files that people read; it sends the others their rows of each batch
-(rl/batch/host_feed.py), and they end when it ends (sharding/multihost/hosts.py).
+If killed at any moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is
+bit-identical. With several hosts each runs the loop, and all take every step, publish and save together. Only the first has
+the rollout system, the scores, and the files that people read; the others end when it ends (sharding/multihost/hosts.py).
 """
 
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import time
@@ -37,7 +32,7 @@ from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
 from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
-from sharding import broadcast, checkpoint, rules
+from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import sockets
@@ -63,18 +58,16 @@ def train(
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than the first."""
     config, num_steps, weights = exp.config, exp.config.rl.num_steps, workdir / "weights"
-    learner, layout = exp.learner(mesh), _layout(exp, mesh)
+    learner, layout = exp.learner(mesh), exp.rollout_layout(mesh)
     step_fn, rate = train_step.jit_train_step(learner), optimizers.learning_rate(exp.optimizer)
     progress, writer = metrics.of_host(workdir, hosts)
     publisher = _publisher(exp, workdir, hosts)
 
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
-        checkpointer = stack.enter_context(
-            checkpoint.Checkpointer(
-                workdir / "checkpoints", keep=config.checkpoint.keep, every=config.checkpoint.every, hosts=hosts
-            )
-        )
+        keep, every = config.checkpoint.keep, config.checkpoint.every
+        checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", keep=keep, every=every, hosts=hosts)
+        stack.enter_context(checkpointer)
         warm_up = functools.partial(sft.train, exp, workdir, mesh, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, known = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
@@ -89,11 +82,9 @@ def train(
                 launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
             )
         # The step is compiled while the first score and the first batch are made.
-        streams = layout.streams if reference is None else (*layout.streams, "ref_logp")
-        shapes = packing.abstract(dataclasses.replace(layout, streams=streams), mesh)
         compiler = futures.ThreadPoolExecutor(1)
         stack.callback(compiler.shutdown, wait=False)
-        compiled = compiler.submit(train_step.compile_train_step, learner, shapes)
+        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         stack.push(hosts.report)
 
         def score(step):
@@ -134,9 +125,8 @@ def train(
                 with clock("eval"):
                     if is_scored and not is_last:
                         score(step)
-                values["optimizer/learning_rate"] = float(
-                    jax.device_get(rate((step - 1) * exp.objective.optimizer_steps))
-                )
+                updates = (step - 1) * exp.objective.optimizer_steps
+                values["optimizer/learning_rate"] = float(jax.device_get(rate(updates)))
                 values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
                 values |= diagnostics.derived(values)
                 values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
@@ -152,9 +142,6 @@ def train(
     return path
 
 
-# ---- before the loop -------------------------------------------------------------------------------------------------
-
-
 def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
     """Raises ValueError for mistakes that show before the working directory is claimed and minutes of warm-up are spent."""
     config = exp.config
@@ -165,19 +152,13 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         sft.check_initial(exp)
     if config.objective.reference_model:
         reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
-    if config.warmup.num_steps and config.warmup.data and not pathlib.Path(config.warmup.data).is_file():
-        raise ValueError(
-            f"warmup.data = {config.warmup.data!r} does not exist or is not a file; give a JSONL file of conversations"
-        )
+    if config.warmup.num_steps:
+        _check_file("warmup.data", config.warmup.data, "a JSONL file of conversations")
     if not hosts.is_first:
         return
     envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
     if config.trust.bands:
-        if not pathlib.Path(config.trust.bands).is_file():
-            raise ValueError(
-                f"trust.bands = {config.trust.bands!r} does not exist or is not a file; give the file that "
-                f"`python -m rl.validator calibrate` wrote"
-            )
+        _check_file("trust.bands", config.trust.bands, "the file that `python -m rl.validator calibrate` wrote")
         verifier.load_bands(config.trust.bands)
     sockets.listen(config.topology.host, config.topology.port).close()
     if config.topology.mode == "remote":
@@ -189,29 +170,16 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
             raise ValueError(f"inference.mesh: {error}") from None
 
 
-def _layout(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> packing.Layout:
-    config = exp.config
-    return packing.Layout.for_streams(
-        config.rl.prompts_per_step * config.rl.samples_per_prompt,
-        config.inference.max_model_len,
-        row_length=config.train.row_length,
-        rows=exp.rows(mesh),
-        shards=rules.num_batch_shards(mesh),
-        # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
-        key_cost=1 / (6 * exp.model.model_dim),
-        streams=exp.credit.streams,
-        router_replay=exp.credit.router_replay,
-    )
+def _check_file(field: str, path: str, kind: str) -> None:
+    if path and not pathlib.Path(path).is_file():
+        raise ValueError(f"{field} = {path!r} does not exist or is not a file; give {kind}")
 
 
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
-    config = exp.config
-    options = broadcast.PublishOptions(
-        key=run_directory.signing_key(workdir, hosts).private,
-        keep=config.rl.max_lag + config.rl.max_off_policy + 2,  # every version that a rollout in flight may name
-        dtype=config.broadcast.dtype or None,
-    )
-    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=config.broadcast.snapshot_every)
+    key, dtype = run_directory.signing_key(workdir, hosts).private, exp.config.broadcast.dtype or None
+    keep = exp.config.rl.max_lag + exp.config.rl.max_off_policy + 2  # every version that a rollout in flight may name
+    options = broadcast.PublishOptions(key=key, keep=keep, dtype=dtype)
+    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=exp.config.broadcast.snapshot_every)
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
@@ -236,9 +204,6 @@ def _forget_versions(weights: pathlib.Path, start: int) -> None:
     for version in broadcast.versions(str(weights)) if weights.exists() else ():
         if version >= start:
             broadcast.remove(str(weights), version)
-
-
-# ---- in the loop -----------------------------------------------------------------------------------------------------
 
 
 def _is_scored(config, step: int) -> bool:

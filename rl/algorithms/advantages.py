@@ -17,8 +17,6 @@ import numpy as np
 
 EPSILON = 1e-6  # added to a standard deviation (INTELLECT-2's code)
 
-# ---- one group -------------------------------------------------------------------------------------------------------
-
 
 def group_mean(rewards_G: np.ndarray) -> np.ndarray:
     """A = r - mean(r) over the group (Dr. GRPO, arXiv 2503.20783, eq. 2; INTELLECT-3; PRIME-RL's `grpo`). Sums to 0."""
@@ -63,26 +61,19 @@ ADVANTAGES = {
     "given": given,
 }
 
-# ---- a whole batch ---------------------------------------------------------------------------------------------------
-
-
-def unchanged(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the advantages, P arrays [G], unchanged."""
-    return list(advantages)
-
 
 def batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """A / (std over all samples of the batch + 1e-6), ddof = 1 (REINFORCE++, arXiv 2501.03262; ScaleRL, arXiv 2510.13786).
 
     With `group_mean` before it, the mean over the batch is 0 already. A batch of one sample gets 0.
     """
-    everything = np.concatenate(list(advantages)) if len(advantages) else np.zeros((0,))
+    everything = np.concatenate([*advantages, []])
     if len(everything) < 2:
         return [np.zeros_like(advantage_G) for advantage_G in advantages]
     return [advantage_G / (everything.std(ddof=1) + EPSILON) for advantage_G in advantages]
 
 
-NORMALIZERS = {"none": unchanged, "batch_std": batch_std}
+NORMALIZERS = {"none": list, "batch_std": batch_std}
 
 
 def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -92,19 +83,17 @@ def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def over_samples(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Factors N / (samples x length), N tokens of the batch: every sample weighs the same, long or short (GRPO)."""
-    num_tokens, num_samples = _sum(lengths), sum(map(len, lengths))
+    num_tokens, num_samples = sum(map(np.sum, lengths)), sum(map(len, lengths))
     return [num_tokens / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
 
 
 def over_prompts(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Factors N / (P x tokens of the group): every prompt weighs the same (ScaleRL, arXiv 2510.13786, "prompt average")."""
-    num_tokens, P = _sum(lengths), len(lengths)
+    num_tokens, P = sum(map(np.sum, lengths)), len(lengths)
     return [np.full(len(length_G), num_tokens / (P * max(length_G.sum(), 1))) for length_G in lengths]
 
 
 AVERAGES = {"tokens": over_tokens, "samples": over_samples, "prompts": over_prompts}
-
-# ---- reward shaping --------------------------------------------------------------------------------------------------
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np.ndarray:
@@ -112,12 +101,5 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np
 
     To be added to the rewards before `ADVANTAGES`; DAPO uses 20,480 and 4,096 tokens.
     """
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(
-            f"buffer = {buffer} is not in 1..{max_tokens}, the longest completion; choose a shorter overlong buffer"
-        )
+    assert 0 < buffer <= max_tokens, (buffer, max_tokens)
     return -np.clip((np.asarray(lengths) - (max_tokens - buffer)) / buffer, 0.0, 1.0)
-
-
-def _sum(lengths) -> float:
-    return float(sum(length_G.sum() for length_G in lengths))

@@ -88,9 +88,4 @@ def metrics(
 
 
 def _over_streams(reduce, x_BT, stream_ids_BT):
-    T = x_BT.shape[1]
-
-    def row(x_T, ids_T):
-        return reduce(x_T, ids_T, num_segments=T)[ids_T]
-
-    return jax.vmap(row)(x_BT, stream_ids_BT)
+    return jax.vmap(lambda x_T, ids_T: reduce(x_T, ids_T, num_segments=len(x_T))[ids_T])(x_BT, stream_ids_BT)

@@ -16,8 +16,8 @@ A loss that names one of these arguments gets it from the learner, too:
                      (rl/batch/credit.py), so it counts the other groups alone, unlike the papers
   sampler_logp_BT    log mu(token) as the sampler reported it, also where `behavior_logp_BT` was recomputed
 
-Every loss is a sum over tokens divided by a global count, so that micro-batches and shards add up exactly. Every metric is
-a sum over tokens divided by `denom`: a fraction or mean over the step's tokens once summed over micro-batches.
+Every loss is a sum over tokens divided by a global count, and every metric one divided by `denom`, so that micro-batches and
+shards add up exactly.
 
 Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream.
 r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient. A user's own loss is any function of this
@@ -65,9 +65,6 @@ def ratio_loss(formula: Callable[..., Terms]) -> Callable[..., tuple[jax.Array, 
     return loss
 
 
-# ---- clipped ratios --------------------------------------------------------------------------------------------------
-
-
 @ratio_loss
 def two_sided_clip(tokens: Tokens, *, clip_low: float, clip_high: float, delta: float) -> Terms:
     """PPO clipping with an upper bound on the ratio, so that a negative advantage has a bounded loss.
@@ -106,7 +103,7 @@ def dr_grpo(tokens: Tokens, *, clip_low: float, clip_high: float, length: float,
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
 
     Dr. GRPO (arXiv 2503.20783, section 3.2); `length` is the generation budget, sampling.max_tokens. Goes with the advantage
-    `group_mean`. The KL term of `kl_coef` stays a mean over all *tokens*, not divided by `length`.
+    `group_mean`. As with `grpo`, the term of `kl_coef` stays a mean over all *tokens*.
     """
     return *_clipped(tokens, clip_low, clip_high), num_streams * length
 
@@ -125,9 +122,6 @@ def dapo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Terms:
 
 def _clipped(tokens: Tokens, clip_low: float, clip_high: float) -> tuple[jax.Array, jax.Array]:
     return importance.clipped_surrogate(tokens.ratio_BT, tokens.advantage_BT, clip_low, clip_high)
-
-
-# ---- ratios of whole streams -----------------------------------------------------------------------------------------
 
 
 @ratio_loss
@@ -162,9 +156,6 @@ def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: jax.Array, num_strea
     ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
     loss_BT = -ratio_BT * A_BT / importance.stream_length(mask_BT, stream_ids_BT)
     return loss_BT, importance.outside(log_ratio_BT, A_BT, -log_clip, log_clip), num_streams
-
-
-# ---- masked and truncated importance sampling ------------------------------------------------------------------------
 
 
 @ratio_loss
@@ -251,9 +242,6 @@ def _weighted(tokens: Tokens, clip_low, clip_high, cap, sampler_logp_BT) -> tupl
     return loss_BT * jax.lax.stop_gradient(jnp.minimum(weight_BT, cap)), dropped_BT
 
 
-# ---- bounds on the change of probability -----------------------------------------------------------------------------
-
-
 @ratio_loss
 def dppo_tv(tokens: Tokens, *, low: float, high: float, kl_tau: float) -> Terms:
     """Importance sampling; a token is left out once its *probability* moved too far in the direction of its advantage.
@@ -265,26 +253,20 @@ def dppo_tv(tokens: Tokens, *, low: float, high: float, kl_tau: float) -> Terms:
     default of PRIME-RL in 2026 with low = high = 0.2 and kl_tau = 1e-3. The squared term covers dropped tokens, too. Unlike
     PRIME-RL's, r is clamped at e^20, above which neither term has a gradient. The indicator carries no gradient.
     """
-    change_BT = _change(tokens)
+    change_BT = jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
     return _unless(jnp.where(tokens.advantage_BT > 0, change_BT > high, change_BT < -low), tokens, kl_tau)
 
 
 @ratio_loss
 def ipo(tokens: Tokens, *, bound: float, kl_tau: float) -> Terms:
     """`dppo_tv` (with the same clamp) whose mask ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
-    return _unless(jnp.abs(_change(tokens)) > bound, tokens, kl_tau)
-
-
-def _change(tokens: Tokens) -> jax.Array:
-    return jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
+    change_BT = jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
+    return _unless(jnp.abs(change_BT) > bound, tokens, kl_tau)
 
 
 def _unless(dropped_BT: jax.Array, tokens: Tokens, kl_tau: float) -> Terms:
     loss_BT = -jnp.where(dropped_BT, 0.0, tokens.ratio_BT) * tokens.advantage_BT + kl_tau * tokens.log_ratio_BT**2
     return loss_BT, dropped_BT, tokens.denom
-
-
-# ---- supervision -----------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -298,18 +280,6 @@ def cross_entropy(
     return importance.total(-logp_BT * advantage_BT, mask_BT, denom), {}
 
 
-LOSSES = {
-    "two_sided_clip": two_sided_clip,  # INTELLECT-2
-    "masked_importance_sampling": masked_importance_sampling,  # IcePop; INTELLECT-3
-    "dppo_tv": dppo_tv,  # PRIME-RL 2026
-    "ipo": ipo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "cispo": cispo,  # ScaleRL
-    "truncated_importance_sampling": truncated_importance_sampling,
-    "decoupled_ppo": decoupled_ppo,  # AReaL
-    "cross_entropy": cross_entropy,
-}
+_CLIPPED = (two_sided_clip, grpo, dr_grpo, dapo, gspo, gmpo)
+_WEIGHTED = (masked_importance_sampling, cispo, truncated_importance_sampling, decoupled_ppo, dppo_tv, ipo)
+LOSSES = {loss.__name__: loss for loss in (*_CLIPPED, *_WEIGHTED, cross_entropy)}

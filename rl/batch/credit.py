@@ -1,7 +1,6 @@
 """Turns groups of rollouts into the trees that the learner packs: advantages, and the tokens that each component trains.
 
-1. The reward of a sample is shaped (`overlong_buffer`), then `advantages.ADVANTAGES`, `NORMALIZERS` and `AVERAGES` in turn make
-   it the advantage of each of its sampled tokens.
+1. Rewards are shaped (`overlong_buffer`) and turned into advantages by the tables of rl/algorithms/advantages.py, in order.
 2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
 3. `teacher_coef` weighs the distillation of the samples (rl/algorithms/divergences.py); for it, those groups stay in the batch.
 4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample is a stream of its own.
@@ -36,11 +35,8 @@ class Credit:
     router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
 
     def __post_init__(self):
-        for name, table in (
-            ("advantage", advantages.ADVANTAGES),
-            ("normalize", advantages.NORMALIZERS),
-            ("average", advantages.AVERAGES),
-        ):
+        tables = advantages.ADVANTAGES, advantages.NORMALIZERS, advantages.AVERAGES
+        for name, table in zip(("advantage", "normalize", "average"), tables, strict=True):
             if getattr(self, name) not in table:
                 raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
         if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
@@ -61,9 +57,7 @@ class Credit:
         if self.overlong_buffer:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
-        advantages_P = advantages.NORMALIZERS[self.normalize](
-            [advantages.ADVANTAGES[self.advantage](r) for r in rewards]
-        )
+        advantages_P = advantages.NORMALIZERS[self.normalize](list(map(advantages.ADVANTAGES[self.advantage], rewards)))
         is_flat = [not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
@@ -75,23 +69,18 @@ class Credit:
                 trees += self._trees(group, advantages_P[i], trains=False)
         return trees, float(np.mean(is_flat))
 
-    def _trees(
-        self, group: Sequence[rollout_lib.Rollout], advantage_G: np.ndarray, *, trains: bool
-    ) -> list[packing.Tree]:
-        P = group[0].prompt_length
-        start = 0 if not self.share_prompts else P - 1 if self.router_replay else P
-        claims = [self.router_replay.rows(r) for r in group] if self.router_replay else []
-        routed = claims or [None] * len(group)
-        branches = [self._branch(*one, start, trains) for one in zip(group, advantage_G, routed, strict=True)]
+    def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:
+        start = group[0].prompt_length - bool(self.router_replay) if self.share_prompts else 0
+        claims = [self.router_replay.rows(r) if self.router_replay else None for r in group]
+        branches = [self._branch(*one, start, trains) for one in zip(group, advantage_G, claims, strict=True)]
         if not self.share_prompts:
-            return [packing.Tree(np.zeros((0,), np.int32), (branch,)) for branch in branches]
-        if not self.router_replay:
-            return [packing.Tree(group[0].tokens[:start], tuple(branches))]
+            return [packing.Tree(group[0].tokens[:0], (branch,)) for branch in branches]
+        prompts = [None if rows_TLX is None else rows_TLX[:start] for rows_TLX in claims]
         alike: dict[bytes, list[int]] = {}  # by the experts of the shared part
-        for i, rows_TLX in enumerate(claims):
-            alike.setdefault(rows_TLX[:start].tobytes(), []).append(i)
+        for i, rows_PLX in enumerate(prompts):
+            alike.setdefault(b"" if rows_PLX is None else rows_PLX.tobytes(), []).append(i)
         return [
-            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), claims[members[0]][:start])
+            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), prompts[members[0]])
             for members in alike.values()
         ]
 

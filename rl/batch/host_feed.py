@@ -1,12 +1,11 @@
 """Moves a packed batch from the first host to the devices of all hosts.
 
-1. Only the first host has the rollouts, and packs them. The mesh determines which rows the devices of another host need.
-2. Each other host is sent those rows, of the micro-batches in use, and fills the rest with empty rows.
+1. Only the first host has the rollouts, and packs them.
+2. Each other host is sent the rows that its devices need, of the micro-batches in use, and fills the rest with empty rows.
 3. Every host puts its rows on its devices; together these are the global arrays that the train step takes.
 
-So only hosts that compute with a token receive it. A collective broadcast of the whole batch would send all of it to every
-host and through the memory of every device (9.7 GB in configs/intellect3.py); packing the same rollouts on every host
-would, too, and the hosts would have to agree on them to the bit.
+So only hosts that compute with a token receive it. A collective broadcast would send the whole batch to every host and
+through the memory of every device (9.7 GB in configs/intellect3.py).
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,9 @@ def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
             offset += sent.nbytes
             blocks[rows.start, columns.start] = block
         arrays[name] = jax.make_array_from_callback(
-            shape, packing.sharding(mesh, len(shape)), lambda index, b=blocks: b[_start(index, _shape(layout))]
+            shape,
+            packing.sharding(mesh, len(shape)),
+            lambda index, b=blocks: b[index[1].start or 0, index[2].start or 0],
         )
     assert offset == len(data), (offset, len(data))
     count = jax.make_array_from_callback((), packing.sharding(mesh, 0), lambda _: np.int32(used))
@@ -71,7 +72,3 @@ def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> l
     own = [index[1:] for device, index in indices.items() if device.process_index == process]
     spans = {tuple(span.indices(size)[:2] for span, size in zip(index, shape[1:], strict=True)) for index in own}
     return [(slice(*rows), slice(*columns)) for rows, columns in sorted(spans)]
-
-
-def _start(index, shape) -> tuple[int, int]:
-    return index[1].indices(shape[1])[0], index[2].indices(shape[2])[0]

@@ -2,13 +2,11 @@
 
 1. The unit is a tree: a prompt and the branches that continue it (the samples of a group). A branch attends to the prompt
    and to itself, so a group costs one prompt instead of G. A stream that shares nothing is a tree with one branch.
-2. Trees are sorted by falling length (ties by their order, so that the result is a function of the input), and each goes
-   into the first row with room. A tree longer than a row is split into trees of fewer branches; a branch that does not fit
-   even alone is refused.
+2. Trees, the longest first, each go into the first row with room. A tree longer than a row is split into trees of fewer
+   branches; a branch that does not fit even alone is refused.
 3. Rows are sorted by estimated cost, so that rows computed at the same time on different devices cost about the same, and
    dealt to the shards of a micro-batch back and forth.
-4. The batch is an array of micro-batches with a fixed capacity and the number in use: the learner
-   compiles once for streams of all lengths, and runs only the micro-batches in use.
+4. The number of micro-batches in use is data, their capacity is shape: the learner compiles once for streams of all lengths.
 
 Letters: M micro-batches, B rows of one, T tokens of a row, P tokens of a prompt, L MoE layers, X experts per token.
 """
@@ -64,13 +62,8 @@ class Layout:
     router_replay: router_replay_lib.RouterReplay | None = None  # None: batches carry no routed experts
 
     def __post_init__(self):
-        if self.rows % self.shards:
-            raise ValueError(
-                f"{self.rows} rows of a micro-batch do not divide over {self.shards} shards; set config.train.rows to a "
-                f"multiple of {self.shards}"
-            )
-        if unknown := set(self.streams) - set(OPTIONAL):
-            raise ValueError(f"stream {sorted(unknown)[0]!r} is unknown; a batch may carry {', '.join(OPTIONAL)}")
+        assert self.rows % self.shards == 0, (self.rows, self.shards)
+        assert set(self.streams) <= set(OPTIONAL), self.streams
 
     @classmethod
     def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int, **fields) -> "Layout":
@@ -133,9 +126,9 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
             f"{len(rows)} rows do not fit into {layout.num_micro_batches} micro-batches of {layout.rows} rows; "
             f"raise config.train.rows or config.train.row_length"
         )
-    shape, empty = (layout.num_micro_batches * layout.rows, row_length), empty_row(layout)
-    batch = {name: np.zeros((shape[0], *row.shape), row.dtype) for name, row in empty.items()}
-    for name, row in empty.items():
+    batch = {}
+    for name, row in empty_row(layout).items():
+        batch[name] = np.zeros((layout.num_micro_batches * layout.rows, *row.shape), row.dtype)
         if row.any():
             batch[name][:] = row
     for i, row in _deal(rows, layout):
@@ -143,11 +136,8 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
         for segment, tree in enumerate(row, start=1):
             _write({name: array[i] for name, array in batch.items()}, tree, start, segment)
             start += tree.num_tokens
-    shape = (layout.num_micro_batches, layout.rows, row_length)
-    return TrainBatch(
-        **{name: array.reshape(*shape, *array.shape[2:]) for name, array in batch.items()},
-        num_micro_batches=np.int32(num_micro_batches),
-    )
+    arrays = {n: x.reshape(layout.num_micro_batches, layout.rows, *x.shape[1:]) for n, x in batch.items()}
+    return TrainBatch(**arrays, num_micro_batches=np.int32(num_micro_batches))
 
 
 def first_fit(sizes: Sequence[int], row_length: int) -> list[list[int]]:
@@ -191,12 +181,6 @@ def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
 
     With several processes every one has the same host batch and places its own rows; nothing is sent.
     """
-    shards = rules.num_batch_shards(mesh)
-    if batch.tokens.shape[1] % shards:
-        raise ValueError(
-            f"train.rows = {batch.tokens.shape[1]} does not divide over the {shards} batch shards of the mesh; "
-            f"set config.train.rows to a multiple of {shards}"
-        )
     layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
     if jax.process_count() == 1:
         return jax.device_put(batch, layout)
@@ -219,8 +203,7 @@ def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array
 def save(batch: TrainBatch, path: pathlib.Path) -> None:
     """Writes a batch, so that its step can be replayed: `step(state, place(load(path), mesh))`."""
     host = jax.device_get(batch)
-    arrays = {f.name: getattr(host, f.name) for f in dataclasses.fields(host) if getattr(host, f.name) is not None}
-    file = io.BytesIO()
+    arrays, file = {name: x for name, x in vars(host).items() if x is not None}, io.BytesIO()
     np.savez_compressed(file, **arrays)
     atomic_file.write(path, file.getvalue())
 
@@ -289,15 +272,13 @@ def _cost(tree: Tree, key_cost: float) -> float:
 
 def _write(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> None:
     """Writes a tree into a row from column `start`: the prompt, then the branches."""
-    P = len(tree.prompt)
+    P, begin = len(tree.prompt), start + len(tree.prompt)
     row["segment_ids"][start : start + tree.num_tokens] = segment
-    prompt = slice(start, start + P)
-    row["tokens"][prompt] = tree.prompt
-    row["positions"][prompt] = np.arange(P)
+    row["tokens"][start:begin] = tree.prompt
+    row["positions"][start:begin] = np.arange(P)
+    row["predictors"][start:begin] = np.maximum(np.arange(P) - 1, 0) + start
     if "routed_experts" in row and tree.routed_experts is not None:
-        row["routed_experts"][prompt] = tree.routed_experts
-    row["predictors"][prompt] = np.maximum(np.arange(P) - 1, 0) + start
-    begin = start + P
+        row["routed_experts"][start:begin] = tree.routed_experts
     for number, branch in enumerate(tree.branches, start=1):
         span = slice(begin, begin + len(branch.tokens))
         for name in ("tokens", "loss_mask", "behavior_logp", "advantage", "temperature"):

@@ -1,12 +1,10 @@
 """Router replay: the learner runs the experts that the sampler ran, so that both compute the same function of a token.
 
-1. The engine records the choice of every MoE layer; the worker claims it in the rollout (`Rollout.routed_experts`).
-2. `RouterReplay.misfit` finds claims of another shape or none, `refusal` also claims that cannot run: an unknown expert, or
-   one twice.
-3. `RouterReplay.rows` prepares a claim for packing, `given` for the model. Weights of the chosen experts, and the gradient,
+1. The engine records the choice of every MoE layer; the worker claims it in the rollout (`Rollout.routed_experts`). A replay
+   (rl/verification) checks that the named policy would have chosen these experts.
+2. `RouterReplay.rows` prepares a claim for packing, `given` for the model. Weights of the chosen experts, and the gradient,
    come from the router that replays (R3, arXiv 2510.11370, section 4). The last token of a rollout has no row, since it was
    not run when it was sampled: there the router chooses.
-4. A replay (rl/verification) checks that the named policy would have chosen these experts.
 
 Letters: B rows, T tokens, L MoE layers, X experts per token.
 """
@@ -41,14 +39,9 @@ class RouterReplay:
         """The dtype of `rows`: unsigned, with room for one value more, `unrouted`, for tokens whose router chooses."""
         return np.dtype(np.uint8 if self.num_experts < 256 else np.uint16)
 
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """(L, X), the dims of one token."""
-        return len(self.moe_layers), self.experts_per_token
-
     def empty(self, *dims: int) -> np.ndarray:
         """Returns rows [*dims, L, X] in which every router chooses."""
-        return np.full((*dims, *self.row_shape), unrouted(self.dtype), self.dtype)
+        return np.full((*dims, len(self.moe_layers), self.experts_per_token), unrouted(self.dtype), self.dtype)
 
     def misfit(self, rollout: rollout_lib.Rollout) -> str | None:
         """Returns the reason why a valid rollout has no claim of this model's shape, or None. Constant time."""
@@ -72,8 +65,7 @@ class RouterReplay:
             return f"expert {top} is not one of the model's {self.num_experts}"
         if (chosen_TLX[..., 1:] == chosen_TLX[..., :-1]).any():
             return "a token has one expert twice"
-        dense = sorted(set(range(self.num_layers)) - set(self.moe_layers))
-        if claim_TLX[:, dense].any():
+        if np.delete(claim_TLX, self.moe_layers, axis=1).any():
             return "it has experts in a dense layer; only zeros are allowed there"
         return None
 

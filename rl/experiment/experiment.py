@@ -32,7 +32,7 @@ from models import config as config_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.algorithms import losses
 from rl.batch import credit as credit_lib
-from rl.batch import router_replay
+from rl.batch import packing, router_replay
 from rl.experiment import flags as command_line
 from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
@@ -74,6 +74,34 @@ class Experiment:
         if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
             model["param_dtype"] = self.config.broadcast.dtype
         return {"model": model, "tokenizer": self.config.tokenizer}
+
+    def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
+        """Returns the layout of batches of `num_streams` streams; `fields` as in `packing.Layout`."""
+        return packing.Layout.for_streams(
+            num_streams,
+            self.config.inference.max_model_len,
+            row_length=self.config.train.row_length,
+            rows=self.rows(mesh),
+            **fields,
+        )
+
+    def rollout_layout(self, mesh: jax.sharding.Mesh) -> packing.Layout:
+        """Returns the layout of the batches that the host packs from rollouts."""
+        return self.layout(
+            mesh,
+            self.config.rl.prompts_per_step * self.config.rl.samples_per_prompt,
+            shards=rules.num_batch_shards(mesh),
+            # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
+            key_cost=1 / (6 * self.model.model_dim),
+            streams=self.credit.streams,
+            router_replay=self.credit.router_replay,
+        )
+
+    def abstract_batch(self, mesh: jax.sharding.Mesh) -> packing.TrainBatch:
+        """Returns the shapes and shardings of the batches that the train step takes, with a reference's log-probabilities."""
+        layout = self.rollout_layout(mesh)
+        scored = ("ref_logp",) if self.objective.needs_reference else ()
+        return packing.abstract(dataclasses.replace(layout, streams=(*layout.streams, *scored)), mesh)
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
         """Returns the rows of a micro-batch; ValueError if they do not divide over the batch axes of the mesh."""

@@ -4,11 +4,9 @@
    drawn, sharded, optimized and saved by the same code.
 2. `merge` returns the whole model's parameters with the adapters added. The learner differentiates through it, and its
    result is published and exported: inference servers run exactly the weights that the learner computed with.
-3. b starts at 0: at first the merged model is the base, bit for bit.
 
 Left out: applying A and B next to W without merging. It would save the pass that forms the gradient of W (a third of a step) at
-the price of a second definition of every matmul in `models`; here the gradient of W exists for one kernel at a time, has no
-optimizer state, and only the adapters' gradients are accumulated. No dropout either: an inference server has none.
+the price of a second definition of every matmul in `models`. No dropout either: an inference server has none.
 """
 
 import dataclasses
@@ -21,7 +19,6 @@ from rl.learner import optimizers
 from sharding import rules
 
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
-RANK_AXIS = "rank"  # never split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +91,11 @@ def merge(params: dict, adapters: dict, model_specs: dict, config: LoraConfig) -
 
 
 def _adapter(spec: rules.ParamSpec, rank: int) -> dict:
-    copies, inputs, outputs = optimizers.matrix_dims(spec)
+    (copies, inputs, outputs), dims = optimizers.matrix_dims(spec), [*zip(spec.shape, spec.logical_axes, strict=True)]
 
     def part(before, after, init):
         """The spec with a dim of `rank` between the dims `before` and `after`."""
-        shape = (*(spec.shape[i] for i in before), rank, *(spec.shape[i] for i in after))
-        axes = (*(spec.logical_axes[i] for i in before), RANK_AXIS, *(spec.logical_axes[i] for i in after))
+        shape, axes = zip(*(dims[i] for i in before), (rank, "rank"), *(dims[i] for i in after), strict=True)
         return rules.ParamSpec(shape, spec.dtype, axes, init)
 
     def normal(key, shape, dtype):

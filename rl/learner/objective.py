@@ -8,7 +8,6 @@
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 
@@ -200,25 +199,23 @@ def count(micro_batches: MicroBatches, first, stride) -> Counts:
     batch = micro_batches.batch
     index_M = jnp.arange(batch.tokens.shape[0])
     mine_M = (index_M < batch.num_micro_batches) & (index_M % stride == first)
-    mask = jnp.where(mine_M[:, None, None], batch.loss_mask, 0.0)
-    tokens = jnp.sum(mask)
-
-    def num_streams(mask_BT, segment_ids_BT, branch_ids_BT):
-        return importance.num_streams(mask_BT, packing.stream_ids(segment_ids_BT, branch_ids_BT))
-
-    streams = jnp.sum(jax.vmap(num_streams)(mask, batch.segment_ids, batch.branch_ids))
 
     def mine(x):
-        return jnp.zeros(()) if x is None else jnp.where(mine_M[:, None, None], x, 0.0)
+        return jnp.where(mine_M[:, None, None], x, 0)
 
-    weights = [mine(batch.ce_weight), mine(batch.ref_kl_weight)]
+    mask = mine(batch.loss_mask)
+    tokens = jnp.sum(mask)
+    stream_ids = jax.vmap(packing.stream_ids)(batch.segment_ids, batch.branch_ids)
+    streams = jnp.sum(jax.vmap(importance.num_streams)(mask, stream_ids))
+    ce, ref_kl = (mine(jnp.zeros(()) if x is None else x) for x in (batch.ce_weight, batch.ref_kl_weight))
     return Counts(
         tokens,
-        jnp.maximum(jnp.sum(jnp.where(mine_M[:, None, None], batch.segment_ids != 0, False)).astype(jnp.float32), 1.0),
-        (tokens > 0) | functools.reduce(jnp.logical_or, [jnp.any(weight != 0) for weight in weights]),
+        divergences.count(mine(batch.segment_ids)),
+        (tokens > 0) | jnp.any(ce != 0) | jnp.any(ref_kl != 0),
         jnp.maximum(tokens, 1.0),
         jnp.maximum(streams, 1.0),
-        *(divergences.count(weight) for weight in weights),
+        divergences.count(ce),
+        divergences.count(ref_kl),
     )
 
 

@@ -7,14 +7,10 @@ In the order they act on a gradient:
 3. weight decay, on matrices only, times the learning rate;
 4. the learning rate: linear warm-up, then constant, linear or cosine.
 
-A parameter's `ParamSpec` decides how it is treated: dims named `layers` and `experts` count copies, and the rest is a
-matrix if it has two dims or more and is not a bias. Moments are split exactly as their parameters
-(`rl/learner/train_step.py: abstract_state`), so the state of every rule is sharded like ZeRO.
-
-Moments in bfloat16 are the *first* moments. The second stays float32: with beta2 = 0.999 it moves by 0.001 of itself a step,
-which is under half a unit of bfloat16 (0.004), and would never change.
-
-optax.contrib.muon is not used: on 8 devices it executes 1.34 times the FLOPs (docs/decisions/training.md).
+Moments are split exactly as their parameters (`rl/learner/train_step.py: abstract_state`), so the state of every rule is
+sharded like ZeRO. Only *first* moments may be bfloat16: with beta2 = 0.999 the second moves by 0.001 of itself a step, under
+half a unit of bfloat16 (0.004), and would never change. optax.contrib.muon is not used: on 8 devices it executes 1.34 times
+the FLOPs (docs/decisions/training.md).
 """
 
 import dataclasses
@@ -27,8 +23,6 @@ import jax.numpy as jnp
 import optax
 
 from sharding import rules
-
-TABLES = ("vocab",)  # a matrix with such a dim is a lookup table: Muon leaves it to AdamW
 
 # Quintic Newton-Schulz coefficients (Jordan 2024, "Muon"): steepest at 0, singular values end in about 0.7 .. 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -106,25 +100,22 @@ def _to_host(x):
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
     """Returns the rate as a function of the optimizer step 0, 1, ...; the first step of a warm-up is already above 0."""
-    warmup = optax.linear_schedule(
-        config.learning_rate / max(config.warmup_steps, 1), config.learning_rate, max(config.warmup_steps - 1, 1)
-    )
+    peak, num_warmup = config.learning_rate, config.warmup_steps
+    warmup = optax.linear_schedule(peak / max(num_warmup, 1), peak, max(num_warmup - 1, 1))
     if config.schedule == "constant":
         return warmup
-    rest = config.total_steps - config.warmup_steps
+    rest = config.total_steps - num_warmup
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(config.learning_rate, rest, alpha=config.final_rate)
+        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_rate)
     else:
         steps = config.decay_steps or rest
-        after = optax.linear_schedule(
-            config.learning_rate, config.learning_rate * config.final_rate, steps, transition_begin=rest - steps
-        )
-    return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
+        after = optax.linear_schedule(peak, peak * config.final_rate, steps, transition_begin=rest - steps)
+    return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
 def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
     """Returns True for the matrices that Muon orthogonalizes: all but the embedding and the output head."""
-    return rules.is_matrix(spec) and not any(axis in TABLES for axis in spec.logical_axes)
+    return rules.is_matrix(spec) and "vocab" not in spec.logical_axes
 
 
 def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -136,9 +127,6 @@ def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
     rest = [i for i in range(len(spec.shape)) if i not in copies]
     split = len(rest) - 1 if spec.logical_axes[rest[-1]] == "model" else 1
     return copies, tuple(rest[:split]), tuple(rest[split:])
-
-
-# ---- Muon ------------------------------------------------------------------------------------------------------------
 
 
 def scale_by_muon(specs, beta: float, moment_dtype: str) -> optax.GradientTransformation:
@@ -185,10 +173,9 @@ def orthogonalize(x_NRC: jax.Array) -> jax.Array:
 
 def _orthogonalize_tree(tree, specs):
     """Stacks the matrices of one shape, orthogonalizes each stack over the devices, and takes it apart again."""
-    leaves, structure = jax.tree.flatten(tree)  # inside a partition, of some of the parameters
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)  # inside a partition, of some of the parameters
     by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
-    leaf_specs = [by_path[path] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    as_matrices = [_to_matrices(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)]
+    as_matrices = [_to_matrices(x, by_path[path]) for path, x in leaves]
     done: dict[int, jax.Array] = {}
     for shape in dict.fromkeys(x.shape[1:] for x in as_matrices):
         members = [i for i, x in enumerate(as_matrices) if x.shape[1:] == shape]
@@ -197,7 +184,7 @@ def _orthogonalize_tree(tree, specs):
         start = 0
         for i in members:
             end = start + as_matrices[i].shape[0]
-            done[i] = _from_matrices(stack[start:end], leaf_specs[i])
+            done[i] = _from_matrices(stack[start:end], by_path[leaves[i][0]])
             start = end
     return jax.tree.unflatten(structure, [done[i] for i in range(len(leaves))])
 

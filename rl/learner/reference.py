@@ -27,16 +27,19 @@ def make(learner: train_step.Learner, initial: Callable[[], transformer.Params],
     Raises:
       ValueError: the checkpoint is unreadable, or its vocabulary is too small.
     """
-    objective, policy, mesh = learner.objective, learner.model, learner.mesh
+    objective = learner.objective
     if not objective.needs_reference:
         return None
-    path, model = objective.reference_model, model_of(objective, policy, vocab_size)
-    if not path:
-        params = initial()
-    else:
-        shardings = rules.shardings(transformer.specs(model), mesh)
-        params = hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
-    return lambda batch: train_step.score(model, mesh, params, batch, learner.share_prompts)
+    model, path = model_of(objective, learner.model, vocab_size), objective.reference_model
+    scorer = dataclasses.replace(learner, model=model, objective=objective_lib.Objective(), lora=None)
+    params = load(path, model, learner.mesh) if path else initial()
+    return lambda batch: train_step.score(scorer, params, batch)
+
+
+def load(path: str, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
+    """Returns the parameters of a Hugging Face checkpoint of `model`, in the learner's sharding."""
+    shardings = rules.shardings(transformer.specs(model), mesh)
+    return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
 
 
 def model_of(

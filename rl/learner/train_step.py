@@ -2,16 +2,10 @@
 
 1. With `old_logprobs = "learner"`, all tokens are scored with the parameters before the step (INTELLECT-2's estimator):
    ratios then measure the change made by this batch's own optimizer steps. By default they compare with the sampler.
-2. `loss` runs the packed rows of a micro-batch and scores their tokens at the temperature they were sampled at. Where
-   the batch names the experts that ran, these run again (rl/batch/router_replay.py), here and in 1.
-3. The policy loss turns log-probabilities, advantages and masks into a scalar over the global token count; the other
-   components of the objective (rl/learner/objective.py) are added, each over its own count.
-4. `gradients` are summed over micro-batches; since the denominators are global, the sum is exactly the gradient of the
-   whole batch. The number of micro-batches is data, not shape: one compilation serves batches of any size.
-5. optax clips, scales and applies the gradient. A gradient that is not finite is not applied: the state stays as it was,
-   and the metric loss/skipped counts it.
-
-The learner does not depend on the algorithm: rewards, groups and staleness were dealt with before a batch reaches it.
+2. `loss` scores the tokens of a micro-batch, at the temperature they were sampled at and with the experts that the batch
+   names (rl/batch/router_replay.py), and adds the components of the objective, each over its own global count.
+3. `gradients` are summed over micro-batches: exactly the gradient of the whole batch, since the denominators are global.
+4. `update` clips, scales and applies the gradient. One that is not finite changes nothing; loss/skipped counts it.
 """
 
 import dataclasses
@@ -68,24 +62,19 @@ class TrainState(struct.PyTreeNode):
     frozen: transformer.Params = dataclasses.field(default_factory=dict)
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
-
-
 def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -> tuple[TrainState, dict]:
     """Takes the optimizer steps of one batch; returns the new state and metrics. To be run by `jit_train_step`.
 
-    Metrics are float32 scalars on the device, equal on all hosts: loss/total, loss/entropy, loss/num_tokens,
-    loss/grad_norm, grad_norm/<module>, loss/skipped (optimizer steps whose gradient was not finite), those of the components in use,
-    and the policy loss's own; with `old_logprobs = "learner"` also loss/sampler_kl, k3 against the sampler; of MoE models, moe/*
-    (`moe.load_metrics`), and with router replay moe/routing_mismatch, the fraction of (token, MoE layer) pairs in which the
-    learner's own router would have chosen other experts.
+    Metrics are float32 scalars on the device, equal on all hosts: those of the policy loss, of the components of the objective,
+    and of `update`; of MoE models, moe/* (`moe.load_metrics`), and with router replay moe/routing_mismatch, the fraction of
+    (token, MoE layer) pairs in which the learner's own router would have chosen other experts.
     """
     objective, layout = learner.objective, _shardings(learner).opt_state
     with jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
         old_logp = batch.behavior_logp
         if objective.old_logprobs == "learner":
             params = _whole(learner, state.params, state.frozen)
-            old_logp = _score_batch(learner.model, params, batch, learner.share_prompts)
+            old_logp = _score_batch(learner, params, batch)
         micro_batches = objective_lib.MicroBatches(batch, old_logp)
         state = state.replace(opt_state=_between_memories(state.opt_state, layout, "device"))
         if objective.optimizer_steps > 1:
@@ -113,9 +102,8 @@ def gradients(learner: Learner, state: TrainState, micro_batches, first, stride,
 def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatches, counts: objective_lib.Counts):
     """Returns (objective, metrics) of one micro-batch, to be differentiated by `params`."""
     objective, batch = learner.objective, micro_batch.batch
-    logp_BT, entropy_BT, routing = _log_probs(
-        learner.model, _whole(learner, params, frozen), batch, learner.share_prompts, objective.entropy_coef > 0
-    )
+    whole = _whole(learner, params, frozen)
+    logp_BT, entropy_BT, routing = _log_probs(learner, whole, batch, entropy_gradient=objective.entropy_coef > 0)
     policy, metrics = learner.policy_loss.function(
         logp_BT,
         micro_batch.old_logp,
@@ -129,7 +117,6 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
 
 def update(learner: Learner, state: TrainState, grads, metrics, counts: objective_lib.Counts, is_good=True):
     """Applies one optimizer step, unless its gradient is not finite, no token trains, or `is_good` is False."""
-    model, rate = learner.model, learner.objective.router_balance_rate
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
     keeps = is_good & finite & counts.trains_any  # without a token, momentum alone must move nothing
@@ -137,17 +124,14 @@ def update(learner: Learner, state: TrainState, grads, metrics, counts: objectiv
     params = optax.apply_updates(state.params, updates)
     if (load_LE := metrics.pop("moe/load", None)) is not None:
         metrics |= moe.load_metrics(load_LE)
-        if rate:
-            params = _rebalance(model, params, load_LE, rate)
+        if rate := learner.objective.router_balance_rate:
+            params = _rebalance(learner.model, params, load_LE, rate)
     if (differing_and_all := metrics.pop("moe/replayed", None)) is not None:
         metrics |= {"moe/routing_mismatch": differing_and_all[0] / jnp.maximum(differing_and_all[1], 1.0)}
     old = state.params, state.opt_state
     params, opt_state = jax.tree.map(lambda new, old: jnp.where(keeps, new, old), (params, opt_state), old)
     metrics |= {"loss/grad_norm": norm, "loss/skipped": 1.0 - finite} | module_norms(grads)
     return state.replace(params=params, opt_state=opt_state), metrics
-
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,30 +143,18 @@ def jit_train_step(learner: Learner):
 
 
 def compile_train_step(learner: Learner, batch: packing.TrainBatch) -> None:
-    """Compiles `jit_train_step(learner)` for batches of the shape of `batch` (`packing.abstract`), in the calling thread.
-
-    The first call is then as quick as the next.
-    """
+    """Compiles `jit_train_step(learner)` for batches of the shape of `batch` (`packing.abstract`), in the calling thread."""
     jit_train_step(learner).lower(abstract_state(learner), batch).compile()
 
 
-@functools.partial(jax.jit, static_argnames=("model", "mesh", "share_prompts"))
-def score(
-    model: config_lib.ModelConfig,
-    mesh: jax.sharding.Mesh,
-    params: transformer.Params,
-    batch: packing.TrainBatch,
-    share_prompts: bool = True,
-) -> jax.Array:
-    """Returns log-probabilities [M, B, T] of the batch's tokens under `params`, without gradient, as for a reference policy.
+@functools.partial(jax.jit, static_argnums=0)
+def score(learner: Learner, params: transformer.Params, batch: packing.TrainBatch) -> jax.Array:
+    """Returns log-probabilities [M, B, T] of the batch's tokens under parameters of the whole model, without gradient.
 
-    Routed experts of the batch are ignored: they belong to another policy, maybe of another architecture.
+    Routed experts of the batch are ignored: they may belong to another policy, even of another architecture.
     """
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _score_batch(model, params, batch.replace(routed_experts=None), share_prompts)
-
-
-# ---- the state -------------------------------------------------------------------------------------------------------
+    with jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
+        return _score_batch(learner, params, batch.replace(routed_experts=None))
 
 
 def make_optimizer(
@@ -197,11 +169,11 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
 
     @functools.partial(jax.jit, out_shardings=_shardings(learner))
     def create(key, params):
-        params = transformer.init(key, learner.model) if params is None else params
-        if not learner.lora:
-            return TrainState(jnp.zeros((), jnp.int32), params, learner.optimizer.init(params))
-        trained = lora_lib.init(jax.random.fold_in(key, 1), _trained_specs(learner.model, learner.lora))
-        return TrainState(jnp.zeros((), jnp.int32), trained, learner.optimizer.init(trained), frozen=params)
+        trained, frozen = transformer.init(key, learner.model) if params is None else params, {}
+        if learner.lora:
+            specs = _trained_specs(learner.model, learner.lora)
+            trained, frozen = lora_lib.init(jax.random.fold_in(key, 1), specs), trained
+        return TrainState(jnp.zeros((), jnp.int32), trained, learner.optimizer.init(trained), frozen)
 
     with jax.set_mesh(learner.mesh):
         return create(key, params)
@@ -270,9 +242,6 @@ def _between_memories(opt_state, layout, kind: str):
     return jax.tree.map(move, opt_state, layout)
 
 
-# ---- over micro-batches and optimizer steps --------------------------------------------------------------------------
-
-
 def _accumulation(learner, state, micro_batches, first, stride, counts):
     """The arguments of a `fori_loop` that sums `gradients` over the micro-batches first, first + stride, ... in use.
 
@@ -280,8 +249,7 @@ def _accumulation(learner, state, micro_batches, first, stride, counts):
     """
     gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
     one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
-    shapes = jax.eval_shape(gradient, state.params, state.frozen, one, counts)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = _zeros(jax.eval_shape(gradient, state.params, state.frozen, one, counts))
     num_turns = (micro_batches.batch.num_micro_batches - first + stride - 1) // stride
     return 0, num_turns, functools.partial(gradients, learner, state, micro_batches, first, stride, counts), zeros
 
@@ -300,57 +268,51 @@ def _several_optimizer_steps(learner, state, micro_batches):
         counts = objective_lib.count(micro_batches, k, stride)
         grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
         after, metrics = update(learner, before, grads, metrics, counts, is_good)
-        return after.params, after.opt_state, metrics, counts.tokens
+        weighted = jax.tree.map(lambda x: x * counts.tokens, metrics) | {"loss/num_tokens": counts.tokens}
+        return after.params, after.opt_state, weighted, is_good & (metrics["loss/skipped"] == 0)
 
     def add(k, carry):
         params, opt_state, total, is_good = carry
-        params, opt_state, metrics, tokens = step(k, params, opt_state, is_good)
-        weighted = jax.tree.map(lambda x: x * tokens, metrics) | {"loss/num_tokens": tokens}
-        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good & (metrics["loss/skipped"] == 0)
+        params, opt_state, weighted, is_good = step(k, params, opt_state, is_good)
+        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good
 
-    shapes = jax.eval_shape(step, 0, state.params, state.opt_state, True)[2]
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | {"loss/num_tokens": jnp.zeros(())}
+    zeros = _zeros(jax.eval_shape(step, 0, state.params, state.opt_state, True)[2])
     carry = state.params, state.opt_state, zeros, jnp.array(True)
     params, opt_state, total, _ = jax.lax.fori_loop(0, stride, add, carry)
     tokens = total.pop("loss/num_tokens")
     metrics = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total) | {"loss/num_tokens": tokens}
-    metrics |= {
-        "loss/optimizer_steps": stride.astype(jnp.float32),
-        "loss/optimizer_steps_missing": (most - stride) / 1.0,
-    }
+    taken = stride.astype(jnp.float32)
+    metrics |= {"loss/optimizer_steps": taken, "loss/optimizer_steps_missing": most - taken}
     return state.replace(params=params, opt_state=opt_state), metrics
 
 
-def _score_batch(model, params, batch: packing.TrainBatch, share_prompts: bool) -> jax.Array:
+def _zeros(shapes):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _score_batch(learner, params, batch: packing.TrainBatch) -> jax.Array:
     micro_batches = objective_lib.MicroBatches(batch, batch.behavior_logp)
 
     def put(i, logp):
-        return logp.at[i].set(_log_probs(model, params, micro_batches[i].batch, share_prompts)[0])
+        return logp.at[i].set(_log_probs(learner, params, micro_batches[i].batch)[0])
 
     return jax.lax.fori_loop(0, batch.num_micro_batches, put, jnp.zeros(batch.tokens.shape, jnp.float32))
 
 
-def _log_probs(model, params, batch, share_prompts: bool, entropy_gradient: bool = False):
+def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):
     """(logp_BT, entropy_BT, routing of the MoE layers or None) of a micro-batch."""
     hidden_BTD, routing = transformer.apply(
         params,
-        model,
+        learner.model,
         batch.tokens,
         positions_BT=batch.positions,
         segment_ids_BT=batch.segment_ids,
-        branch_ids_BT=batch.branch_ids if share_prompts else None,
+        branch_ids_BT=batch.branch_ids if learner.share_prompts else None,
         experts_LBTX=router_replay.given(batch.routed_experts),
     )
-    logp_BT, entropy_BT = logprobs.token_logprobs(
-        params,
-        model,
-        hidden_BTD,
-        batch.tokens,
-        batch.temperature,
-        predictors_BT=batch.predictors,
-        entropy_gradient=entropy_gradient,
-    )
-    return logp_BT, entropy_BT, routing
+    options = {"predictors_BT": batch.predictors, "entropy_gradient": entropy_gradient}
+    scores = logprobs.token_logprobs(params, learner.model, hidden_BTD, batch.tokens, batch.temperature, **options)
+    return *scores, routing
 
 
 def _rebalance(model, params, load_LE, rate: float):
@@ -370,7 +332,6 @@ def module_norms(grads) -> dict[str, jax.Array]:
     """Returns {"grad_norm/<module>": norm} over all layers: attn, mlp, moe, their norms, embed, lm_head, final_norm."""
     modules: dict[str, list] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        keys = [str(getattr(entry, "key", entry)) for entry in path]
-        named = [key for key in keys if key != "layers" and not key.isdigit()]
-        modules.setdefault(named[0], []).append(leaf)
+        name = next(entry.key for entry in path if entry.key != "layers" and not entry.key.isdigit())
+        modules.setdefault(name, []).append(leaf)
     return {f"grad_norm/{name}": optax.tree.norm(leaves) for name, leaves in modules.items()}

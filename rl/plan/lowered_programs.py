@@ -145,7 +145,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
-        lower=lambda: train_step.score.lower(model, mesh, params, batch, exp.config.train.share_prompts),
+        lower=lambda: train_step.score.lower(exp.learner(mesh), params, batch),
         held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,
@@ -224,13 +224,8 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
     """Returns rl/train.py's batch without content, and the number of micro-batches in use if all rollouts are at full length."""
     config = exp.config
     num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
-    length, T, rows = config.inference.max_model_len, config.train.row_length, exp.rows(mesh)
-    streams = exp.credit.streams + (("ref_logp",) if exp.objective.needs_reference else ())
-    layout = packing.Layout.for_streams(
-        num_streams, length, row_length=T, rows=rows, streams=streams, router_replay=exp.credit.router_replay
-    )
-    rows_in_use = math.ceil(num_streams / max(T // length, 1))
-    return packing.abstract(layout, mesh), math.ceil(rows_in_use / rows)
+    rows_in_use = math.ceil(num_streams / max(config.train.row_length // config.inference.max_model_len, 1))
+    return exp.abstract_batch(mesh), math.ceil(rows_in_use / exp.rows(mesh))
 
 
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:

@@ -317,4 +317,4 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
 
     config.model.ffn_dim, config.model.rope_theta = 400, 5e5
     with pytest.raises(ValueError, match="model.ffn_dim = 400 but .* has 384; model.rope_theta = 500000.0 but"):
-        sft.initial_params(experiment.resolve(config), mesh)
+        sft.check_initial(experiment.resolve(config))

@@ -80,7 +80,7 @@ def test_batch_std_divides_by_the_spread_of_the_whole_batch():
     np.testing.assert_allclose(np.concatenate(got), np.array(everything) / deviation, rtol=1e-12)
     assert [c.tolist() for c in advantages.batch_std([np.array([2.0])])] == [[0.0]] and advantages.batch_std([]) == []
     assert all(np.isfinite(c).all() for c in advantages.batch_std([np.zeros(3)]))
-    assert [c is d for c, d in zip(advantages.unchanged(credits), credits, strict=True)] == [True] * 3
+    assert [c is d for c, d in zip(advantages.NORMALIZERS["none"](credits), credits, strict=True)] == [True] * 3
 
 
 def test_averages_turn_a_token_mean_into_a_sample_or_prompt_mean():
@@ -109,5 +109,5 @@ def test_overlong_penalty():
     expected = [0 if n <= 12 else (12 - n) / 4 if n <= 16 else -1 for n in lengths]
     np.testing.assert_allclose(got, expected)
     for buffer in (0, 17):
-        with pytest.raises(ValueError, match="overlong buffer"):
+        with pytest.raises(AssertionError):
             advantages.overlong_penalty(lengths, max_tokens=16, buffer=buffer)

