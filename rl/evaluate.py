@@ -158,7 +158,9 @@ def main() -> None:
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     check_run(flags.FLAGS.workdir)
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
-        changed = _changed(workdir, exp)
+        # The fields that change scores and differ from the run's, with their values.
+        fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
+        changed = {n: fields[n] for n in run_directory.differences(workdir, exp) if n.startswith(prefixes)}
         step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
@@ -172,12 +174,6 @@ def main() -> None:
         progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")
     else:
         progress.say(f"report: {report.write(workdir)}")
-
-
-def _changed(workdir: pathlib.Path, exp: experiment.Experiment) -> dict:
-    """The fields that change scores and differ from the run's, with their values."""
-    fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
-    return {name: fields[name] for name in run_directory.differences(workdir, exp) if name.startswith(prefixes)}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
    With router replay, the shared part ends before the prompt's last token, which each sample ran for itself, and samples
    whose prompts ran other experts are in separate trees.
 
-Pure numpy on the host. Letters: P groups of a batch, G samples of a group, T tokens of one sample.
+Letters: P groups of a batch, G samples of a group, T tokens of one sample.
 """
 
 import dataclasses

@@ -42,7 +42,7 @@ def _cut(batch, layout, mesh, process: int) -> tuple[dict, list[np.ndarray]]:
 def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
     regions, offset, arrays = _regions(layout, mesh, jax.process_index()), 0, {}
     for name, row in packing.empty_row(layout).items():
-        shape, blocks = (*_shape(layout)[:2], *row.shape), {}
+        shape, blocks = (layout.num_micro_batches, layout.rows, *row.shape), {}
         for rows, columns in regions:
             part = (shape[0], rows.stop - rows.start, columns.stop - columns.start)
             block = np.empty((*part, *row.shape[1:]), row.dtype)
@@ -61,13 +61,9 @@ def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
     return packing.TrainBatch(**arrays, num_micro_batches=count)
 
 
-def _shape(layout: packing.Layout) -> tuple[int, int, int]:
-    return layout.num_micro_batches, layout.rows, layout.row_length
-
-
 def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
     """The blocks of [M, B, T] that the devices of a process need, each once, in the same order on every host."""
-    shape = _shape(layout)
+    shape = layout.num_micro_batches, layout.rows, layout.row_length
     indices = packing.sharding(mesh, 3).devices_indices_map(shape)
     own = [index[1:] for device, index in indices.items() if device.process_index == process]
     spans = {tuple(span.indices(size)[:2] for span, size in zip(index, shape[1:], strict=True)) for index in own}
