@@ -54,11 +54,15 @@ def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
         arrays[name] = jax.make_array_from_callback(
             shape,
             packing.sharding(mesh, len(shape)),
-            lambda index, b=blocks: b[index[1].start or 0, index[2].start or 0],
+            lambda index, b=blocks: b[_corner(index)],
         )
     assert offset == len(data), (offset, len(data))
     count = jax.make_array_from_callback((), packing.sharding(mesh, 0), lambda _: np.int32(used))
     return packing.TrainBatch(**arrays, num_micro_batches=count)
+
+
+def _corner(index) -> tuple[int, int]:
+    return index[1].start or 0, index[2].start or 0
 
 
 def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
