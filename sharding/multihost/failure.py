@@ -24,12 +24,9 @@ MISTAKE, INTERRUPTED, DIED, BUG, REMOTE = range(5)
 SETTLE_S = 1.0  # a collective can break on one host before another host reports the cause
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 
+DEATH = "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
+
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority
-
-
-def as_bug(error: BaseException) -> tuple[str, int, int]:
-    """Returns (message, exit code, priority) of an error about which nothing else is known."""
-    return str(error), 1, BUG
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -43,45 +40,38 @@ class ErrorReport:
 
 
 class Shutdown:
-    """The end of this host and of all others. `connections` and `names`, by host, are filled by the rendezvous."""
+    """The end of this host and of all others."""
 
-    def __init__(
-        self,
-        index: int,
-        count: int,
-        explain: Explain,
-        connections: dict[int, transport.Connection],
-        names: dict[int, str],
-    ):
+    def __init__(self, peers: transport.Peers, explain: Explain):
         self.cleanups: list[Callable[[], None]] = []  # called before the process exits
-        self._index, self._count, self._explain = index, count, explain
-        self._connections, self._names = connections, names
+        self._peers, self._explain = peers, explain
         self._reports: list[ErrorReport] = []
         self._lock, self._exiting = threading.Lock(), threading.Lock()
         self._traceback = ""
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> ErrorReport:
         """Reports an error of this host and returns; all hosts end soon after."""
         message, code, priority = self._explain(error)
         if isinstance(error, transport.RemoteHostError):
             priority = REMOTE
         elif priority >= BUG:
             self._traceback = "".join(traceback.format_exception(error))
-        self.submit(ErrorReport(priority, self._index, message, code))
+        report = ErrorReport(priority, self._peers.index, message, code)
+        self.submit(report)
+        return report
 
     def fail(self, error: BaseException) -> None:
         """Reports an error of this host and ends it. Does not return."""
-        self.report(error)
+        report = self.report(error)
         time.sleep(30)  # the threads of the connections end the process
-        message, code, _ = self._explain(error)
-        self.exit(self._end(self._index, message, code))
+        self.exit(self._end(report))
 
     def submit(self, report: ErrorReport) -> None:
         """Sends a report to host 0. On host 0, records it; the first one starts the end of all hosts."""
-        if self._index and 0 in self._connections:
+        if self._peers.index and 0 in self._peers.connections:
             header = {"kind": "cause", "rank": report.priority, "message": report.message, "code": report.code}
             with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
-                self._connections[0].send(header)
+                self._peers.connections[0].send(header)
             return
         with self._lock:
             self._reports.append(report)
@@ -90,20 +80,18 @@ class Shutdown:
 
     def lost(self, host: int) -> None:
         """Handles a connection to `host` that closed although the run is not over."""
-        message = (
-            "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
-        )
-        if self._index:
-            self.exit(self._end(host, message, 1))
+        report = ErrorReport(DIED, host, DEATH, 1)
+        if self._peers.index:
+            self.exit(self._end(report))
         else:
-            self.submit(ErrorReport(DIED, host, message, 1))
+            self.submit(report)
 
     def exit(self, end: dict) -> None:
         """Prints the line of `end` and exits with its code. Does not return; a second caller blocks until the exit."""
         self._exiting.acquire()
         for clean_up in self.cleanups:
             clean_up()
-        if end["host"] == self._index and self._traceback:
+        if end["host"] == self._peers.index and self._traceback:
             print(self._traceback, file=sys.stderr, end="")
         print(end["line"], file=sys.stderr, flush=True)
         # Threads in a collective cannot be joined, and JAX's own exit would wait for the other hosts.
@@ -121,26 +109,24 @@ class Shutdown:
             while True:
                 number = reader.recv(1)[0]
                 if number in (signal.SIGINT, signal.SIGTERM):
-                    self.submit(ErrorReport(INTERRUPTED, self._index, INTERRUPTION, 128 + number))
+                    self.submit(ErrorReport(INTERRUPTED, self._peers.index, INTERRUPTION, 128 + number))
 
         threading.Thread(target=watch, name="signals", daemon=True).start()
 
     def _settle(self) -> None:
         time.sleep(SETTLE_S)
-        cause = min(self._reports)
-        end = self._end(cause.host, cause.message, cause.code)
+        end = self._end(min(self._reports))
 
         def send(connection):
             with contextlib.suppress(OSError):
                 connection.send(end)
 
-        threads = [threading.Thread(target=send, args=[c], daemon=True) for c in self._connections.values()]
+        threads = [threading.Thread(target=send, args=[c], daemon=True) for c in self._peers.connections.values()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(2.0)
         self.exit(end)
 
-    def _end(self, host: int, message: str, code: int) -> dict:
-        line = f"error: host {host} of {self._count} ({self._names.get(host, 'unknown')}): {message}"
-        return {"kind": "end", "host": host, "line": line, "code": code}
+    def _end(self, report: ErrorReport) -> dict:
+        return self._peers.end(report.host, report.message, report.code)

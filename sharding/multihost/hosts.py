@@ -29,12 +29,12 @@ from sharding.multihost import cluster, failure, rendezvous, transport
 class Hosts:
     """This process, host `index` of `count`, and its connections to the others."""
 
-    def __init__(self, index: int = 0, count: int = 1, explain: failure.Explain = failure.as_bug):
+    def __init__(self, index: int = 0, count: int = 1, explain: failure.Explain = lambda e: (str(e), 1, failure.BUG)):
         self.index, self.count = index, count
         self.processes = {index: index}  # on host 0: each host's index among JAX's processes
-        self._names = {index: socket.gethostname()}
-        self._connections: dict[int, transport.Connection] = {}
-        self._shutdown = failure.Shutdown(index, count, explain, self._connections, self._names)
+        self._peers = transport.Peers(index, count, names={index: socket.gethostname()})
+        self._connections = self._peers.connections
+        self._shutdown = failure.Shutdown(self._peers, explain)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # messages from host 0
         self._changed = threading.Condition()
         self._done: set[int] = set()
@@ -102,16 +102,6 @@ class Hosts:
             self._connections[0].send({"kind": "done"})
             self._next("bye")
 
-    def _connect(self, address: tuple[str, int], workdir: pathlib.Path, timeout_s: float) -> None:
-        self._shutdown.watch_signals()
-        place = rendezvous.Rendezvous(
-            self.index, self.count, self._connections, self._names, address, workdir, timeout_s
-        )
-        place.join()
-        for host, connection in self._connections.items():
-            threading.Thread(target=self._listen, args=(host, connection), name=f"host {host}", daemon=True).start()
-        self._names[0] = self.broadcast(self._names.get(0))
-
     def _listen(self, host: int, connection: transport.Connection) -> None:
         """Handles the messages of one host, in a thread of its own."""
         try:
@@ -121,8 +111,7 @@ class Hosts:
                 if kind == "end":
                     self._shutdown.exit(header)
                 elif kind == "cause":
-                    report = failure.ErrorReport(header["rank"], host, header["message"], header["code"])
-                    self._shutdown.submit(report)
+                    self._shutdown.submit(failure.ErrorReport(header["rank"], host, header["message"], header["code"]))
                 elif kind in ("done", "process"):
                     with self._changed:
                         self._done |= {host} if kind == "done" else set()
@@ -156,15 +145,9 @@ def joined(
 ) -> Iterator[Hosts]:
     """Yields the hosts of this run, connected and in one `jax.distributed`. Enter it before JAX looks for devices.
 
-    With several hosts, an error in the block ends every host, and leaving the block waits for all of them.
-
-    Args:
-      coordinator: host:port of host 0, "auto" (JAX must find it), or "" (JAX may find it).
-      num_processes: number of hosts; 0 takes it from the environment.
-      process_id: index of this host; -1 takes it from the environment.
-      timeout_s: how long hosts wait for each other.
-      workdir: a directory that all hosts share; made if it does not exist.
-      explain: returns an error's message, exit code and priority (sharding/multihost/failure.py).
+    With several hosts, an error in the block ends every host, and leaving the block waits for all of them. The first four
+    arguments are those of `cluster.detect`. `workdir` is a directory that all hosts share, made if it does not exist;
+    `explain` returns an error's message, exit code and priority (sharding/multihost/failure.py).
     """
     found = cluster.detect(coordinator, num_processes, process_id, timeout_s)
     if found is None:
@@ -173,8 +156,13 @@ def joined(
     address, index, count, device_ids = found
     hosts = Hosts(index, count, explain)
     try:
-        host, _, port = address.rpartition(":")
-        hosts._connect((host.strip("[]"), int(port)), workdir, timeout_s)
+        hosts._shutdown.watch_signals()
+        meet = rendezvous.connect if index else rendezvous.accept_all
+        name, _, port = address.rpartition(":")
+        meet(hosts._peers, (name.strip("[]"), int(port)), workdir, timeout_s)
+        for host, connection in hosts._connections.items():
+            threading.Thread(target=hosts._listen, args=(host, connection), name=f"host {host}", daemon=True).start()
+        hosts._peers.names[0] = hosts.broadcast(hosts._peers.names.get(0))
         jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing with it here
         jax.distributed.initialize(address, count, index, device_ids, initialization_timeout=int(timeout_s))
         hosts._register_process()

@@ -6,7 +6,6 @@
 3. Host 0 checks these. It returns when all hosts are connected, or raises ValueError with the missing host or the mismatch.
 """
 
-import dataclasses
 import hmac
 import os
 import pathlib
@@ -21,95 +20,77 @@ from sharding.multihost import transport
 KEY_S = 20.0  # a network disk may show a new file late
 
 
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """The place where hosts meet. `join` fills `connections` and `names`, both by host index."""
+def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.Path, timeout_s: float) -> None:
+    """Returns when all other hosts are connected to this one, host 0. `address` is that of JAX's coordinator.
 
-    index: int
-    count: int
-    connections: dict[int, transport.Connection]
-    names: dict[int, str]
-    address: tuple[str, int]  # host and port of JAX's coordinator
-    workdir: pathlib.Path  # on a disk that all hosts share
-    timeout_s: float
-
-    def join(self) -> None:
-        """Returns when this host is connected to host 0, or, on host 0, when all others are.
-
-        On an error `connections` has the hosts that were connected so far. Raises ValueError if a host is missing after
-        `timeout_s` or if settings differ.
-        """
-        if self.index:
-            self._connect()
-        else:
-            self._accept_all()
-
-    def _accept_all(self) -> None:
-        key, deadline_s = make_key(self.workdir), time.monotonic() + self.timeout_s
-        transport.listen(self.address[1]).close()  # JAX kills the process if its own port is taken
-        with transport.listen(_port_after(self.address[1])) as listener:
-            while missing := sorted(set(range(self.count)) - {0} - self.connections.keys()):
-                listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-                try:
-                    connection = transport.Connection(listener.accept()[0])
-                    nonce = secrets.token_hex(16)
-                    connection.send({"nonce": nonce})
-                    hello = connection.receive(timeout_s=KEY_S + 10)[0]
-                except TimeoutError:
-                    if time.monotonic() > deadline_s:
-                        raise ValueError(
-                            f"host(s) {', '.join(map(str, missing))} of {self.count} did not connect within {self.timeout_s:.0f} s; "
-                            f"start the same command on every host, or correct topology.num_processes"
-                        ) from None
-                    continue
-                except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser
-                    continue
-                if isinstance(hello, dict):
-                    self._admit(connection, hello, _proof(key, nonce))
-
-    def _admit(self, connection: transport.Connection, hello: dict, proof: str) -> None:
-        index, name = hello.get("index"), str(hello.get("name"))[:80]
-        host = f"host {index} ({name})"
-        if isinstance(index, int):
-            self.connections.setdefault(index, connection)  # even if rejected: it has to receive the error
-        if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
-            raise ValueError(
-                f"{host} does not see the key of this run in {self.workdir}; give a --workdir on a disk that all hosts share"
-            )
-        for field, setting, expected in (
-            ("count", "topology.num_processes", self.count),
-            ("jax", "jax", jax.__version__),
-        ):
-            if hello.get(field) != expected:
-                raise ValueError(
-                    f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}; make them the same on all hosts"
-                )
-        if not isinstance(index, int) or not 0 < index < self.count or self.connections[index] is not connection:
-            text = f"{host} was started twice; give each host a different topology.process_id"
-            line = f"error: host 0 of {self.count} ({self.names[0]}): {text}"
-            connection.send({"kind": "end", "host": 0, "line": line, "code": 1})
-            raise ValueError(text)
-        self.names[index] = name
-
-    def _connect(self) -> None:
-        host, port = self.address[0], _port_after(self.address[1])
-        deadline_s = time.monotonic() + self.timeout_s
-        while True:
+    Raises ValueError if one is missing after `timeout_s`, or if settings differ; `peers` then has those connected so far.
+    """
+    key, deadline_s = make_key(workdir), time.monotonic() + timeout_s
+    transport.listen(address[1]).close()  # JAX kills the process if its own port is taken
+    with transport.listen(_port_after(address[1])) as listener:
+        while missing := sorted(set(range(1, peers.count)) - peers.connections.keys()):
+            listener.settimeout(max(0.01, deadline_s - time.monotonic()))
             try:
-                connection = transport.Connection(socket.create_connection((host, port), timeout=5))
-                nonce = str(connection.receive(timeout_s=5)[0]["nonce"])
-                break
-            except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
+                connection = transport.Connection(listener.accept()[0])
+                nonce = secrets.token_hex(16)
+                connection.send({"nonce": nonce})
+                hello = connection.receive(timeout_s=KEY_S + 10)[0]
+            except TimeoutError:
                 if time.monotonic() > deadline_s:
                     raise ValueError(
-                        f"host 0 did not answer at {host}:{port} within {self.timeout_s:.0f} s ({error}); start the same command "
-                        f"there, or correct topology.coordinator"
+                        f"host(s) {', '.join(map(str, missing))} of {peers.count} did not connect within {timeout_s:.0f} s; "
+                        f"start the same command on every host, or correct topology.num_processes"
                     ) from None
-                time.sleep(0.2)
-        self.connections[0] = connection
-        proof = _proof(_wait_for_key(self.workdir), nonce)
-        hello = {"index": self.index, "count": self.count, "jax": jax.__version__, "proof": proof}
-        connection.send(hello | {"name": self.names[self.index]})
+                continue
+            except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser
+                continue
+            if isinstance(hello, dict):
+                _admit(peers, workdir, connection, hello, _proof(key, nonce))
+
+
+def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.Path, timeout_s: float) -> None:
+    """Connects this host to host 0 and sends its settings. Raises ValueError if host 0 does not answer in `timeout_s`."""
+    host, port = address[0], _port_after(address[1])
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = transport.Connection(socket.create_connection((host, port), timeout=5))
+            nonce = str(connection.receive(timeout_s=5)[0]["nonce"])
+            break
+        except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
+            if time.monotonic() > deadline_s:
+                raise ValueError(
+                    f"host 0 did not answer at {host}:{port} within {timeout_s:.0f} s ({error}); start the same command "
+                    f"there, or correct topology.coordinator"
+                ) from None
+            time.sleep(0.2)
+    peers.connections[0] = connection
+    proof = _proof(_wait_for_key(workdir), nonce)
+    hello = {"index": peers.index, "count": peers.count, "jax": jax.__version__, "proof": proof}
+    connection.send(hello | {"name": peers.names[peers.index]})
+
+
+def _admit(
+    peers: transport.Peers, workdir: pathlib.Path, connection: transport.Connection, hello: dict, proof: str
+) -> None:
+    index, name = hello.get("index"), str(hello.get("name"))[:80]
+    host = f"host {index} ({name})"
+    if isinstance(index, int):
+        peers.connections.setdefault(index, connection)  # even if rejected: it has to receive the error
+    if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
+        raise ValueError(
+            f"{host} does not see the key of this run in {workdir}; give a --workdir on a disk that all hosts share"
+        )
+    for field, setting, expected in (("count", "topology.num_processes", peers.count), ("jax", "jax", jax.__version__)):
+        if hello.get(field) != expected:
+            raise ValueError(
+                f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}; make them the same on all hosts"
+            )
+    if not isinstance(index, int) or not 0 < index < peers.count or peers.connections[index] is not connection:
+        text = f"{host} was started twice; give each host a different topology.process_id"
+        connection.send(peers.end(0, text, 1))
+        raise ValueError(text)
+    peers.names[index] = name
 
 
 def make_key(workdir: pathlib.Path) -> bytes:

@@ -1,5 +1,6 @@
 """Sends and receives messages over a TCP connection between two hosts: a JSON header, then raw bytes."""
 
+import dataclasses
 import json
 import socket
 import struct
@@ -62,6 +63,21 @@ class Connection:
                 raise EOFError
             view = view[received:]
         return data
+
+
+@dataclasses.dataclass
+class Peers:
+    """The hosts of a run, by index. The rendezvous fills `connections` and `names`; a host other than 0 connects to host 0."""
+
+    index: int  # of this host
+    count: int
+    connections: dict[int, Connection] = dataclasses.field(default_factory=dict)
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def end(self, host: int, message: str, code: int) -> dict:
+        """Returns the message that ends a host, with the line that it prints; `host` is where the error was."""
+        line = f"error: host {host} of {self.count} ({self.names.get(host, 'unknown')}): {message}"
+        return {"kind": "end", "host": host, "line": line, "code": code}
 
 
 def listen(port: int) -> socket.socket:

@@ -4,8 +4,7 @@
 2. The upstreams are polled; they answer when something is new. Mirrored are the newest `keep` versions and all bases that their
    deltas need. The newest version that is still being published is followed object by object.
 3. An object is downloaded as soon as an upstream lists it; `upstream.read` has checked its hash.
-4. The manifest comes last: it is checked, with a trusted key its signature, too, and stored when all its objects are. Objects
-   that were listed before but are not in the manifest are deleted.
+4. The manifest comes last: it is checked, with a trusted key its signature, too, and stored when all its objects are.
 5. Versions that are no longer needed are deleted. On a full disk the oldest version goes first.
 
 Failures (upstream gone, disk full, version rejected) are counted, reported and retried; complete versions stay.
@@ -114,16 +113,17 @@ class Mirror:
         """Deletes versions whose upstream manifest differs: a learner that resumed publishes a number again."""
         self._manifests = {n: m for n, m in self._manifests.items() if n in listing.complete}
         self._unavailable = {n: until_s for n, until_s in self._unavailable.items() if n in listing.complete}
-        unconfirmed = [n for n in self._store.complete() if n in listing.complete and n not in self._confirmed]
-        return any([self._try(self._confirm_one, number) for number in unconfirmed])
 
-    def _confirm_one(self, number: int) -> bool:
-        same = self.upstream.manifest_bytes(number) == self._store.manifest(number)
-        if not same:
-            self._store.remove(number)
-            self._count("replaced_versions")
-        self._confirmed.add(number)
-        return not same
+        def replace(number: int) -> bool:
+            same = self.upstream.manifest_bytes(number) == self._store.manifest(number)
+            if not same:
+                self._store.remove(number)
+                self._count("replaced_versions")
+            self._confirmed.add(number)
+            return not same
+
+        unconfirmed = [n for n in self._store.complete() if n in listing.complete and n not in self._confirmed]
+        return any([self._try(replace, number) for number in unconfirmed])
 
     def _download_order(self, listing: journal.Listing) -> list[int]:
         """Returns the missing versions: newest first, each after the bases its deltas need, up to `keep` versions."""
@@ -169,7 +169,7 @@ class Mirror:
             pending = self._collect(pending)
             if entries:
                 moved, quiet_s = True, time.monotonic()
-        self._collect(pending, wait=concurrent.futures.ALL_COMPLETED)
+        self._collect(pending, concurrent.futures.ALL_COMPLETED)
         return (is_complete and not self._stop.is_set() and self._download(number)) or moved
 
     def _download(self, number: int, listing: journal.Listing | None = None) -> bool:
@@ -183,36 +183,35 @@ class Mirror:
         for entry in missing:
             pending.add(self._pool.submit(self._copy, number, entry))
             while len(pending) >= 2 * NUM_DOWNLOADS:
-                pending = self._collect(pending, wait=concurrent.futures.FIRST_COMPLETED)
+                pending = self._collect(pending, concurrent.futures.FIRST_COMPLETED)
             if self._stop.is_set():
                 return False
             if listing is not None and time.monotonic() > polled_s + 1.0:
                 polled_s = time.monotonic()
                 if _newest(self.upstream.listing()) > _newest(listing):
                     break
-        self._collect(pending, wait=concurrent.futures.ALL_COMPLETED)
-        still_missing = [o for o in manifest.objects if not self._store.has(number, o)]
-        if still_missing:
-            return len(still_missing) < len(missing)
+        self._collect(pending, concurrent.futures.ALL_COMPLETED)
+        num_missing = sum(not self._store.has(number, o) for o in manifest.objects)
+        if num_missing:
+            return num_missing < len(missing)
         self._store.finish(number, manifest, self.upstream.manifest_bytes(number))
         self._confirmed.add(number)
         self._count("versions")
         return True
 
     def _copy(self, number: int, entry: journal.Object) -> None:
-        if self._store.in_place:  # the publisher hashed it: only an unfinished file is detected
-            if (self._store.root / journal.dirname(number) / entry.path).stat().st_size != entry.size:
-                raise journal.CorruptSource(f"object {entry.path} of version {number} does not have {entry.size} bytes")
-            self._store.add(number, entry, None)
-        else:
-            data = self._buffer(entry.size)
+        data = None if self._store.in_place else self._buffer(entry.size)
+        if data is not None:
             self.upstream.read(number, entry, [data])
-            try:
-                self._store.add(number, entry, data)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(number):
-                    raise
-                self._store.add(number, entry, data)
+        elif (self._store.root / journal.dirname(number) / entry.path).stat().st_size != entry.size:
+            # The publisher hashed it: only an unfinished file is detected.
+            raise journal.CorruptSource(f"object {entry.path} of version {number} does not have {entry.size} bytes")
+        try:
+            self._store.add(number, entry, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(number):
+                raise
+            self._store.add(number, entry, data)
         self._count("objects")
         self._count("bytes", entry.size)
 
@@ -225,17 +224,15 @@ class Mirror:
             buffer = self._local.buffer = bytearray(size)
         return memoryview(buffer)[:size]
 
-    def _collect(self, pending: set, wait: str | None = None) -> set:
+    def _collect(self, pending: set, wait: str = "") -> set:
         """Returns the downloads that are not done. A failed object is counted, and downloaded again in the next pass."""
-        done, pending = concurrent.futures.wait(pending, 0 if wait is None else None, wait or "FIRST_COMPLETED")
-        for future in done:
-            try:
-                future.result()
-            except concurrent.futures.CancelledError:
-                pass  # stopped
-            except (OSError, ValueError) as error:
+        done, pending = concurrent.futures.wait(pending, None if wait else 0, wait or concurrent.futures.ALL_COMPLETED)
+        for error in (future.exception() for future in done if not future.cancelled()):
+            if isinstance(error, OSError | ValueError):
                 self._note(error)
                 self._count("failed_objects")
+            elif error is not None:
+                raise error
         return pending
 
     def _drop(self, listing: journal.Listing) -> bool:
@@ -247,8 +244,8 @@ class Mirror:
         newest = max(complete, default=-1)
         wanted = self._download_order(listing) if partial else ()
         kept |= {n for n in partial if n in wanted or (n in listing.partial and n > newest)}
-        doomed = [n for n in (*complete, *partial) if n not in kept]
-        for number in doomed:
+        doomed = {*complete, *partial} - kept
+        for number in sorted(doomed):
             self._store.remove(number)
         return bool(doomed)
 

@@ -1,16 +1,12 @@
 """Serves published weights over HTTP: `Relay` is the whole process, `Server` its HTTP side.
 
-1. On a start, the files in `--dir` are hashed again, newest version first, and served as they are found good.
-2. The mirror (sharding/relay/mirror.py) follows the upstreams, verifies objects and stores them (sharding/relay/store.py).
-3. An object is served as soon as it is verified, to other relays as well: objects flow down a tree of any depth before the
-   manifest exists. The manifest is served once all its objects are.
-4. If the upstreams are gone, the disk is full, or a version is rejected, the complete versions are still served.
+The mirror (sharding/relay/mirror.py) downloads and verifies objects, the store (sharding/relay/store.py) keeps them. An object is
+served as soon as it is verified, to other relays as well: objects flow down a tree of any depth before the manifest exists.
+The manifest is served once all its objects are. If the upstreams are gone or the disk is full, the complete versions are still served. With a
+directory as upstream and no `--dir`, the relay serves that directory in place: the origin next to the learner.
 
-With a directory as upstream and no `--dir`, the relay serves that directory in place: the origin next to the learner.
-
-Served bytes are not hashed again. Clients hash all they read, since they trust no relay: they reject a damaged object, fetch it
-from another relay, and count it against this one. The next start drops it. A hash per request would cost more than all other
-work of a relay.
+Served bytes are not hashed again: a hash per request would cost more than all other work of a relay. Clients hash all they
+read, since they trust no relay: they fetch a damaged object from another relay, and count it against this one.
 
 Routes: /versions (with `wait`), /v00000012/objects.jsonl (with `wait`), /v00000012/manifest.json, /v00000012/<object> (with
 Range), /metrics (Prometheus), /health. Only verified objects have a route. There is a thread per connection: an idle client
@@ -54,7 +50,7 @@ class Relay:
       keep: number of newest versions to keep, in addition to the bases they need.
       max_bytes: the most that the mirror may occupy on disk.
       trusted_key: hex of the ed25519 key that must have signed every manifest.
-      limits: budgets of clients; None is unlimited.
+      limits: budgets of clients.
       options: of downloads from the upstreams.
 
     Raises:
@@ -118,11 +114,8 @@ class _Client:
 
     def head(self, status: int, length: int, headers: dict[str, str]) -> bytes:
         """Formats the head of a response with a body of `length` bytes."""
-        lines = [
-            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        lines += [f"Content-Length: {length}", *([] if self.keep_alive else ["Connection: close"])]
+        headers = headers | {"Content-Length": str(length)} | ({} if self.keep_alive else {"Connection": "close"})
+        lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
@@ -175,10 +168,9 @@ class Server:
             self._open.add(client.sock)
         try:
             client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            received = b""
-            client.keep_alive = True
+            received, client.keep_alive = b"", True
             while client.keep_alive and not self._is_closing:
-                received = self._receive(client.sock, received)
+                received = _receive(client.sock, received)
                 if received is None:
                     return
                 client.sock.settimeout(IDLE_S)
@@ -196,28 +188,12 @@ class Server:
                 self._open.discard(client.sock)
             self._throttle.leave(client.address)
 
-    def _receive(self, sock: socket.socket, received: bytes) -> bytes | None:
-        """Reads until a whole head or too much is received; None if the client closed the connection."""
-        begun_s = time.monotonic()
-        sock.settimeout(IDLE_S)
-        while b"\r\n\r\n" not in received and len(received) <= HEAD_BYTES:
-            if received:  # a request that has begun must end soon, even if it comes byte by byte
-                sock.settimeout(max(0.001, HEAD_S - (time.monotonic() - begun_s)))
-            data = sock.recv(HEAD_BYTES)
-            if not data:
-                return None
-            if not received:
-                begun_s = time.monotonic()
-            received += data
-        return received
-
     def _reply(self, client: _Client, head: bytes) -> int:
         """Answers one request; returns the status."""
         lines = head.decode("latin-1").split("\r\n")
         match = re.fullmatch(r"([A-Z]+) (/[!-~]*) HTTP/1\.([01])", lines[0])
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
+        fields = (line.partition(":") for line in lines[1:])
+        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
         client.is_head = client.keep_alive = False
         if match is None or headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return client.answer(400, b"only GET and HEAD without a body are supported\n")
@@ -236,25 +212,22 @@ class Server:
         options = dict(urllib.parse.parse_qsl(query))
         match = re.fullmatch(r"/(v[0-9]+)/(.+)", urllib.parse.unquote(path))
         number, name = (journal.parse_dirname(match[1]), match[2]) if match else (None, "")
+        wait_s = _seconds(options.get("wait", ""))
         body, headers = None, {}
         if path == "/versions":
-            listing = self._store.listing(options.get("tag", ""), _seconds(options.get("wait", "")))
+            listing = self._store.listing(options.get("tag", ""), wait_s)
             if listing["complete"] or not self._store.is_recovering:
                 body = json.dumps(listing).encode()
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":
             body = json.dumps(self._health()).encode()
-        elif number is None:
-            pass
-        elif name == "manifest.json":
+        elif number is not None and name == "manifest.json":
             body = self._store.manifest(number)
-        elif name == "objects.jsonl":
+        elif number is not None and name == "objects.jsonl":
             after = int(options["after"]) if re.fullmatch("[0-9]{1,9}", options.get("after", "")) else 0
-            found = self._store.entries(number, options.get("epoch", ""), after, _seconds(options.get("wait", "")))
-            if found is not None:
-                body, headers = found
-        elif (found := self._store.object(number, name)) is not None:
+            body, headers = self._store.entries(number, options.get("epoch", ""), after, wait_s) or (None, {})
+        elif number is not None and (found := self._store.object(number, name)):
             with contextlib.suppress(FileNotFoundError):  # removed in this moment
                 with open(found[0], "rb", buffering=0) as file:
                     return self._send(client, file, found[1], range_)
@@ -307,30 +280,45 @@ class Server:
         complete = self._store.complete()
         with self._lock:
             served = dict(self.counters)
-        rows = [
-            ("complete_versions", "gauge", {"": len(complete)}),
-            ("newest_version", "gauge", {"": max(complete, default=-1)}),
-            ("disk_bytes", "gauge", {"": self._store.num_bytes}),
-            ("connections", "gauge", {"": self._throttle.num_connections}),
-            ("upstream_alive", "gauge", {"": int(self._mirror.is_upstream_alive)}),
-            ("served_total", "counter", {f'{{what="{k}"}}': v for k, v in sorted(served.items())}),
-            ("mirrored_total", "counter", {f'{{what="{k}"}}': v for k, v in sorted(self._mirror.counters.items())}),
-        ]
+        gauges = {
+            "complete_versions": len(complete),
+            "newest_version": max(complete, default=-1),
+            "disk_bytes": self._store.num_bytes,
+            "connections": self._throttle.num_connections,
+            "upstream_alive": int(self._mirror.is_upstream_alive),
+        }
+        rows = [(name, "gauge", {"": value}) for name, value in gauges.items()]
+        for name, counts in (("served_total", served), ("mirrored_total", self._mirror.counters)):
+            rows.append((name, "counter", {f'{{what="{key}"}}': value for key, value in sorted(counts.items())}))
         relays = self._mirror.upstream.stats().get("relays", {})
-        for field in ("success", "bytes_per_s", "num_failures", "num_lies"):  # json.dumps quotes as Prometheus does
-            values = {
-                f"{{url={json.dumps(url, ensure_ascii=False)}}}": stats[field] or 0 for url, stats in relays.items()
-            }
+        labels = {url: f"{{url={json.dumps(url, ensure_ascii=False)}}}" for url in relays}  # quoted as Prometheus does
+        for field in ("success", "bytes_per_s", "num_failures", "num_lies"):
+            values = {labels[url]: stats[field] or 0 for url, stats in relays.items()}
             rows.append((f"upstream_{field.removeprefix('num_')}", "gauge", values))
-        text = ""
+        lines = []
         for name, kind, values in rows:
-            text += f"# TYPE intellax_relay_{name} {kind}\n"
-            text += "".join(f"intellax_relay_{name}{labels} {value}\n" for labels, value in values.items())
-        return text
+            lines.append(f"# TYPE intellax_relay_{name} {kind}\n")
+            lines += [f"intellax_relay_{name}{label} {value}\n" for label, value in values.items()]
+        return "".join(lines)
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self.counters[name] += amount
+
+
+def _receive(sock: socket.socket, received: bytes) -> bytes | None:
+    """Reads until a whole head or too much is received; None if the client closed the connection."""
+    deadline_s = time.monotonic() + HEAD_S
+    sock.settimeout(IDLE_S)
+    while b"\r\n\r\n" not in received and len(received) <= HEAD_BYTES:
+        if received:  # a request that has begun must end soon, even if it comes byte by byte
+            sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        data = sock.recv(HEAD_BYTES)
+        if not data:
+            return None
+        deadline_s = deadline_s if received else time.monotonic() + HEAD_S
+        received += data
+    return received
 
 
 def _seconds(text: str) -> float:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import itertools
 import json
 import os
 import pathlib
@@ -27,7 +26,6 @@ from sharding.system import atomic_file
 class Version:
     """The exposed objects of one version. `log` has them in the order in which they were finished."""
 
-    number: int
     directory: pathlib.Path
     grown: threading.Condition
     epoch: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
@@ -61,7 +59,6 @@ class Store:
         self._reserved_bytes = 0  # of objects being written now
         self._epoch = secrets.token_hex(8)
         self._num_changes = 0
-        self._names = itertools.count()
         self._closed = False
         if not in_place:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -92,43 +89,37 @@ class Store:
         directory = self.root / journal.dirname(number)
         for leftover in directory.rglob(atomic_file.LEFTOVERS):
             leftover.unlink()
-        manifest = None
+        manifest, data, entries = None, b"", []
         try:
             data = (directory / "manifest.json").read_bytes()
             manifest = manifest_lib.parse(data, version=number, trusted_key=trusted_key)
             entries = manifest.objects
         except (FileNotFoundError, journal.CorruptSource):
-            (directory / "manifest.json").unlink(missing_ok=True)
-            entries = self._journal(directory)
-        num_bad = 0
-        version = self._version(number)
+            with contextlib.suppress(FileNotFoundError, journal.CorruptSource):
+                entries = journal.parse_journal((directory / "objects.jsonl").read_bytes())[0]
+        num_bad, version = 0, self._version(number)
         newest = {entry.path: entry for entry in entries}  # a later line of a path replaces an earlier one
         for entry in newest.values():
-            if _digest_of(directory / entry.path) == entry.digest:
-                self._expose(version, entry)
-            else:
-                num_bad += 1
-                with contextlib.suppress(OSError):
-                    (directory / entry.path).unlink()
+            with contextlib.suppress(OSError):  # missing, or a directory where a file should be
+                if digests.of_file(directory / entry.path) == entry.digest:
+                    self._expose(version, entry)
+                    continue
+                (directory / entry.path).unlink()
+            num_bad += 1
         if manifest is not None and not num_bad:
             self._complete(version, manifest, data)
-        else:
-            (directory / "manifest.json").unlink(missing_ok=True)
-            self._rewrite_journal(version)
-        return num_bad
-
-    @staticmethod
-    def _journal(directory: pathlib.Path) -> list[journal.Object]:
+            return 0
+        (directory / "manifest.json").unlink(missing_ok=True)
         try:
-            return journal.parse_journal((directory / "objects.jsonl").read_bytes())[0]
-        except (FileNotFoundError, journal.CorruptSource):
-            return []
+            self._write(directory, "objects.jsonl", b"".join(map(_line, version.log)))
+        except OSError:  # a full disk; without a journal the next start downloads the objects again
+            (directory / "objects.jsonl").unlink(missing_ok=True)
+        return num_bad
 
     def has(self, number: int, entry: journal.Object) -> bool:
         """Returns True if exactly this object is exposed."""
-        with self.lock:
-            version = self.versions.get(number)
-            return version is not None and version.objects.get(entry.path) == entry
+        found = self.object(number, entry.path)
+        return found is not None and found[1] == entry
 
     def is_complete(self, number: int) -> bool:
         """Returns True if the version has a manifest, and thus all its objects."""
@@ -160,11 +151,10 @@ class Store:
     def finish(self, number: int, manifest: manifest_lib.Manifest, data: bytes) -> None:
         """Completes a version all of whose objects are exposed: deletes other objects, and writes the manifest."""
         version = self._version(number)
-        listed = {o.path: o for o in manifest.objects}
         with self.lock:
             missing = [o for o in manifest.objects if version.objects.get(o.path) != o]
             assert not missing, missing[:3]
-            surplus = [path for path in version.objects if path not in listed]
+            surplus = version.objects.keys() - {o.path for o in manifest.objects}
             for path in surplus:
                 version.num_bytes -= version.objects.pop(path).size
         if not self.in_place:
@@ -183,7 +173,7 @@ class Store:
             version.grown.notify_all()
         if not self.in_place:
             (version.directory / "manifest.json").unlink(missing_ok=True)
-            doomed = self.root / f".removed-{version.directory.name}-{next(self._names)}"
+            doomed = self.root / f".removed-{version.directory.name}-{secrets.token_hex(8)}"
             with contextlib.suppress(FileNotFoundError):
                 os.rename(version.directory, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -215,7 +205,7 @@ class Store:
                 directory = self.root / journal.dirname(number)
                 if not self.in_place:
                     directory.mkdir(exist_ok=True)
-                version = self.versions[number] = Version(number, directory, threading.Condition(self.lock))
+                version = self.versions[number] = Version(directory, threading.Condition(self.lock))
                 self._changed()
             return version
 
@@ -235,12 +225,6 @@ class Store:
             version.manifest, version.base = data, manifest.base
             self._changed()
             version.grown.notify_all()
-
-    def _rewrite_journal(self, version: Version) -> None:
-        try:
-            self._write(version.directory, "objects.jsonl", b"".join(map(_line, version.log)))
-        except OSError:  # a full disk; without a journal the next start downloads the objects again
-            (version.directory / "objects.jsonl").unlink(missing_ok=True)
 
     def _changed(self) -> None:
         self._num_changes += 1
@@ -273,16 +257,15 @@ class Store:
 
     def manifest(self, number: int) -> bytes | None:
         """Returns the manifest's bytes, or None if the version is not complete."""
-        version = self.complete_version(number)
-        return None if version is None else version.manifest
+        with self.lock:
+            return self.versions[number].manifest if number in self.versions else None
 
     def object(self, number: int, path: str) -> tuple[pathlib.Path, journal.Object] | None:
         """Returns (file, entry) of an exposed object, or None."""
         with self.lock:
             version = self.versions.get(number)
-            if version is None or (entry := version.objects.get(path)) is None:
-                return None
-            return version.directory / path, entry
+            entry = version and version.objects.get(path)
+            return (version.directory / path, entry) if version and entry else None
 
     def close(self) -> None:
         """Wakes all blocked callers and releases the directory."""
@@ -313,10 +296,3 @@ def _append(path: pathlib.Path, line: bytes) -> None:
 
 def _line(entry: journal.Object) -> bytes:
     return json.dumps(dataclasses.asdict(entry), separators=(",", ":")).encode() + b"\n"
-
-
-def _digest_of(path: pathlib.Path) -> str | None:
-    try:
-        return digests.of_file(path)
-    except OSError:  # missing, or a directory where a file should be
-        return None
