@@ -1,17 +1,12 @@
 """Compiles a config for a TPU topology without a TPU, and reports memory, lower bounds of time, and remedies.
 
-    pip install -r third_party/plan-requirements.txt
-    python -m rl.plan --config=configs/intellect3.py --topology=v5p:4x4x8
-
-1. The learner's programs (train step, log-probability pass) are lowered on the mesh of `config.mesh` over the topology. Those of
-   a server (prefill, decode) are lowered on `config.plan.server_mesh` over one host of the same kind.
-2. The memory of a program's arguments is known exactly; a program for which that alone is too much is not compiled.
-3. The TPU compiler, which is part of libtpu and needs no TPU, compiles each program. It reports the memory that a chip needs, or
+1. The learner's programs are lowered on the mesh of `config.mesh` over the topology, those of a server on
+   `config.plan.server_mesh` over one host of the same kind. A program whose arguments alone need too much is not compiled.
+2. The TPU compiler, which is part of libtpu and needs no TPU, compiles each program. It reports the memory that a chip needs, or
    a shortage.
-4. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
+3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
    (rl/plan/roofline.py). Together they bound the times from below.
-5. If a program does not fit, remedies are compiled, the least expensive first: fewer rows or slots, more recomputation, more
-   chips, other chips. The first that fits is printed. The exit code is 1.
+4. If a program does not fit, remedies are compiled, the least expensive first. The first that fits is printed.
 
 Programs are compiled one at a time: fragmentation and the memory of other programs are not included, nor are slices joined by a
 data-center network.

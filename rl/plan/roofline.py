@@ -1,9 +1,7 @@
 """Bounds the times of a program on TPU chips from below, at their published rates.
 
-1. `CHIPS` has the published rates of each kind of chip; memory is the amount that the compiler allows a program.
-2. `link_bytes_per_s` is the rate of a collective's ring over the torus, from the coordinates of its group.
-3. `Bounds` combines compute, memory and links. With everything overlapped a step takes the longest of them; if the links are not
-   overlapped, their time is added. Both are at the full rate of the chip, so measured times are longer.
+With compute, memory and links overlapped a step takes the longest of them; if the links are not overlapped, their time is
+added. Both are at the full rate of the chip, so measured times are longer.
 
 Formulas (N tokens of a step in sequences of s tokens, L layers, H heads of C dims, V_c of values):
   matmul FLOPs of a forward pass    2 N x (parameters that multiply; of experts, those that a token uses)

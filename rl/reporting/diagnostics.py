@@ -1,12 +1,7 @@
 """Derives metrics that explain why a run does or does not learn, and prints plain advice on known pathologies.
 
-1. `module_norms` (rl/learner/train_step.py) runs inside the train step: the gradient's norm by kind of parameter.
-2. `derived` turns the step's additive metrics into readable ones: effective sample size, mismatch of kept and dropped tokens.
-3. `of_groups` measures the sampled groups before packing: staleness, lengths, groups without an advantage.
-4. `advice(history)` reads the last steps' metrics and returns the first entry of `PATHOLOGIES` that holds, or None;
-   `Adviser` returns each entry once per run.
-
-A pathology is an entry of a table: a condition, and the remedy.
+`derived` turns the step's additive metrics into readable ones, `of_groups` measures the sampled groups before packing. `advice`
+returns the line of the first entry of `PATHOLOGIES` that holds in the last steps; `Adviser` returns each entry once per run.
 """
 
 import collections

@@ -1,16 +1,11 @@
 """Writes the metrics of a run to files, and shows its progress on the terminal.
 
-1. `MetricsWriter(workdir)` opens `<workdir>/metrics.jsonl` and removes a last line that a kill left incomplete.
-2. On resume `truncate(phase, step)` removes the lines after the checkpoint, so that no step occurs twice.
-3. `write(step, phase, values)` appends one JSON line, and one TensorBoard point per value. `read` returns the lines.
-4. `Progress` shows each phase as a live bar under one line per step, or as plain lines if the output is not a terminal.
+`MetricsWriter` appends one JSON line per step to `<workdir>/metrics.jsonl`, and one TensorBoard point per value; `read` returns
+the lines. `Progress` shows each phase as a live bar under one line per step, or as plain lines if the output is not a terminal.
 
 The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, or `time/`. All metrics that depend
 on the clock are under `time/`: without them, two identical runs have the same lines, byte for byte. `time/<name>_s` are seconds
-of the main loop and do not overlap; `time/step_s` is the whole step.
-
-Left out: W&B and Prometheus (both can follow metrics.jsonl; neither may delay a step), histograms (the rollouts are on disk),
-asynchronous writes (a line takes microseconds).
+of the main loop and do not overlap; `time/step_s` is the whole step. W&B and Prometheus can follow metrics.jsonl.
 """
 
 import atexit
@@ -128,15 +123,13 @@ class Progress:
     """The display of a run. Not `active` (on hosts other than host 0): shows nothing.
 
     Example:
-        progress = Progress()
         progress.note("compiling train_step for [8, 256]")     # shown with a timer until the next line
         with progress.phase("rl", total=150, initial=resumed_step) as bar:
             bar.update(step, {"reward": 0.433, "loss": -0.0123, "tok/s": 8123.0})
     prints
         rl  step  12/150  reward 0.433  loss -0.0123  tok/s 8.1k  1.21 s/step  eta 2:47
 
-    Outputs that are not a terminal, such as Colab and log files, get plain lines: the first and the last of a phase, and at
-    most one per PLAIN_LINE_S in between.
+    Outputs that are not a terminal get the first and the last line of a phase, and at most one per PLAIN_LINE_S in between.
     """
 
     def __init__(
@@ -212,7 +205,7 @@ class Bar:
         self.shown_s = 0.0
         self._name, self._total, self._clock, self._show = name, total, clock, show
         self._values: dict[str, float] = {}
-        self._widths: dict[str, int] = {}
+        self._widths: dict[str, int] = collections.defaultdict(int)
         self._num_updates, self._begun_s = 0, clock()
         self._marks = collections.deque([(self._begun_s, initial)], maxlen=20)
 
@@ -232,9 +225,8 @@ class Bar:
     def line(self) -> str:
         """`rl  step  12/150  reward 0.433  1.21 s/step  eta 2:47`; columns keep the largest width they had."""
         cells = [self._name, f"step {self.step:>{len(str(self._total))}}/{self._total}"]
-        for name, value in self._values.items():
-            text = format_value(value)
-            self._widths[name] = max(len(text), self._widths.get(name, 0))
+        for name, text in ((name, format_value(value)) for name, value in self._values.items()):
+            self._widths[name] = max(len(text), self._widths[name])
             cells.append(f"{name} {text:<{self._widths[name]}}")
         return "  ".join([*cells, *self.pace()])
 

@@ -4,11 +4,8 @@
    that follows does nothing.
 2. The hosts connect to host 0 (sharding/multihost/rendezvous.py). `jax.distributed` starts only when all are connected: it
    kills a process that misses a peer, with a stack trace.
-3. Host 0 sends its decisions: `broadcast` for small values, `scatter` and `receive` for arrays. A host that waits for them waits
-   at a socket, not in a collective, so that it also receives the end of the run.
-4. An error on any host ends all (sharding/multihost/failure.py).
-
-Left out: continuing without a lost host. The same command on all hosts resumes from the last checkpoint.
+3. Host 0 sends its decisions. A host that waits for them waits at a socket, not in a collective, so that it also receives the
+   end of the run (sharding/multihost/failure.py). The same command on all hosts resumes from the last checkpoint.
 """
 
 import concurrent.futures
