@@ -304,9 +304,6 @@ def _samples(evaluations):
     return rows
 
 
-# ---- filters of the template -----------------------------------------------------------------------------------------
-
-
 def _pre(value, max_chars=MAX_CHARS):
     text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
     cut = f"<i>{len(text) - max_chars} more characters</i>" if len(text) > max_chars else ""

@@ -1,7 +1,4 @@
-"""Plans a run without its hardware: `python -m rl.plan --config=configs/X.py --topology=v5p:4x4x4`.
-
-The TPU compiler comes with `pip install -r third_party/plan-requirements.txt`.
-"""
+"""Plans a run without its hardware: `python -m rl.plan --config=configs/X.py --topology=v5p:4x4x4`."""
 
 import resource
 import time

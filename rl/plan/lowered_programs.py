@@ -257,9 +257,6 @@ def _lower(mesh, function, *args) -> jax.stages.Lowered:
         return function.lower(*args)
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
 def bytes_per_chip(tree) -> float:
     """Returns the bytes per chip of a tree of `ShapeDtypeStruct` with shardings. Arrays in host memory do not count."""
     leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]

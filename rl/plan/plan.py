@@ -51,9 +51,6 @@ class Outcome:
     cache_copies: int = 0  # how often the program copies a whole array of the cache
 
 
-# ---- compiling -------------------------------------------------------------------------------------------------------
-
-
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
     """Returns the program `name` of an experiment, on the topology of its role."""
     is_learner = name in lowered_programs.LEARNER
@@ -123,9 +120,6 @@ def bounds(outcome: Outcome, topology: str) -> roofline.Bounds:
         memory_s=program.read_bytes / chip.memory_bytes_per_s,
         links_s=links_s,
     )
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def describe(outcome: Outcome, topology: str) -> str:
@@ -213,9 +207,6 @@ def _flops(value: float) -> str:
 def _three(value: float) -> str:
     """Formats a number with three digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-# ---- remedies --------------------------------------------------------------------------------------------------------
 
 
 def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) -> str:

@@ -67,9 +67,6 @@ def alternatives(topology: str) -> list[str]:
     return same + [n for n in names if not n.startswith(f"{kind}:")]
 
 
-# ---- links and times -------------------------------------------------------------------------------------------------
-
-
 def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> float:
     """Returns the rate at which a chip sends in a ring collective of a group at `coords` [chips, dims] of a topology.
 

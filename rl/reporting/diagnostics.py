@@ -76,20 +76,18 @@ class Adviser:
     def after(self, step: int, values: dict[str, float]) -> str | None:
         """Records the metrics of a step; every fifth step, returns a line of advice that was not given before, or None."""
         self._history.append(values)
-        entry, line = ("", None) if step % WINDOW else _first(self._history)
+        entry, line = ("", None) if step % WINDOW else advice(self._history)
         if entry in self._given:
             return None
         self._given |= {entry} - {""}
         return line
 
 
-def advice(history: Sequence[dict[str, float]]) -> str | None:
-    """Returns one line on the last `WINDOW` steps of a run, or None; `history` holds the steps' metrics, oldest first."""
-    return _first(history)[1]
+def advice(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
+    """Returns (entry of the table, its line) of the first pathology in the last `WINDOW` steps, or ("", None).
 
-
-def _first(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
-    """Returns (entry of the table, its line) of the first pathology that holds, or ("", None)."""
+    `history` holds the steps' metrics, oldest first.
+    """
     if len(history) < WINDOW:
         return "", None
     now = _means(history[-WINDOW:])

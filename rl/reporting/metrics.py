@@ -61,9 +61,17 @@ class MetricsWriter:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard:
-            writer = self._event_writer(phase)
+            if phase not in self._writers:
+                # tensorboardX names files by the second and opens them with "wb": two of one second would be one.
+                self._num_opened += 1
+                self._writers[phase] = tensorboardX.SummaryWriter(
+                    str(self.path.parent / "tensorboard" / phase),
+                    purge_step=self._purge_steps.get(phase),
+                    flush_secs=10,
+                    filename_suffix=f".{os.getpid()}.{self._num_opened}",
+                )
             for name, value in values.items():
-                writer.add_scalar(name, value, int(step))
+                self._writers[phase].add_scalar(name, value, int(step))
 
     def truncate(self, phase: str, after_step: int) -> None:
         """Removes the lines of `phase` with step > `after_step`. A reader gets the old file or the new one."""
@@ -88,18 +96,6 @@ class MetricsWriter:
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self._file = self.path.open("a", encoding="ascii", newline="\n")
-
-    def _event_writer(self, phase):
-        if phase not in self._writers:
-            # tensorboardX names files by the second and opens them with "wb": two of one second would be one.
-            self._num_opened += 1
-            self._writers[phase] = tensorboardX.SummaryWriter(
-                str(self.path.parent / "tensorboard" / phase),
-                purge_step=self._purge_steps.get(phase),
-                flush_secs=10,
-                filename_suffix=f".{os.getpid()}.{self._num_opened}",
-            )
-        return self._writers[phase]
 
 
 def read(path: str | os.PathLike) -> list[dict]:

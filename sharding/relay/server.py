@@ -2,8 +2,8 @@
 
 The mirror (sharding/relay/mirror.py) downloads and verifies objects, the store (sharding/relay/store.py) keeps them. An object is
 served as soon as it is verified, to other relays as well: objects flow down a tree of any depth before the manifest exists.
-The manifest is served once all its objects are. If the upstreams are gone or the disk is full, the complete versions are still served. With a
-directory as upstream and no `--dir`, the relay serves that directory in place: the origin next to the learner.
+The manifest is served once all its objects are. If the upstreams are gone or the disk is full, the complete versions are still
+served. With a directory as upstream and no `--dir`, that directory is served in place: the origin next to the learner.
 
 Served bytes are not hashed again: a hash per request would cost more than all other work of a relay. Clients hash all they
 read, since they trust no relay: they fetch a damaged object from another relay, and count it against this one.
@@ -221,7 +221,13 @@ class Server:
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":
-            body = json.dumps(self._health()).encode()
+            health = {
+                "status": "recovering" if self._store.is_recovering else "ok",
+                "complete": self._store.complete(),
+                "upstream": self._mirror.is_upstream_alive,
+                "error": self._mirror.last_error,
+            }
+            body = json.dumps(health).encode()
         elif number is not None and name == "manifest.json":
             body = self._store.manifest(number)
         elif number is not None and name == "objects.jsonl":
@@ -268,18 +274,8 @@ class Server:
             start += count
         return status
 
-    def _health(self) -> dict:
-        return {
-            "status": "recovering" if self._store.is_recovering else "ok",
-            "complete": self._store.complete(),
-            "upstream": self._mirror.is_upstream_alive,
-            "error": self._mirror.last_error,
-        }
-
     def _metrics(self) -> str:
         complete = self._store.complete()
-        with self._lock:
-            served = dict(self.counters)
         gauges = {
             "complete_versions": len(complete),
             "newest_version": max(complete, default=-1),
@@ -288,7 +284,7 @@ class Server:
             "upstream_alive": int(self._mirror.is_upstream_alive),
         }
         rows = [(name, "gauge", {"": value}) for name, value in gauges.items()]
-        for name, counts in (("served_total", served), ("mirrored_total", self._mirror.counters)):
+        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self._mirror.counters))):
             rows.append((name, "counter", {f'{{what="{key}"}}': value for key, value in sorted(counts.items())}))
         relays = self._mirror.upstream.stats().get("relays", {})
         labels = {url: f"{{url={json.dumps(url, ensure_ascii=False)}}}" for url in relays}  # quoted as Prometheus does

@@ -23,6 +23,10 @@ HEALTHY = {
 }
 
 
+def advice(history):
+    return diagnostics.advice(history)[1]
+
+
 def test_module_norms_are_over_all_layers():
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal((3, 2)) for name in ("embed", "q0", "q1", "o1", "norm", "stacked")}
@@ -110,21 +114,21 @@ def test_metrics_of_groups():
 )
 def test_advice_names_the_pathology(changes, words):
     history = [HEALTHY] * 10 + [HEALTHY | changes] * 5
-    line = diagnostics.advice(history)
+    line = advice(history)
     assert line and "\n" not in line and all(word in line for word in words), line
-    assert diagnostics.advice(history[:-5]) is None
+    assert advice(history[:-5]) is None
 
 
 def test_no_advice_without_cause():
-    assert diagnostics.advice([]) is None
-    assert diagnostics.advice([HEALTHY] * 20) is None
-    assert diagnostics.advice([HEALTHY | {"loss/clip_frac": 0.9}] * 4) is None  # too early for advice
-    assert diagnostics.advice([{"loss/total": 1.0}] * 9) is None  # supervised steps have none of these
-    assert diagnostics.advice([HEALTHY] * 9 + [HEALTHY | {"loss/clip_frac": 0.9}]) is None  # one step is not enough
+    assert advice([]) is None
+    assert advice([HEALTHY] * 20) is None
+    assert advice([HEALTHY | {"loss/clip_frac": 0.9}] * 4) is None  # too early for advice
+    assert advice([{"loss/total": 1.0}] * 9) is None  # supervised steps have none of these
+    assert advice([HEALTHY] * 9 + [HEALTHY | {"loss/clip_frac": 0.9}]) is None  # one step is not enough
     stale = HEALTHY | {"loss/mismatch_kl": 0.05, "sync/lag": 2.0}
-    assert diagnostics.advice([stale] * 9) is None  # staleness explains the drift
-    assert diagnostics.advice([HEALTHY | {"loss/entropy": float("nan")}] * 9) is None
-    assert "groups" in diagnostics.advice([HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0}] * 9)
+    assert advice([stale] * 9) is None  # staleness explains the drift
+    assert advice([HEALTHY | {"loss/entropy": float("nan")}] * 9) is None
+    assert "groups" in advice([HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0}] * 9)
 
 
 def test_each_piece_of_advice_is_given_once_per_run():
@@ -141,7 +145,7 @@ def test_each_piece_of_advice_is_given_once_per_run():
 
 def test_a_solved_run_is_called_solved_and_gets_no_advice():
     flat = HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0, "loss/entropy": 0.01}
-    solved = diagnostics.advice([HEALTHY] * 9 + [flat | {"rollout/reward": 0.99}] * 5)
+    solved = advice([HEALTHY] * 9 + [flat | {"rollout/reward": 0.99}] * 5)
     assert solved.startswith("solved: the mean reward is 0.99") and "raise" not in solved
-    assert "partial credit" in diagnostics.advice([flat | {"rollout/reward": 0.5}] * 9)
-    assert "solved" not in (diagnostics.advice([HEALTHY | {"rollout/reward": 0.99}] * 9) or "")
+    assert "partial credit" in advice([flat | {"rollout/reward": 0.5}] * 9)
+    assert "solved" not in (advice([HEALTHY | {"rollout/reward": 0.99}] * 9) or "")
