@@ -1,10 +1,9 @@
 """Draws the report of a run, `<workdir>/report.html`, from the files of its work directory.
 
-1. Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
-   "num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with
-   "command" and "versions". The page names missing files; a malformed file is an error.
-2. Headline: the first score of the first evaluation compared with that of the last; margins are Agresti-Coull, 95 %.
-3. Curves, time per activity, rollouts before and after, the config.
+Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
+"num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with
+"command" and "versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
+first evaluation with that of the last; margins are Agresti-Coull, 95 %.
 
 The page is the template rl/report.html. Left out: scripts (titles in the SVG show values on hover, and the page loads nothing) and
 a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of a model is hostile: it

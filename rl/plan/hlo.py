@@ -93,14 +93,9 @@ class Module:
 
 
 def parse(text: str, turns: Sequence[int] = ()) -> Module:
-    """Reads the text of a compiled module.
+    """Reads `compiled.as_text()`. Raises ValueError if it has no entry computation.
 
-    Args:
-      text: `compiled.as_text()`.
-      turns: iterations of loops bounded by data, the outermost first; deeper loops take 1.
-
-    Raises:
-      ValueError: the text has no entry computation.
+    `turns` are the iterations of loops bounded by data, the outermost first; deeper loops take 1.
     """
     computations, entry = {}, None
     for block in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):

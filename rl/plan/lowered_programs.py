@@ -73,8 +73,7 @@ def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
 def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh over the devices of a topology that this machine does not have.
 
-    Raises:
-      ValueError: the TPU compiler is missing, it rejects the topology, or the axes do not fit the topology.
+    Raises ValueError if the TPU compiler is missing, rejects the topology, or the axes do not fit it.
     """
     roofline.chip_of(topology)
     if not os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) and importlib.util.find_spec("libtpu") is None:
@@ -111,6 +110,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
         held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
+    num_saved = 0 if model.remat == "offload" else model.num_layers
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return LoweredProgram(
         name="train",
@@ -121,7 +121,10 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         held=held,
         needed={
             "gradients": bytes_per_chip(state.params),
-            "saved layer inputs": _saved_bytes(model, mesh, rows, T),
+            "saved layer inputs": _local_tokens(mesh, rows, T)
+            * model.model_dim
+            * num_saved
+            * jnp.dtype(model.dtype).itemsize,
             # With its gradient; the factor is that of the compiled configs/intellect2.py.
             "a layer": 5 * _layer_bytes(model, mesh, rows, T),
         },
@@ -268,14 +271,6 @@ def _gathered_bytes(model, mesh: jax.sharding.Mesh) -> float:
     split = math.prod(mesh.shape[axis] for axis in rules.RULES["model"])
     item = jnp.dtype(model.dtype).itemsize / jnp.dtype(model.param_dtype).itemsize
     return bytes_per_chip(transformer.abstract(model, mesh)) * split * item
-
-
-def _saved_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:
-    """Estimates the bytes of layer inputs kept for the backward pass: one per layer, or none if offloaded."""
-    if model.remat == "offload":
-        return 0.0
-    item = jnp.dtype(model.dtype).itemsize
-    return _local_tokens(mesh, rows, T) * model.model_dim * model.num_layers * item
 
 
 def _layer_bytes(model, mesh: jax.sharding.Mesh, rows: int, T: int) -> float:

@@ -41,20 +41,10 @@ SLICE_BYTES = 256 << 10  # sent between two checks of the budgets, if there are 
 
 
 class Relay:
-    """Store, mirror and server of one process.
+    """Store, mirror and server of one process. The arguments are those of `python -m sharding.relay`.
 
-    Args:
-      upstream: URLs of relays, or one directory or bucket.
-      directory: where the mirror is kept; None serves the directory `upstream` in place.
-      sock: a listening socket; `close` closes it.
-      keep: number of newest versions to keep, in addition to the bases they need.
-      max_bytes: the most that the mirror may occupy on disk.
-      trusted_key: hex of the ed25519 key that must have signed every manifest.
-      limits: budgets of clients.
-      options: of downloads from the upstreams.
-
-    Raises:
-      ValueError: an argument is invalid, or another relay writes to `directory`.
+    `directory` None serves the directory `upstream` in place. `sock` listens; `close` closes it. `options` are those of downloads
+    from the upstreams. Raises ValueError if an argument is invalid, or if another relay writes to `directory`.
     """
 
     def __init__(

@@ -39,13 +39,8 @@ class Version:
 class Store:
     """The directory of a relay and its exposed versions, all of them verified. Thread-safe.
 
-    Args:
-      root: the directory; created if it does not exist.
-      in_place: `root` is a publisher's directory, in which nothing is written.
-      max_bytes: the most that the objects may occupy.
-
-    Raises:
-      ValueError: another relay writes to `root`.
+    `root` is created if it does not exist; `in_place`, it is a publisher's directory, in which nothing is written. The objects
+    may occupy `max_bytes`. Raises ValueError if another relay writes to `root`.
     """
 
     def __init__(self, root: str | os.PathLike, *, in_place: bool = False, max_bytes: int | None = None):

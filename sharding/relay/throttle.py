@@ -1,13 +1,9 @@
 """Limits the clients of a relay: an allow list, and budgets of bytes, requests and connections per client address.
 
-1. `admit(address)` on a new connection: rejects an address outside the allow list, and a connection above the limits.
-2. `request(address)` before an answer: the seconds for which to reject a client above its request rate, else 0.
-3. `wait_s(address, n)` before n bytes: the seconds to sleep under the client's budget and the relay's.
-4. `leave(address)` when the connection ends. A client without connections and without debts is forgotten.
-
 A budget is a virtual clock: sending n bytes at rate r moves it n / r seconds ahead, and a sender sleeps until the clock is at
 most `BURST_S` ahead of time. Addresses are those of the sockets: a relay after a reverse proxy has one client, and needs the
-proxy's own limits. IPv6 clients are counted by their /64, which is assigned to one subscriber.
+proxy's own limits. IPv6 clients are counted by their /64, which is assigned to one subscriber. A client without connections
+and without debts is forgotten.
 """
 
 import dataclasses
