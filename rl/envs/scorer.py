@@ -22,6 +22,7 @@ import os
 import pathlib
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ MAX_KINDS = 16  # of errors that are reported
 MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
 MAX_GROWTH_BYTES = 2**30  # of address space, from when the child is ready
 COMMAND = ("-m", "rl.envs.scorer")
+MAX_REPLY_BYTES = 2**24  # a completion may have taken over the child that sends it
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -213,9 +215,13 @@ class _Child:
     def _receive(self, timeout_s: float) -> dict | None:
         if not self._pipe.poll(timeout_s):
             return None
-        reply = _receive(self._pipe)
+        timer = threading.Timer(timeout_s, _shut_down, [self._pipe])  # a reply may stop halfway
+        timer.start()
+        reply = _receive(self._pipe, MAX_REPLY_BYTES)
+        timer.cancel()
         if reply is None and self.process is not None:
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
         return reply
 
 
@@ -227,14 +233,20 @@ def _end(process: subprocess.Popen, pipe: connection.Connection) -> int | None:
     return status
 
 
+def _shut_down(pipe: connection.Connection) -> None:
+    """Ends a read of this pipe, even if a process that the child started keeps the other end open."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:  # closed meanwhile
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def _send(pipe: connection.Connection, message: dict) -> None:
     pipe.send_bytes(json.dumps(message).encode())  # no pickles: a completion may have taken over the child
 
 
-def _receive(pipe: connection.Connection) -> dict | None:
-    """Returns the next message, or None if the other process has ended."""
-    with contextlib.suppress(EOFError, OSError):
-        return json.loads(pipe.recv_bytes())
+def _receive(pipe: connection.Connection, max_bytes: int | None = None) -> dict | None:
+    """Returns the next message, or None if the other process has ended or its message is too long or not JSON."""
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        return json.loads(pipe.recv_bytes(max_bytes))
     return None
 
 

@@ -1,9 +1,11 @@
 """Scores from child processes equal those of the environment; an endless completion affects only its own score."""
 
+import json
 import os
 import pathlib
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -42,6 +44,9 @@ def build(*, marks="", broken="", seed=0):
         elif order == "power":
             pow(9, 9**9)
         elif order == "wait":
+            time.sleep(1e6)
+        elif order == "send":  # takes over the child: a message of this many bytes, of which one is sent
+            os.write(json.loads(sys.argv[1])["pipe"], struct.pack("!i", int(argument)) + b"x")
             time.sleep(1e6)
         elif order == "until":
             while not pathlib.Path(marks, argument).exists():
@@ -136,6 +141,13 @@ def test_an_endless_completion_costs_itself_alone(orders, order):
 def test_a_child_that_waits_is_ended(orders, monkeypatch):
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     assert worth(orders("wait", "a")) == [0, 1]
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2**30], ids=["half", "huge"])
+def test_a_reply_that_stops_halfway_or_is_too_long_costs_itself_alone(orders, monkeypatch, num_bytes):
+    monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
+    begun_s = time.monotonic()
+    assert worth(orders(f"send {num_bytes}", "a")) == [0, 1] and time.monotonic() - begun_s < 20
 
 
 @pytest.mark.slow
