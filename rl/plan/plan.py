@@ -176,12 +176,13 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
 
 
 def _collective_rows(outcome: Outcome) -> list[tuple[str, str]]:
-    counts, sent = collections.Counter(), collections.Counter()
+    counts, sent = collections.Counter(), collections.defaultdict(float)
     for collective in outcome.collectives:
         key = f"{collective.kind} over {_axes(collective.group, outcome.program.mesh)}"
         counts[key] += collective.count
         sent[key] += collective.sent_bytes
-    texts = [f"{key}: {counts[key]:,.0f} times, {_three(n / GIB)} GiB sent per chip" for key, n in sent.most_common()]
+    ordered = sorted(sent.items(), key=lambda item: -item[1])
+    texts = [f"{key}: {counts[key]:,.0f} times, {_three(n / GIB)} GiB sent per chip" for key, n in ordered]
     return [("" if i else "collectives", text) for i, text in enumerate(texts or ["none"])]
 
 

@@ -65,8 +65,8 @@ class Throttle:
                 # Other clients are forgotten now, so that the table has those of the last moments, not of all time.
                 now_s = self._clock()
                 self._clients = {k: c for k, c in self._clients.items() if c.num_connections or c.debt_until_s >= now_s}
-                budgets = self.limits.client_bytes_per_s, self.limits.client_requests_per_s
-                self._clients[key] = _Client(*map(_Budget, budgets))
+                rates = self.limits.client_bytes_per_s, self.limits.client_requests_per_s
+                self._clients[key] = _Client(_Budget(rates[0]), _Budget(rates[1]))
             if self._clients[key].num_connections >= self.limits.max_connections_per_client:
                 return "client_connections"
             self._clients[key].num_connections += 1
