@@ -21,7 +21,7 @@ from models.kernels import int8
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def prefill(model, routed, params, tokens_PT, length_P):
-    """Prefills prompts [P, T] of lengths [P]; returns a `Prefix`, with the experts of each token if `routed`."""
+    """Computes keys and values of P prompts, padded to T tokens, of lengths `length_P`; returns a `Prefix`, with experts if `routed`."""
     start_P, cache = jnp.zeros_like(length_P), kv_cache.create(model, *tokens_PT.shape)
     cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, cache)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
@@ -30,7 +30,7 @@ def prefill(model, routed, params, tokens_PT, length_P):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
 def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
-    """Prefills a chunk of each prompt from position `start`; returns the new cache and the piece of `Prefix.experts`."""
+    """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ())."""
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
     attend = kv_cache.attend_at(start_P)
     _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
@@ -39,13 +39,13 @@ def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_prefix(model, num_sequences, capacity):
-    """An empty cache with room for `capacity` tokens per sequence."""
+    """Returns a key-value cache of zeros with room for `capacity` tokens per sequence."""
     return decode_state.placed(kv_cache.create(model, num_sequences, capacity))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def empty_slots(model, num_slots, capacity, num_steps):
-    """A `DecodeState` with no slot in use."""
+    """Returns a `DecodeState` of `num_slots` unused slots; a decode call runs at most `num_steps` steps."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
     state = decode_state.DecodeState(
         cache=kv_cache.create_slots(model, num_slots, capacity),
@@ -62,7 +62,7 @@ def empty_slots(model, num_slots, capacity, num_steps):
 
 @functools.partial(jax.jit, static_argnums=0)
 def score(model, params, tokens_BT):
-    """Returns float32 [T]: untempered log-probabilities of the first row's tokens; 0 for the first."""
+    """Returns float32 [T]: the log-probability at temperature 1 of each token in row 0; 0 for the first token."""
     hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
     name = "embed" if model.tie_embeddings else "lm_head"
     params = params | {name: int8.dense(params[name], model.dtype)}
@@ -72,7 +72,7 @@ def score(model, params, tokens_BT):
 
 @functools.partial(jax.jit, donate_argnums=2)
 def insert(prefix, rows_N, state, slots_N, request):
-    """Starts prompt `rows[n]` in `slots[n]` with row n of `request`; slots out of range are skipped."""
+    """Copies prompt `rows_N[n]` of `prefix` into slot `slots_N[n]` and activates it; skips slots out of range; returns the state."""
 
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
@@ -90,13 +90,13 @@ def insert(prefix, rows_N, state, slots_N, request):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def deactivate(state, slots_B):
-    """Stops the given slots; those out of range are skipped."""
+    """Returns the state with decoding stopped in the given slots; slot numbers out of range are skipped."""
     return decode_state.placed(state.replace(active=state.active.at[slots_B].set(False, mode="drop")))
 
 
 @jax.jit
 def top_values(state, slot_N, window_N, rows_N):
-    """Returns proof values (indices, bits) [N, k] of the first `rows` hidden states of each window."""
+    """Returns (indices, bits) [N, k]: the k largest values of a proof window (32 hidden states), of its first `rows_N` rows."""
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
@@ -104,9 +104,9 @@ def top_values(state, slot_N, window_N, rows_N):
 def generate(model, num_steps, max_len, routed, params, state):
     """Runs up to `num_steps` decode steps; stops early when no slot is active.
 
-    Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, length, K logp. Extras: (raw logp
-    [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot wants them. Proofs: (indices, bits) [2, B, k] of
-    finished windows. Experts: [B, K, L, X] of the tokens that were run, or None.
+    Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, number of generated tokens, K logp.
+    Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
+    (indices, bits) [2, B, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
@@ -169,7 +169,7 @@ def generate(model, num_steps, max_len, routed, params, state):
 
 @jax.jit
 def join(data, extras, proofs, experts):
-    """Concatenates the results of `generate`, given as one tuple each over the sub-batches, along the slots."""
+    """Concatenates the results of `generate` for several sub-batches along the slot axis; each argument is a tuple of their results."""
 
     def join(parts, axis=0):
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
@@ -178,7 +178,7 @@ def join(data, extras, proofs, experts):
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
-    """The outputs that few requests want; a batch in which none does must not pay for them."""
+    """Returns `extras` with this step's raw and top log-probabilities; skips the work if no active slot requests them."""
 
     def raw(values, logits_BV, logp_BV):
         raw_BV = jax.nn.log_softmax(logits_BV, axis=-1)

@@ -27,20 +27,20 @@ MULTIPLE = 16  # float32 numbers of the widest CPU vector
 
 @struct.dataclass
 class Blocks:
-    """The keys and values of one layer."""
+    """The cached keys and values of one layer for all sequences, divided into blocks of S positions."""
 
     keys_NBKCS: jax.Array
     values_NBKSV: jax.Array
 
 
 def fits(config: config_lib.ModelConfig) -> bool:
-    """Returns True on one CPU device, for a model whose layers are not stacked and whose attention is not latent."""
+    """Returns True if this block layout works: on one CPU device, for unstacked layers without latent attention."""
     is_alone = rules.several_devices() is None
     return mesh_lib.platform() == "cpu" and is_alone and not config.is_latent and not config.scan_layers
 
 
 def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> tuple[Blocks, ...]:
-    """Creates blocks of zeros for at least `capacity` positions per sequence."""
+    """Returns one `Blocks` of zeros per layer, with at least `capacity` positions per sequence."""
     num_blocks = -(-capacity // MAX_BLOCK)
     block = -(-capacity // (num_blocks * MULTIPLE)) * MULTIPLE
     shape = num_blocks, num_sequences, config.num_kv_heads
@@ -54,7 +54,7 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
 
 
 def copy_rows(k_PKTC: jax.Array, v_PKTV: jax.Array, rows_B: jax.Array, blocks: Blocks, slots_B: jax.Array) -> Blocks:
-    """Copies prompts `rows` of a prefill into sequences `slots`; slots out of range are skipped."""
+    """Copies keys and values of prompts `rows_B` into sequences `slots_B` of a layer's blocks; skips slots out of range."""
     S = blocks.values_NBKSV.shape[3]
 
     def copy(target, x_PKTC, is_transposed):
@@ -84,9 +84,10 @@ def step(
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, Blocks]:
-    """Writes one token at `position` of each sequence and attends from it; returns (out [B, 1, H, V], the new blocks).
+    """Writes one new key and value per sequence at `position_B`, then attends from the query of that token.
 
-    The options are those of `attention.attend`; with a window a query reads that many tokens, including its own.
+    Returns (attention output [B, 1, H, V], the new blocks). The options are those of `attention.attend`. With a window, a
+    query reads that many tokens, including its own.
     """
     B, _, H, C = q_B1HC.shape
     keys, values, rows_B = blocks.keys_NBKCS, blocks.values_NBKSV, jnp.arange(B)

@@ -28,7 +28,7 @@ State = tuple[decode_state.DecodeState, ...]  # all slots of an engine: one sub-
 
 
 def count(model: config_lib.ModelConfig, num_slots: int) -> int:
-    """Returns the number of sub-batches for a model and a number of slots: 1 or `NUM`."""
+    """Returns the number of sub-batches that slots are split into: 2 for small weights on a CPU and enough slots, else 1."""
     is_small = cpu_decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_WEIGHTS_BYTES
     return NUM if is_small and num_slots % NUM == 0 and num_slots >= NUM * MIN_SLOTS else 1
 
@@ -36,9 +36,9 @@ def count(model: config_lib.ModelConfig, num_slots: int) -> int:
 def at(
     function: Callable[[decode_state.DecodeState, np.ndarray], decode_state.DecodeState], state: State, slots_N
 ) -> State:
-    """Applies a function to each sub-batch that contains one of the slots, with slots numbered from its own first.
+    """Applies `function(sub-batch, slots)` to each sub-batch that contains one of `slots_N`; returns the new state.
 
-    Slots of other sub-batches are passed as out of range.
+    The slots are renumbered from the first slot of the sub-batch. Slots of other sub-batches get a number out of range.
     """
     states, size = [], len(state[0].token)
     for n, part in enumerate(state):
@@ -49,14 +49,14 @@ def at(
 
 
 class ConcurrentDecoder:
-    """Calls a function for all sub-batches at the same time, each in its own thread."""
+    """Calls a decode function for all sub-batches of slots at the same time, each in its own thread."""
 
     def __init__(self):
         self._others = concurrent.futures.ThreadPoolExecutor(NUM - 1, thread_name_prefix="sub-batch")
         self._is_compiled = False
 
     def __call__(self, function: Callable[[decode_state.DecodeState], tuple], state: State) -> list[tuple]:
-        """Returns the function's result for each sub-batch. The first time, calls are sequential: one compiles for all."""
+        """Calls `function` on each sub-batch; returns the results in order. The first calls are sequential: one compiles for all."""
         if not self._is_compiled:
             results = [function(part) for part in state]
             self._is_compiled = True

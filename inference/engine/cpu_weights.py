@@ -17,14 +17,14 @@ MAX_BYTES = 2**31  # of weights that are worth a second copy
 
 
 class TransposedWeights:
-    """Keeps the transposed copy of the weights that were decoded with last."""
+    """Makes the transposed copy of weights for decoding on a CPU; keeps only the copy made last."""
 
     def __init__(self, model: config_lib.ModelConfig):
         self._fits = cpu_decode_attention.fits(model) and transformer.num_bytes(model) <= MAX_BYTES
         self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # the original leaves, and the copy
 
     def of(self, params: transformer.Params) -> transformer.Params:
-        """Returns the transposed copy, or `params` itself if that is too large, quantized, or not on one CPU device."""
+        """Returns the transposed copy of `params`, made if new; `params` itself if too large, quantized, or not for one CPU device."""
         if not self._fits or int8.is_quantized(params["embed"]):
             return params
         leaves = jax.tree.leaves(params)

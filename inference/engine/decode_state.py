@@ -22,7 +22,7 @@ Array = sampler.Array
 
 @struct.dataclass
 class Request:
-    """Sampling and limits of each sequence; arrays [B] (or [P])."""
+    """Sampling parameters, limits, and requested outputs of each sequence, as arrays with one row per slot [B] or prompt [P]."""
 
     sampling: sampler.Sampling
     max_tokens: Array  # int32, new tokens at most
@@ -34,7 +34,7 @@ class Request:
 
 @struct.dataclass
 class Prefix:
-    """Prefilled prompts: their keys and values, last tokens, and lengths. `request` is set for JetStream only."""
+    """Prefilled prompts, ready to be copied into slots: keys and values, last tokens, lengths. JetStream alone uses `request`."""
 
     cache: kv_cache.Cache
     last_token: Array  # int32 [P]
@@ -45,7 +45,7 @@ class Prefix:
 
 @struct.dataclass
 class DecodeState:
-    """All slots. `position` is that of `token`, the next one to be run; a slot decodes while `active`."""
+    """The slots of one decode call, as arrays. `token` is the next token to run, at `position`; a slot decodes while `active`."""
 
     cache: kv_cache.Cache
     token: jax.Array  # int32 [B]
@@ -69,7 +69,7 @@ def layout(tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
 
 
 def placed(tree):
-    """Constrains a program's result to its layout; without a mesh, returns it unchanged."""
+    """Constrains each array of a program's result to its `layout`; without a mesh, returns the tree unchanged."""
     mesh = rules.several_devices()
     if mesh is None:
         return tree
@@ -77,7 +77,7 @@ def placed(tree):
 
 
 def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -> Request:
-    """Stacks requests into numpy arrays of `size` rows, padded with requests of temperature 1 and one token."""
+    """Converts requests to a `Request` of numpy arrays with `size` rows; padding rows have temperature 1 and one token."""
 
     def column(value, fill, dtype):
         return np.array([*map(value, requests), *[fill] * (size - len(requests))], dtype)

@@ -38,7 +38,7 @@ State = cpu_sub_batches.State
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes that are compiled in."""
+    """The sizes and options for which an engine's programs are compiled."""
 
     num_slots: int  # sequences decoded together
     max_model_len: int  # prompt + completion, in tokens
@@ -59,25 +59,25 @@ class EngineConfig:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Prompt lengths that `prefill_batch` is compiled for: powers of two from 16, and the longest."""
+        """The padded prompt lengths that `prefill_batch` is compiled for: powers of two from 16, and the longest."""
         longest = min(self.max_model_len, self.prefill_chunk)
         return (*(1 << bits for bits in range(4, 31) if 1 << bits < longest), longest)
 
     @property
     def insert_sizes(self) -> tuple[int, ...]:
-        """Numbers of slots that `insert_batch` is compiled for.
+        """The numbers of slots that one `insert_batch` call can fill, in ascending order; one program is compiled for each.
 
-        Few, to compile few programs, but not only all slots, because an insert costs as much as its size.
+        They are few, to compile few programs. Small sizes are included because an insert costs as much as its size.
         """
         return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.prefill_batch, self.num_slots)}))
 
     @property
     def capacity(self) -> int:
-        """Positions of a slot's cache. With several chunks a multiple of them, because a chunk is written whole."""
+        """The number of positions in a slot's cache: `max_model_len`, rounded up to whole chunks if it exceeds one chunk."""
         return self.bucket(self.max_model_len)
 
     def bucket(self, length: int) -> int:
-        """Returns the padded length of a prompt of `length` tokens: a bucket, or whole chunks."""
+        """Returns the padded length of a prompt: the smallest bucket that fits, or whole chunks above `prefill_chunk`."""
         if length > self.prefill_chunk:
             return -(-length // self.prefill_chunk) * self.prefill_chunk
         return next(size for size in self.buckets if size >= length)
@@ -85,7 +85,7 @@ class EngineConfig:
 
 @struct.dataclass
 class Result(engine_api.ResultTokens):
-    """JetStream's result of a call, plus columns that few requests ask for. They stay on the device until fetched."""
+    """JetStream's result of a decode call, plus outputs that few requests use. All arrays stay on the device until fetched."""
 
     raw_logps: jax.Array  # float32 [B, K], under softmax(logits)
     top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
@@ -98,7 +98,7 @@ class Result(engine_api.ResultTokens):
 
 
 class Engine(engine_api.Engine):
-    """JetStream engine of one model on one host-local mesh. Sequences and current weights are arguments of its methods."""
+    """The JetStream engine of one model on devices of this process. The decode state and weights are passed to each call."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class Engine(engine_api.Engine):
         params: transformer.Params | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """Creates an engine on `mesh`, over devices of this process; None: its first device.
+        """Creates an engine on `mesh`, whose devices belong to this process. None uses the process's first device.
 
-        `params`, laid out on the mesh, are returned by `load_params` and not used otherwise.
+        `params` are weights laid out on the mesh. They are only returned by `load_params`.
 
         Raises:
-          ValueError: the sizes do not fit the mesh, or experts of a model without any are to be recorded.
+          ValueError: the sizes do not fit the mesh, or `config.routed_experts` is set for a model without experts.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
@@ -127,7 +127,7 @@ class Engine(engine_api.Engine):
     # The methods that our scheduler calls.
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
-        """Prefills P = config.prefill_batch prompts padded to one bucket; int32 [P, T] and [P]."""
+        """Returns the keys and values of P = config.prefill_batch prompts, int32 [P, T] padded to one bucket, lengths [P]."""
         return self._run(compiled_steps.prefill, *self._options, params, tokens_PT, length_P)
 
     def prefill_chunk(
@@ -135,20 +135,21 @@ class Engine(engine_api.Engine):
     ) -> tuple[kv_cache.Cache, tuple[jax.Array, ...]]:
         """Prefills one chunk, int32 [1, config.prefill_chunk], of a prompt whose first `start` tokens are in `cache`.
 
-        The cache is donated; None: start is 0. Returns the new one, and the chunk's part of `Prefix.experts`.
+        The cache is donated (not usable afterwards); pass None if `start` is 0. Returns (the new cache, the experts chosen in this
+        chunk), where the experts are an empty tuple unless the engine records them.
         """
         cache = self.empty_prefix() if cache is None else cache
         start_1 = np.array([start], np.int32)
         return self._run(compiled_steps.prefill_chunk, *self._options, params, tokens_1T, start_1, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
-        """An empty cache with room for the longest prompt."""
+        """Returns an empty key-value cache with room for the longest prompt."""
         return self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
-        """Returns float32 [T]: the untempered log-probability of each prompt token given those before it; 0 for the first.
+        """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token.
 
-        T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt.
+        T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt. Blocks until the device has finished.
         """
         tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)  # a row for each batch shard
         return np.asarray(self._run(compiled_steps.score, self.model, params, tokens_BT))
@@ -156,7 +157,7 @@ class Engine(engine_api.Engine):
     def insert_batch(
         self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
     ) -> State:
-        """Starts prompt `rows[i]` of `prefix` in `slots[i]` with row i of `request`; unused entries have slot = num_slots."""
+        """Copies prompt `rows[i]` into slot `slots[i]`, with parameters in row i of `request`; unused entries have slot = num_slots."""
         prefix = dataclasses.replace(prefix, experts=())
 
         def insert(part, own_slots):
@@ -165,11 +166,11 @@ class Engine(engine_api.Engine):
         return self._run(cpu_sub_batches.at, insert, state, slots)
 
     def deactivate(self, state: State, slots) -> State:
-        """Stops the given slots; int32 [B], unused entries have slot = num_slots."""
+        """Returns the state with decoding stopped in `slots`: int32 [B], where unused entries have slot = num_slots."""
         return self._run(cpu_sub_batches.at, compiled_steps.deactivate, state, slots)
 
     def with_limit(self, state: State, limit: int) -> State:
-        """Returns the state with the most steps that the next decode call runs."""
+        """Returns the state with `limit` as the most steps that the next decode call runs."""
         limit_array = np.int32(limit)
         if self.mesh.size > 1:  # laid out as programs return it: another layout would be compiled again
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
@@ -177,9 +178,9 @@ class Engine(engine_api.Engine):
         return tuple(dataclasses.replace(part, limit=limit_array) for part in state)
 
     def top_values(self, state: State, slot: int, window_index: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Fetches proof values (indices, bits) [k] of the first rows of a window that the device has not reduced.
+        """Fetches the k largest values, as (indices, bits), of the first `num_rows` rows of a proof window (32 hidden states).
 
-        That is the last window of a sequence which the host ended.
+        Used for the last window of a sequence that the host ended, which a decode call did not reduce to its top values.
         """
         part, own_slot = divmod(slot, len(state[0].token))
         where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
@@ -194,27 +195,27 @@ class Engine(engine_api.Engine):
         return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
 
     def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
-        """Fetches the proof values (indices, bits), [2, B, k] each, of a decode call."""
+        """Fetches (indices, bits), [2, B, k] each: the top values of the proof windows that a decode call finished."""
         return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
-        """An empty state of `num_slots` slots, which one call decodes."""
+        """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
         sizes = num_slots, self.config.capacity, self.config.steps_per_call
         return self._run(compiled_steps.empty_slots, self.model, *sizes)
 
     # JetStream's contract.
 
     def load_params(self, *args, **kwargs) -> transformer.Params | None:
-        """The weights given to the constructor, or None."""
+        """Returns the weights given to the constructor, or None if it got none."""
         return self._initial_params
 
     def init_decode_state(self, *args, **kwargs) -> State:
-        """A state with no slot in use."""
+        """Returns the state of all slots, with none in use."""
         num_parts = self._run(cpu_sub_batches.count, self.model, self.config.num_slots)
         return tuple(self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
-        """Prefills one prompt, to be sampled at temperature 1 and seed 0 until a stop id of the tokenizer."""
+        """Prefills one prompt, sampled later at temperature 1 and seed 0 until a stop id. `existing_prefix` must be None."""
         if existing_prefix is not None:
             raise NotImplementedError("prefill on an existing prefix is not supported; pass None")
         stop_ids, max_len = tuple(self.tokenizer.stop_ids), self.config.max_model_len
@@ -224,13 +225,13 @@ class Engine(engine_api.Engine):
         return dataclasses.replace(prefix, request=decode_state.request_arrays([request], 1))
 
     def insert(self, prefix: decode_state.Prefix, decode_state: State, slot: int) -> State:
-        """Starts the prompt that `prefill` returned in a slot."""
+        """Copies the prompt that `prefill` returned into a slot; returns the new state, in which the slot decodes."""
         assert prefix.request is not None
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
     def generate(self, params: transformer.Params, decode_state: State) -> tuple[State, Result]:
-        """Runs one decode call for all slots. Returns before the devices have finished."""
+        """Starts one decode call for all slots; returns (new state, result) before the devices have finished."""
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
         generate = functools.partial(compiled_steps.generate, *options, self._decode_weights.of(params))
@@ -252,15 +253,15 @@ class Engine(engine_api.Engine):
         )
 
     def get_prefix_destination_sharding(self) -> None:
-        """None: a prefix stays where `prefill` put it."""
+        """Returns None: a prefix stays on the devices where `prefill` put it."""
         return None
 
     def get_tokenizer(self):
-        """Placeholder parameters; `build_tokenizer` needs none."""
+        """Returns placeholder tokenizer parameters, which `build_tokenizer` ignores."""
         return tokenizer_pb2.TokenizerParameters(path="")  # pyright: ignore[reportAttributeAccessIssue]  # generated code
 
     def build_tokenizer(self, metadata) -> tokenizer_api.Tokenizer:
-        """The model's tokenizer with JetStream's interface."""
+        """Returns the model's tokenizer with JetStream's interface; ignores `metadata`."""
         del metadata
         return _JetStreamTokenizer(self.tokenizer)
 
@@ -271,32 +272,32 @@ class Engine(engine_api.Engine):
 
     @property
     def samples_per_slot(self) -> int:
-        """1; several samples of a prompt are in slots of their own."""
+        """Always 1: each sample of a prompt has its own slot."""
         return 1
 
     @property
     def max_prefill_length(self) -> int:
-        """The largest power of two that fits the capacity, because JetStream pads prompts to powers of two."""
+        """The largest power of two up to `max_model_len`, because JetStream pads prompts to powers of two."""
         return 1 << (self.config.max_model_len.bit_length() - 1)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh of devices, with one device or several."""
+        """The mesh of the engine's devices, with one device or several."""
         return self._mesh
 
     @property
     def colocated_cpus(self) -> None:
-        """None; host arrays stay in this process."""
+        """Always None: the engine uses no separate CPU hosts."""
         return None
 
     def _run(self, function, *args):
-        """Calls a function in the context in which programs are traced and run; one device needs no mesh."""
+        """Calls `function(*args)` with the engine's mesh set, if it has several devices; returns the result."""
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext():
             return function(*args)
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if an engine of these sizes cannot run on the mesh."""
+    """Raises ValueError if the mesh has a context axis above 1, or the slots do not divide over its batch shards."""
     if mesh.shape["context"] > 1:
         raise ValueError(
             f"mesh axis context={mesh.shape['context']} must be 1 for a server, because decoding reads one token at a "

@@ -27,7 +27,7 @@ Cache = tuple[Entry, ...]
 
 
 def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
-    """Creates a cache of zeros with `capacity` positions per sequence."""
+    """Returns a key-value cache of zeros with `capacity` positions per sequence."""
     heads, k_dim, v_dim = config.num_kv_heads, config.head_dim, config.v_dim
     if config.is_latent:
         heads, k_dim, v_dim = 1, config.kv_latent_dim + config.rope_dim, 0
@@ -40,14 +40,14 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
 
 
 def create_slots(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
-    """Creates a cache for decoding; on a CPU usually in the layout of cpu_decode_attention.py."""
+    """Returns an empty cache for decoding, in the blocks of cpu_decode_attention.py where those fit, else as `create`."""
     if cpu_decode_attention.fits(config):
         return cpu_decode_attention.create(config, num_sequences, capacity)
     return create(config, num_sequences, capacity)
 
 
 def layout(cache: Cache, mesh) -> Cache:
-    """Returns the `PartitionSpec` of each array: sequences over the batch axes, key heads over `tensor` if they divide."""
+    """Returns the `PartitionSpec` of each cache array: sequences over the batch axes, key heads over `tensor` if they divide."""
 
     def of(x):
         return rules.fitting(mesh, x.shape, (*[None] * (x.ndim - 4), "batch", "kv_heads", None, None))
@@ -58,9 +58,9 @@ def layout(cache: Cache, mesh) -> Cache:
 def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Callable:
     """Returns the attention function of `transformer.extend` for tokens at positions start, start + 1, ...
 
-    It writes the new keys and values there (where `write_BT` is False, the old ones stay) and attends to every position
-    up to each query's own. The caller ensures `start + T <= S`: XLA silently moves a write past the end back, and in a
-    stacked cache it is undefined.
+    The function writes the new keys and values into the cache at these positions; where `write_BT` is False, the old ones stay.
+    Each query attends to all positions up to its own. The caller ensures `start + T <= S`: XLA silently moves a write past
+    the end back, and in a stacked cache such a write is undefined.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
@@ -81,7 +81,7 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Calla
 
 
 def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows: jax.Array) -> Cache:
-    """Copies sequences `source_rows` into `target_rows`; rows of `target` out of range are skipped."""
+    """Copies the sequences in rows `source_rows` to rows `target_rows` of `target`; skips rows out of range; returns the target."""
 
     def copy(a, b):
         stack = (slice(None),) * (a.ndim - 4)
@@ -97,7 +97,7 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
 
 
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
-    """Returns (new entry, keys, values) of one layer; a layer of a stack is passed as (k, v, its index)."""
+    """Writes a layer's new keys and values; returns (new entry, all keys, all values). In a stack, the entry is (k, v, layer)."""
     new = [k_BTKC, v_BTKC]
 
     def merged(old):

@@ -13,7 +13,7 @@ NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the values that filter 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt, `num_samples` completions; sample i uses seed + i (mod 2^32)."""
+    """A request to the scheduler for `num_samples` completions of one prompt; sample i uses seed + i (mod 2^32)."""
 
     tokens: Sequence[int]
     num_samples: int = 1
@@ -54,9 +54,9 @@ class GenerateRequest:
             if len(values) > most:
                 raise ValueError(f"{len(values)} {name} given; at most {most} are allowed, so leave some out")
         if not all(self.stop_texts):
-            raise ValueError("a stop string is empty; leave it out")
+            raise ValueError("a stop string is empty; each needs at least one character, so leave the empty one out")
         if bad := [value for value in biases if not -100 <= value <= 100]:
-            raise ValueError(f"a logit_bias must be in -100..100; got {bad[0]}")
+            raise ValueError(f"a logit_bias must be in -100..100; got {bad[0]}. Set it within these limits")
         # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is NaN
         is_temperature_ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6
         for name, value, ok, rule in (
@@ -70,12 +70,12 @@ class GenerateRequest:
             ("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP, f"in 0..{MAX_TOP}"),
         ):
             if not ok:
-                raise ValueError(f"{name} must be {rule}; got {value}")
+                raise ValueError(f"{name} must be {rule}; got {value}. Set it to an allowed value")
 
 
 @dataclasses.dataclass
 class Completion:
-    """One sample. `logprobs` and `versions` have one entry per token; the stop token is included."""
+    """The result for one sample of a request. `tokens`, `logprobs`, and `versions` include the stop token, if any."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -19,40 +19,40 @@ from models import moe
 
 
 def dtype(model: config_lib.ModelConfig) -> np.dtype:
-    """The narrowest type of an expert's index."""
+    """Returns the numpy type of an expert's index: uint8 for up to 256 experts, else uint16."""
     return np.dtype("uint8" if model.num_experts <= 256 else "uint16")
 
 
 def num_moe_layers(model: config_lib.ModelConfig) -> int:
-    """The number of layers with a router."""
+    """Returns the number of the model's layers that have a router (MoE layers)."""
     return sum(model.is_moe(index) for index in range(model.num_layers))
 
 
 def compact(routing: moe.Routing | None, model: config_lib.ModelConfig) -> jax.Array:
-    """Returns the chosen experts [B, T, L, X] of a model with MoE layers, in the narrowest type."""
+    """Returns the experts that `routing` chose for each token, [B, T, L, X], as uint8 or uint16. The model has MoE layers."""
     assert routing is not None
     return jnp.moveaxis(routing.experts, 0, 2).astype(dtype(model))
 
 
 def of_sequence(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns [T, L, X] of one sequence.
+    """Returns the experts [T, L, X] of one sequence: prompt and completion, without the last token, which was not run.
 
-    `pieces` [B, .., L, X] cover the prompt from its start, `decoded` [.., L, X] the decode steps. The first step runs the last
-    prompt token again, and its choice is the one used.
+    `pieces` [B, .., L, X] cover the prompts from the start; this sequence is in `row`. `decoded` [.., L, X] cover the decode
+    steps. The last prompt token is run again by the first decode step, whose choice is used.
     """
     prompt = np.concatenate([np.asarray(piece[row]) for piece in pieces])[: num_prompt - 1]
     return np.concatenate([prompt, *decoded])
 
 
 def with_all_layers(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> np.ndarray:
-    """Returns [T, layers of the model, X], with zeros for dense layers."""
+    """Expands the experts of MoE layers to all layers: returns [T, layers of the model, X], with zeros for dense layers."""
     out = np.zeros((len(experts_TLX), model.num_layers, experts_TLX.shape[-1]), dtype(model))
     out[:, [index for index in range(model.num_layers) if model.is_moe(index)]] = experts_TLX
     return out
 
 
 def reply_field(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
-    """Returns the field `routed_experts` of a reply, for tokens from `start` on. `data` is first: clients search for it."""
+    """Returns a reply's field `routed_experts` for the tokens from `start` on. `data` (base64) is first: clients search for it."""
     rows = with_all_layers(experts_TLX[start:], model)
     data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -25,7 +25,7 @@ QUANTIZATIONS = ("none", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """The form and layout in which one server keeps the weights of its model."""
+    """Describes how one server keeps the weights of its model: quantized or not, and their layout on its mesh."""
 
     model: config_lib.ModelConfig
     mesh: jax.sharding.Mesh
@@ -48,11 +48,11 @@ class Store:
 
     @property
     def load_shardings(self) -> transformer.Params | None:
-        """The shardings with which full weights are to be read; None: as numpy arrays in host memory."""
+        """The shardings with which to read full weights; None if they are to be read as numpy arrays in host memory (int8)."""
         return self.shardings if self.quantization == "none" else None
 
     def keep(self, params: transformer.Params) -> transformer.Params:
-        """Returns the stored form of full weights that were read with `load_shardings`."""
+        """Converts full weights, read with `load_shardings`, to the form that the server stores, and returns that."""
         if self.quantization == "none":
             return params
         return jax.tree.map(
@@ -61,7 +61,7 @@ class Store:
 
 
 def shardings(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Returns the tree of `NamedSharding` of weights that are not quantized."""
+    """Returns the tree of `NamedSharding` with which a server lays out weights that are not quantized."""
     return Store(model, mesh).shardings
 
 

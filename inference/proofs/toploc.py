@@ -36,7 +36,10 @@ NO_AGREEMENT = 2.0**64  # mantissa statistics if no exponent agrees, as in the r
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The largest differences that a valid proof may have. Counts are per 128 coefficients and scale with shorter proofs."""
+    """The largest differences between claimed and recomputed values that a valid proof may have.
+
+    Counts are per 128 coefficients, and in proportion for shorter proofs.
+    """
 
     exp_mismatches: int  # positions whose exponent differs
     mantissa_mean: float  # of |difference| in units of 1/128, where the exponent agrees
@@ -55,7 +58,7 @@ THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
 
 @dataclasses.dataclass(frozen=True)
 class ProofResult:
-    """The result for one chunk.
+    """The result of verifying one proof, which covers one chunk of up to 32 hidden states.
 
     `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk),
     "length" (not 2 + 2k bytes), "modulus",
@@ -73,11 +76,11 @@ class ProofResult:
 
 
 def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
-    """Returns a proof of each (indices, bits): top-k indices (row * D + column) and their bf16 bit patterns.
+    """Returns one proof per chunk of hidden states, from its top k: (indices row * D + column, their bf16 bit patterns).
 
-    The proof is b"" for a row with NaN or inf: those have the largest magnitude patterns, so the top k of such a chunk contain
-    one. The same for indices that no modulus keeps distinct, which was never observed. Every verifier rejects b"" as
-    "length". Nothing is raised, because one bad row must not affect other rows, or end a thread.
+    The proof is b"" for a chunk with NaN or inf: these have the largest magnitude patterns, so they are in its top k. The proof
+    is also b"" if no modulus keeps the indices distinct, which was never observed. Every verifier rejects b"" as "length".
+    Nothing is raised, because one bad chunk must not affect other chunks, or end a thread.
     """
     proofs = [b""] * len(tops)
     for members in _batches([0 if _non_finite(bits_k).any() else len(bits_k) for _, bits_k in tops]):
@@ -113,7 +116,7 @@ def _by_heap(magnitude_NM, k: int):
 
 
 def _by_counting(magnitude_NM, k: int):
-    """A bf16 magnitude is a 15-bit integer, so 15 counting passes find the k-th one exactly."""
+    """Returns the indices of the k largest. A bf16 magnitude is a 15-bit integer, so 15 counting passes find the k-th exactly."""
     magnitude_NM = magnitude_NM.astype(jnp.int32)
 
     def bisect(i, threshold_N1):
@@ -134,8 +137,8 @@ def verify_proofs_batch(
 ) -> list[list[ProofResult]]:
     """Verifies the proofs of several sequences together, against the verifier's own hidden states [T, D] of each.
 
-    Returns one result per chunk, never an empty list, so that all(...) over it is not vacuous. `proofs_of` is untrusted:
-    each entry may be anything, including the return value of `split`.
+    Returns, for each sequence, one result per chunk. The list is never empty, so that all(...) over the results is not
+    vacuously true. `proofs_of` is untrusted: the entry of a sequence may be anything, including the return value of `split`.
     """
     results: list[list[ProofResult]] = []
     blocks, proofs, places = [], [], []  # of sequences with as many proofs as chunks
@@ -166,7 +169,10 @@ def verify_proofs_batch(
 
 
 def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: int = 128) -> list[bytes] | str:
-    """Splits the joined proofs of a sequence of `num_rows` rows. Returns a reason instead if the length is not exact."""
+    """Splits the joined proofs of a sequence of `num_rows` hidden states into one proof per chunk.
+
+    Returns a reason code with an explanation (a str) instead if `data` does not have exactly the expected length.
+    """
     num_values = [min(chunk, num_rows - start) * hidden_dim for start in range(0, num_rows, chunk)]
     lengths = [2 + 2 * min(topk, values) for values in num_values]
     if not isinstance(data, bytes) or len(data) != sum(lengths):
@@ -180,7 +186,7 @@ def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: in
 
 
 def _chunks(hidden_TD, chunk: int) -> list[np.ndarray]:
-    """Returns the bits of the bf16 values of every `chunk` rows."""
+    """Splits hidden states into chunks of `chunk` rows; returns the bits of each chunk's bf16 values, flattened."""
     hidden_TD = np.asarray(hidden_TD)
     if hidden_TD.ndim != 2 or hidden_TD.dtype not in (jnp.bfloat16, np.float32):
         raise ValueError(
@@ -217,7 +223,7 @@ def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, n
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the positions of equal sizes, at most BATCH at a time; skips size 0. Only short tails differ in size."""
+    """Yields batches of at most BATCH positions in `sizes` that have equal size; skips size 0. Only short tails differ."""
     for size in sorted({*sizes} - {0}):
         members = [n for n, own in enumerate(sizes) if own == size]
         yield from (members[start : start + BATCH] for start in range(0, len(members), BATCH))

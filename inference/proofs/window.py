@@ -25,29 +25,30 @@ GROUP = 8  # windows reduced together
 
 
 def create(num_slots: int, model_dim: int) -> jax.Array:
-    """Creates the rings of all slots, [B, 2, W, D]; row j of a sequence is in window (j // W) % 2.
+    """Creates the rings that keep the last hidden states of each slot, [B, 2, W, D]; row j is in window (j // W) % 2.
 
-    They contain the bits of bfloat16: XLA on a CPU scatters bfloat16 through a float32 copy of the whole ring, at every step.
+    Rings contain bfloat16 as uint16: XLA on a CPU scatters bfloat16 through a float32 copy of the whole ring at every step.
     """
     return jnp.zeros((num_slots, NUM_WINDOWS, WINDOW, model_dim), jnp.uint16)
 
 
 def write(ring_B2WD: jax.Array, hidden_BD: jax.Array, row_B: jax.Array, where_B: jax.Array) -> jax.Array:
-    """Writes hidden states as row `row_B` of each sequence, in the slots where `where_B` is True."""
+    """Writes the hidden state of row `row_B` into the ring of each slot where `where_B` is True; returns the new rings."""
     slot_B = jnp.where(where_B, jnp.arange(len(row_B)), len(row_B))  # past the end: dropped
     bits_BD = jax.lax.bitcast_convert_type(hidden_BD.astype(jnp.bfloat16), jnp.uint16)
     return ring_B2WD.at[slot_B, row_B // WINDOW % NUM_WINDOWS, row_B % WINDOW].set(bits_BD, mode="drop")
 
 
 def num_top(model_dim: int) -> int:
-    """k: `TOP`, or fewer in models whose window has fewer values."""
+    """Returns k, the number of values per proof: `TOP`, or fewer in models whose window has fewer values."""
     return min(TOP, WINDOW * model_dim)
 
 
 def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (is_finished, window, rows), [2, B] each, of a call that grew sequences from `before` to `after` rows.
+    """Finds the proof windows to reduce after a decode call in which sequences grew from `before_B` to `after_B` rows.
 
-    First the window that it completed, then the partly filled one of a sequence that ended. A call completes at most one window.
+    Returns (is_finished, window index, number of rows), [2, B] each. Row 0 is the window that the call completed (at most one),
+    row 1 the partly filled last window of a sequence that ended (`ended_B`).
     """
     window_2B = jnp.stack([after_B // WINDOW - 1, after_B // WINDOW])
     rows_2B = jnp.stack([jnp.full_like(after_B, WINDOW), after_B % WINDOW])
@@ -56,7 +57,7 @@ def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tup
 
 
 def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array, rows_2B: jax.Array):
-    """Returns (indices int32, bits uint16) [2, B, k] of the finished windows; zeros elsewhere."""
+    """Reduces finished windows to their top k values: returns (indices int32, bits uint16) [2, B, k], zeros for other windows."""
     _, B = is_finished_2B.shape
     is_finished, window, rows = is_finished_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
     size = -(-2 * B // GROUP) * GROUP
@@ -75,7 +76,7 @@ def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array
 
 
 def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, rows_N: jax.Array):
-    """Returns (indices int32, bits uint16) [N, k] of the first `rows` of windows that are still in the ring."""
+    """Returns (indices int32, bits uint16) [N, k]: the k largest values in the first `rows_N` rows of windows in the ring."""
     bits_NWD = ring_B2WD[slot_N, window_N % NUM_WINDOWS]
     filled_NW = jnp.arange(WINDOW)[None] < rows_N[:, None]
     bits_NM = jnp.where(filled_NW[..., None], bits_NWD, jnp.uint16(0)).reshape(len(slot_N), -1)
@@ -85,7 +86,7 @@ def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, row
 def encode(
     rows_N: Sequence[int], indices_Nk: Sequence[np.ndarray], bits_Nk: Sequence[np.ndarray], model_dim: int
 ) -> list[bytes]:
-    """Returns the proofs of N windows of `rows` rows each, from their top values; b"" as in `toploc.encode`."""
+    """Returns the proofs of N windows, of `rows_N` rows each, from their top values; b"" if a value is NaN or inf."""
     tops = []
     for rows, indices_k, bits_k in zip(rows_N, indices_Nk, bits_Nk, strict=True):
         is_real_k = indices_k < rows * model_dim  # a short last window of a small model has fewer

@@ -84,24 +84,27 @@ _SAME = "sampled_mask versions temperature seed sample step finish_reason proofs
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
-    """Writes a file atomically and durably, and creates its parent directory."""
+    """Writes rollouts to a Parquet file, atomically and durably, and creates its parent directory.
+
+    Raises ValueError if `read` would reject a rollout.
+    """
     data = to_bytes(rollouts)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write(pathlib.Path(path), data, durable=True)
 
 
 def read(path: str | os.PathLike) -> list[rollout_lib.Rollout]:
-    """Reads a file as `from_bytes` does; checks its size first."""
+    """Returns the rollouts of a Parquet file of any origin. Raises ValueError if the file is too large or breaks a rule."""
     path = pathlib.Path(path)
     parquet_footer.check_size(path.stat().st_size)
     return from_bytes(path.read_bytes())
 
 
 def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
-    """Returns the file's bytes. Raises ValueError if `read` would reject a rollout."""
+    """Returns the bytes of a Parquet file of these rollouts. Raises ValueError if `read` would reject a rollout."""
     for row, rollout in enumerate(rollouts):
         if reason := rollout_lib.validate(rollout):
-            raise ValueError(f"rollout {row} cannot be written: {reason}")
+            raise ValueError(f"rollout {row} cannot be written: {reason}; correct this field first")
     is_routed = any(rollout.routed_experts is not None for rollout in rollouts)
     columns, schema = (_ALL_COLUMNS, ALL_SCHEMA) if is_routed else (_COLUMNS, SCHEMA)
     arrays = [pa.array(map(value, rollouts), dtype) for dtype, value in columns.values()]
@@ -119,9 +122,9 @@ def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
 
 
 def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of a file of any origin. Raises ValueError with the column and the rule, for any bytes at all."""
+    """Returns the rollouts in the bytes of a Parquet file. Any broken file raises ValueError with the column and the rule."""
     if not isinstance(data, bytes):
-        raise ValueError(f"rollout file: must be bytes, got {type(data).__name__}")
+        raise ValueError(f"rollout file: must be bytes, got {type(data).__name__}; pass the content of the file")
     parquet_footer.check(data)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
@@ -129,13 +132,13 @@ def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
         table = file.read(use_threads=False)
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
-        raise ValueError(f"rollout file: not readable as Parquet: {error}") from error
+        raise ValueError(f"rollout file: not readable as Parquet: {error}; write the file again") from error
     columns = {name: _column(name, table.column(name)) for name in schema.names if name != "problem_id"}
     return [_row(columns, row) for row in range(table.num_rows)]
 
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
-    """Returns our schema, with routed experts if the file has them; raises ValueError if the file has another."""
+    """Returns the schema of rollout files, with routed experts if the file has them. Raises ValueError if the file's differs."""
     wanted = ALL_SCHEMA if schema.names == ALL_SCHEMA.names else SCHEMA
     for position, field in enumerate(wanted):
         found = schema.field(position) if position < len(schema) else None
@@ -143,6 +146,7 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
             raise ValueError(
                 f"rollout file: column {position} must be {field.name}: {field.type}, got "
                 + (f"{found.name!r}: {found.type}" if found is not None else "nothing")
+                + "; write all columns in this order"
             )
     if len(schema) != len(wanted):
         raise ValueError(f"rollout file: column {schema.names[len(wanted)]!r} is not in the schema; leave it out")
@@ -150,7 +154,7 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _column(name: str, chunked: pa.ChunkedArray) -> list:
-    """Returns one entry per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
+    """Returns a column's values, one per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
     array = chunked.combine_chunks()
     is_list, is_map = pa.types.is_list(array.type), pa.types.is_map(array.type)
     inner = [array.keys, array.items] if is_map else [array.values] if is_list else []
@@ -162,13 +166,13 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
         longest = _MAX_BYTES.get(name, 4 * rollout_lib.MAX_NAME)
         found = pc.call_function("max", [pc.call_function("binary_length", [texts])]).as_py()
         if found is not None and found > longest:
-            raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}")
+            raise ValueError(f"rollout file: column {name}: must be at most {longest} bytes, got {found}; shorten it")
     if is_map:  # ten million empty ones fit into 7 kB of file
         counts = np.diff(array.offsets.to_numpy())
         if counts.max(initial=0) > rollout_lib.MAX_REWARD_PARTS or counts.sum() > MAX_FILE_PARTS:
             raise ValueError(
                 f"rollout file: column {name} has {counts.max()} entries in a row and {counts.sum()} in all; at most "
-                f"{rollout_lib.MAX_REWARD_PARTS} and {MAX_FILE_PARTS} are read"
+                f"{rollout_lib.MAX_REWARD_PARTS} and {MAX_FILE_PARTS} are allowed; write fewer"
             )
     if not is_list:
         return array.to_pylist()

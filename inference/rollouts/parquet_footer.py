@@ -23,20 +23,23 @@ MAX_PAGE_HEADER_BYTES = 2**14
 MAX_DEPTH = 16  # of structs and lists in one another; Parquet nests eight deep
 CODECS = (0, 1, 6)  # none, snappy, zstd
 ENCODINGS = (0, 3)  # plain, run length
+BROKEN = "broken footer or page header; write the file again"
 PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in that header
 
 
 def check_size(num_bytes: int) -> None:
-    """Raises ValueError if a file of this size is too large to read."""
+    """Raises ValueError if a rollout file of `num_bytes` is too large to read: more than `MAX_FILE_BYTES`."""
     _check_most(num_bytes, MAX_FILE_BYTES, "bytes")
 
 
 def check(data: bytes) -> None:
-    """Raises ValueError if the file is too large, decodes to too many bytes, or uses features of Parquet not read here."""
+    """Raises ValueError if a rollout file is too large, decodes to too many bytes, or uses Parquet features not read here."""
     check_size(len(data))
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise ValueError("rollout file: not readable as Parquet: no PAR1 at both ends around a footer")
+        raise ValueError(
+            "rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write the file again"
+        )
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
@@ -47,7 +50,7 @@ def check(data: bytes) -> None:
         ):  # checked for each page: a million chunks may share pages
             _check_most(decoded_bytes, MAX_DECODED_BYTES, "decoded bytes")
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
-        raise ValueError("rollout file: not readable as Parquet: broken footer or page header") from error
+        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}") from error
 
 
 def _check_most(found: int, most: int, unit: str) -> None:
@@ -56,12 +59,15 @@ def _check_most(found: int, most: int, unit: str) -> None:
 
 
 def pages(data: bytes, chunk: dict) -> Iterator[int]:
-    """Yields the decoded bytes that each page of a column chunk declares: its data, 4 of levels per value, and 4096."""
+    """Yields the decoded bytes of each page of a column chunk: the data size that its header declares, 4 bytes per value, 4096.
+
+    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here.
+    """
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
         raise ValueError(
-            "rollout file: a column has a dictionary, an unknown codec, or data in another file; only plain encoding is read, "
-            "with zstd, snappy or no compression"
+            "rollout file: a column has a dictionary, an unknown codec, or data in another file; only plain encoding is "
+            "read, with zstd, snappy or no compression; write the file like that"
         )
     at, end = _counted(meta, 9), _counted(meta, 9) + _counted(meta, 7)
     yield 4 * _counted(meta, 5)
@@ -79,13 +85,13 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
 
 def _listed(fields: dict, number: int) -> list[dict]:
     if not isinstance(fields[number], list) or not all(isinstance(item, dict) for item in fields[number]):
-        raise ValueError("rollout file: not readable as Parquet: broken footer")
+        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}")
     return fields[number]
 
 
 def _counted(fields: dict, number: int) -> int:
     if not isinstance(fields, dict) or type(fields[number]) is not int or fields[number] < 0:
-        raise ValueError("rollout file: not readable as Parquet: broken footer or page header")
+        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}")
     return fields[number]
 
 
@@ -100,7 +106,7 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
         else:
             number, at = _thrift_value(data, at, 4, depth)
         if number in fields:
-            raise ValueError("rollout file: not readable as Parquet: a field appears twice")
+            raise ValueError("rollout file: not readable as Parquet: a field appears twice; write the file again")
         kind = head & 15
         fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
     return fields, at + 1
@@ -127,7 +133,9 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int
         return items, at
     if kind == 12 and depth < MAX_DEPTH:  # struct
         return _thrift_struct(data, at, depth + 1)
-    raise ValueError(f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep")
+    raise ValueError(
+        f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep; write the file again"
+    )
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -137,4 +145,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         at += 1
         if data[at - 1] < 0x80:
             return value, at
-    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits")
+    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits; write the file again")

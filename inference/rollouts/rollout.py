@@ -41,7 +41,7 @@ _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env t
 
 @dataclasses.dataclass(frozen=True)
 class TaskRef:
-    """The name of a task: the environment can build the task again from these four fields."""
+    """The reference to a task in a rollout: the environment can build the task again from these four fields."""
 
     env: str
     index: int  # of the task in the environment's data
@@ -51,7 +51,7 @@ class TaskRef:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # == on arrays has no single truth value; compare `digest`s
 class Rollout:
-    """One token stream = one branch of one episode, T tokens long.
+    """One rollout: the T tokens of one branch of an episode, with log-probabilities, reward, proofs, and signature.
 
     Example, two turns: tokens = prompt | sampled | tool result | sampled, sampled_mask = 0 0 0 1 1 0 0 1 1.
     """
@@ -75,12 +75,15 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """The number of tokens before the first sampled one. Assumes that a token is sampled (`validate` checks it)."""
+        """The number of tokens before the first sampled token. At least one must be sampled, as `validate` checks."""
         return int(np.argmax(self.sampled_mask))
 
 
 def validate(rollout: Rollout) -> str | None:
-    """Returns the first broken rule as "field: rule, got value", or None. Never raises, for any argument."""
+    """Checks every field of an untrusted rollout; returns the first error as "field: rule, got value", or None if valid.
+
+    The signature is not verified here, only its length. Never raises, for any argument.
+    """
     if not isinstance(rollout, Rollout):
         return f"rollout: must be a Rollout, got {type(rollout).__name__}"
     return _array_error(rollout) or _scalar_error(rollout)
@@ -102,12 +105,12 @@ class WorkerKey:
 
     @classmethod
     def generate(cls) -> "WorkerKey":
-        """Creates a random key."""
+        """Returns a new random key pair."""
         return cls(ed25519.Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "WorkerKey":
-        """Reads a key file. Raises ValueError if it is not an unencrypted ed25519 PEM file."""
+        """Returns the key pair in a file. Raises ValueError if the file is not an unencrypted ed25519 PEM file."""
         data = pathlib.Path(path).read_bytes()
         try:
             private = serialization.load_pem_private_key(data, password=None)
@@ -121,7 +124,7 @@ class WorkerKey:
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a PKCS8 PEM file that only the owner can read. Raises FileExistsError rather than overwrite a key."""
+        """Writes the private key to a PKCS8 PEM file that only the owner can read. Raises FileExistsError if `path` exists."""
         data = self.private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -131,20 +134,20 @@ class WorkerKey:
 
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
-    """Returns the rollout with the key's name and signature. Raises ValueError if `validate` rejects it."""
+    """Returns the rollout with `worker` and `signature` set from `key`. Raises ValueError if `validate` rejects the rollout."""
     rollout = dataclasses.replace(rollout, worker=key.worker, signature=b"")
     if reason := validate(rollout):
-        raise ValueError(f"rollout cannot be signed: {reason}")
+        raise ValueError(f"rollout cannot be signed: {reason}; correct this field first")
     return dataclasses.replace(rollout, signature=key.private.sign(digest(rollout)))
 
 
 def signature_ok(rollout: Rollout) -> bool:
-    """Returns True if the key in `worker` signed exactly this rollout. Never raises: False for malformed ones."""
+    """Returns True if the key in `worker` signed exactly this rollout; False also for a malformed rollout. Never raises."""
     return not validate(rollout) and signed(rollout.worker, rollout.signature, digest(rollout))
 
 
 def signed(worker: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if `worker` (a public key in hex) signed the message. Never raises."""
+    """Returns True if `signature` is the ed25519 signature of `message` by `worker`, a public key in hex. Never raises."""
     try:
         ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(worker)).verify(signature, message)
     except (exceptions.InvalidSignature, ValueError, TypeError):  # not a point on the curve; not bytes
@@ -153,7 +156,7 @@ def signed(worker: str, signature: bytes, message: bytes) -> bool:
 
 
 def digest(rollout: Rollout) -> bytes:
-    """The SHA-256 of every field but `signature` of a valid rollout.
+    """Returns the SHA-256 of every field of a valid rollout except `signature`; workers sign this digest.
 
     The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
@@ -187,7 +190,7 @@ def _framed(payload: bytes) -> bytes:
 
 
 def num_bytes(rollout: Rollout) -> int:
-    """The bytes of the fields that grow with the length: 13 per token, the proofs, the experts."""
+    """Returns the size of the fields that grow with the rollout's length: 13 bytes per token, the proofs, the experts."""
     experts = 0 if rollout.routed_experts is None else rollout.routed_experts.nbytes
     return 13 * len(rollout.tokens) + len(rollout.proofs) + experts
 
@@ -226,7 +229,7 @@ def _array_error(rollout: Rollout) -> str | None:
 
 
 def _experts_error(rollout: Rollout) -> str | None:
-    """Checks the format of `routed_experts`. Layer and expert counts are not checked: a rollout does not name its model."""
+    """Returns an error in the format of `routed_experts`, or None. Layer and expert counts are unknown here: no model is named."""
     experts = rollout.routed_experts
     if experts is None:
         return None

@@ -9,9 +9,9 @@ RECENT_S = 0.25  # after a request, another is likely for this long
 
 
 class ArrivalWindow:
-    """The requests that arrive at an idle engine close after one another, up to a full batch.
+    """A short time window in which an idle engine gathers requests, up to a full batch, before it starts them together.
 
-    They start together, because a decode call costs the same for one slot in use as for all.
+    Gathering pays because a decode call costs the same for one slot in use as for all.
     """
 
     def __init__(self, num_slots: int):
@@ -21,11 +21,11 @@ class ArrivalWindow:
         self._last_s = float("-inf")
 
     def reopen(self) -> None:
-        """Starts a new window: the next request opens it."""
+        """Ends the window; the next request opens a new one."""
         self._opened_s, self._num_samples = None, 0
 
     def add(self, num_samples: int, now_s: float) -> float:
-        """Adds a request and returns how long to wait for the next; 0 if the window is over."""
+        """Counts a request of `num_samples`; returns the seconds to wait for the next one, 0 if the window is over."""
         if self._opened_s is None:
             self._opened_s = now_s
         self._last_s = now_s
@@ -34,5 +34,5 @@ class ArrivalWindow:
         return GAP_S if is_open else 0.0
 
     def is_next_likely(self, now_s: float) -> bool:
-        """Returns True if the last request came so recently that another is likely."""
+        """Returns True if the last request came less than `RECENT_S` seconds ago, so that another is likely soon."""
         return now_s - self._last_s < RECENT_S

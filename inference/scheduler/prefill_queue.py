@@ -33,9 +33,9 @@ class _LongPrompt:
 
 
 class PrefillQueue:
-    """Requests with samples that are not in slots yet. Used by one thread; counts in the scheduler's `stats`.
+    """The queue of requests with samples that are not in slots yet. Used by one thread; updates the scheduler's `stats`.
 
-    `set_weights` is called before any other method.
+    The caller calls `set_weights` before any other method.
     """
 
     def __init__(self, engine: engine_lib.Engine, prefixes: prefix_cache.PrefixCache, stats: dict[str, float]):
@@ -53,11 +53,11 @@ class PrefillQueue:
             yield self._long.group
 
     def add(self, group: sequence_lib.SequenceGroup) -> None:
-        """Appends a new request."""
+        """Appends a new request to the queue."""
         self._waiting.append(group)
 
     def drop_done(self) -> None:
-        """Removes requests that were cancelled or failed."""
+        """Removes requests whose future is done: cancelled or failed ones."""
         self._ready = collections.deque(group for group in self._ready if not group.future.done())
         self._waiting = collections.deque(group for group in self._waiting if not group.future.done())
         if self._long is not None and self._long.group.future.done():
@@ -72,9 +72,10 @@ class PrefillQueue:
         self._long = None
 
     def next(self, most: int) -> sequence_lib.Sequence | None:
-        """Starts the sample that gets the next free slot and returns it, or None; prefills prompts if necessary.
+        """Returns the sample that gets the next free slot, or None if no prompt is ready; prefills prompts if necessary.
 
-        Its request is the first in order of arrival, but one with `most` running samples only if no other is ready.
+        Requests are served in order of arrival. One that already has `most` running samples gets a slot only if no other request
+        is ready.
         """
         while (group := next((g for g in self._ready if g.num_running < most), None)) is None and self._prefill():
             pass
@@ -86,7 +87,7 @@ class PrefillQueue:
         return group.start_next(self._engine.tokenizer.text_stream() if group.request.stop_texts else None)
 
     def prefill_chunk(self) -> None:
-        """Prefills the next chunk of the long prompt in progress, if one is."""
+        """Prefills the next chunk of the long prompt in progress; does nothing if no long prompt is in progress."""
         if self._long is None:
             return
         long, chunk = self._long, self._engine.config.prefill_chunk
@@ -143,7 +144,7 @@ class PrefillQueue:
         return len(self._ready) > num_ready
 
     def _start_long(self, group: sequence_lib.SequenceGroup) -> None:
-        """Starts a prompt of several chunks after its longest cached prefix, which may be all of it."""
+        """Starts the prefill of a prompt of several chunks after its longest cached prefix; a fully cached one becomes ready."""
         tokens = group.request.tokens
         found = self._prefixes.find(tokens)
         num_done = found.num_tokens if found else 0
@@ -177,7 +178,7 @@ def _one_prompt(tokens: Sequence[int], cache: kv_cache.Cache, experts: tuple[jax
 
 
 def _pad(prompts: Sequence[Sequence[int]], num_rows: int, length: int) -> np.ndarray:
-    """Prompts as int32 [rows, length], zeros after their ends."""
+    """Returns prompts as int32 [rows, length], with zeros after the end of each."""
     tokens_PT = np.zeros((num_rows, length), np.int32)
     for row, tokens in enumerate(prompts):
         tokens_PT[row, : len(tokens)] = tokens

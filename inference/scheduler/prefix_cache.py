@@ -23,7 +23,7 @@ from inference.engine import decode_state
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A cached prefix: the first `num_tokens` tokens of a prompt, in row `row` of `prefix`."""
+    """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`."""
 
     num_tokens: int
     prefix: decode_state.Prefix
@@ -38,7 +38,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """A least-recently-used cache of prefilled prompts, limited in bytes. Used by one thread."""
+    """A least-recently-used cache of the keys and values of prompts, limited to `max_bytes`. Used by one thread."""
 
     def __init__(self, chunk: int, max_bytes: int):
         self._chunk, self._max_bytes = chunk, max_bytes
@@ -47,7 +47,7 @@ class PrefixCache:
         self.num_bytes = 0
 
     def find(self, tokens: Sequence[int]) -> Found | None:
-        """Returns the longest cached prefix of a prompt, or None."""
+        """Returns the longest cached prefix of the prompt `tokens`, or None if no prefix is cached."""
         for _, key in reversed(self._keys(tokens)):
             if found := self._found.get(key):
                 self._entries.move_to_end(id(found.prefix))
@@ -55,7 +55,7 @@ class PrefixCache:
         return None
 
     def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
-        """Adds a prompt, which is in `row` of `prefix`; does nothing if it is larger than the cache."""
+        """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
         entry = self._entries.get(id(prefix))
         if entry is None:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
@@ -75,13 +75,13 @@ class PrefixCache:
             entry.keys.add(key)
 
     def clear(self) -> None:
-        """Removes all entries."""
+        """Removes all cached prompts."""
         self._found.clear()
         self._entries.clear()
         self.num_bytes = 0
 
     def _keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        """(length, key) of each prefix that can be cached, shortest first."""
+        """Returns (length, key) of each prefix of `tokens` that can be cached, shortest first."""
         data = np.asarray(tokens, "<i4")
         is_batched = len(data) <= self._chunk
         running = hashlib.blake2b(b"%d" % is_batched, digest_size=16)

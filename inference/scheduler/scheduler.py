@@ -44,7 +44,7 @@ _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_to
 
 
 class Overloaded(RuntimeError):
-    """Raised when the queue is full; try again later, or another server."""
+    """Raised when the queue of requests is full; try again later, or use another server."""
 
 
 class Closed(RuntimeError):
@@ -56,7 +56,7 @@ class Fault(RuntimeError):
 
 
 class Scheduler:
-    """Runs an engine in a thread of its own; every method may be called from any thread."""
+    """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Scheduler:
         prefix_cache_bytes: int = 2**28,
         state: cpu_sub_batches.State | None = None,
     ):
-        """Starts the thread. `state` is an unused decode state of the engine; None creates one."""
+        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one."""
         self._engine, self._params, self.version = engine, params, version
         self._max_queue, self._num_slots = max_queue, engine.config.num_slots
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -90,10 +90,10 @@ class Scheduler:
     def submit(
         self, request: GenerateRequest, listener: sequence_lib.Listener | None = None
     ) -> "concurrent.futures.Future[list[Completion]]":
-        """Queues a request. Cancelling the returned future frees its slots.
+        """Queues a request; returns a future of its completions, one per sample. Cancelling the future frees their slots.
 
-        `listener` is called after each decode call with new tokens. It must not block, and a RuntimeError from it (its event
-        loop is closed) cancels the request.
+        `listener(sample index, completion so far)` is called after each decode call with new tokens. It must not block. A
+        RuntimeError from it (its event loop is closed) cancels the request.
 
         Raises:
           ValueError: the request cannot be served.
@@ -112,22 +112,22 @@ class Scheduler:
         return group.future
 
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
-        """Changes the weights before the next decode call.
+        """Replaces the weights before the next decode call; running sequences continue with the new ones.
 
-        Returns a future of the version, set once it is in force. Raises Closed as `submit` does.
+        Returns a future that is set to `version` once the new weights are in use. Raises Closed after `close`.
         """
         return self._send(functools.partial(self._set_weights, params, version))
 
     def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
-        """Stops decoding and keeps every sequence and its keys. The future is set once no call runs."""
+        """Pauses decoding; running sequences keep their keys and values. Returns a future that is set once no decode call runs."""
         return self._send(functools.partial(self._set_paused, True, clear_prefixes))
 
     def resume(self) -> concurrent.futures.Future:
-        """Continues after `pause`. The future is set once the scheduler has resumed."""
+        """Continues decoding after `pause`. Returns a future that is set once the scheduler has resumed."""
         return self._send(functools.partial(self._set_paused, False, False))
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Rejects new requests, waits up to `drain_s` for pending ones, fails the rest, and ends the thread."""
+        """Rejects new requests, waits up to `drain_s` seconds for pending ones, fails the rest, and blocks until the thread has ended."""
         with self._lock:
             self._is_closing = True
         deadline = time.monotonic() + drain_s
@@ -138,7 +138,7 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """True until the thread has ended, by `close` or by an error."""
+        """True until the scheduler's thread has ended, by `close` or by an error."""
         return self._thread.is_alive()
 
     @property
@@ -153,15 +153,15 @@ class Scheduler:
 
     @property
     def prefix_bytes(self) -> int:
-        """The size of the prefix cache."""
+        """The size of the prefix cache in bytes."""
         return self._prefixes.num_bytes
 
     def cache_usage(self) -> float:
-        """The fraction of the slots' positions that contain a token, 0 to 1."""
+        """Returns the fraction of the slots' positions that contain a token, 0 to 1."""
         return self._slots.usage()
 
     def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
-        """Queues an action for the scheduler's thread; returns a future of the policy version after it."""
+        """Queues `action` for the scheduler's thread; returns a future of the policy version after the action."""
         done: concurrent.futures.Future = concurrent.futures.Future()
         self._put((action, done))
         return done
@@ -172,7 +172,7 @@ class Scheduler:
                 raise _shutting_down()
             if self.num_pending + num_requests > self._max_queue:
                 raise Overloaded(
-                    f"{self.num_pending} requests are pending, the most this server takes; try again later"
+                    f"{self.num_pending} requests are pending, the most that this server accepts; try again later"
                 )
             self.num_pending += num_requests
             self._inbox.put(message)
@@ -192,7 +192,7 @@ class Scheduler:
         finally:  # an error in the engine fails every request, so that no caller waits for ever; then the thread ends
             with self._lock:
                 self._is_closing = True
-            self._fail_all(Closed("the server stopped before the request was finished; send it to another server"))
+            self._fail_all(Closed("the server stopped before the request was finished; send the request elsewhere"))
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if message is not _STOP and message is not _WAKE:
@@ -220,13 +220,13 @@ class Scheduler:
         except jax.errors.JaxRuntimeError as error:  # out of memory, or a lost device; the donated state is gone
             self.stats["faults"] += 1
             self._publish()
-            self._fail_all(Fault(f"the device failed: {error}"))
+            self._fail_all(Fault(f"the device failed during this request; send the request again: {error}"))
             self._prefixes.clear()
             self._state = self._engine.init_decode_state()
         return True
 
     def _read_messages(self, is_idle: bool) -> bool:
-        """Handles all messages; an idle thread waits for the first. Returns False at the message to stop."""
+        """Handles all messages in the inbox; an idle thread waits for the first. Returns False after the message to stop."""
         self._arrivals.reopen()
         wait_s = None if is_idle else 0.0
         while True:
@@ -267,11 +267,11 @@ class Scheduler:
                 self._slots.release(slot)
 
     def _deactivate(self, slots: list[int]) -> None:
-        """Stops slots on the device."""
+        """Stops decoding in the given slots on the device."""
         self._state = self._engine.deactivate(self._state, _pad(slots, self._num_slots, fill=self._num_slots))
 
     def _start_sequences(self) -> None:
-        """Fills the free slots: one insert call for all sequences whose prompts share a prefill."""
+        """Fills the free slots from the prefill queue, with one insert call for all prompts of one prefill."""
         free = collections.deque(self._slots.free)
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (sequence := self._waiting.next(self._slots.fair_share)):
@@ -290,7 +290,7 @@ class Scheduler:
             )
 
     def _decode(self) -> None:
-        """Runs one decode call, publishes the output of the last one meanwhile, and collects this one's."""
+        """Runs one decode call; publishes the output of the previous call meanwhile, then collects the output of this call."""
         begun = time.perf_counter()
         is_likely = self._arrivals.is_next_likely(time.monotonic())
         steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting)
@@ -314,14 +314,14 @@ class Scheduler:
         self._output = output
 
     def _publish(self) -> None:
-        """Publishes the output of the last call, if that is not done."""
+        """Publishes the output of the last decode call, unless it is already published."""
         if self._output is not None:
             self.stats["samples"] += len(self._output.finished)  # first: a client may read it after its future
             self._output.publish(self._fail)
             self._output = None
 
     def _fail(self, group: sequence_lib.SequenceGroup, reason: str) -> None:
-        """Ends a request with a Fault. The next turn frees its slots."""
+        """Fails a request with a `Fault` that has this reason. The next turn frees the request's slots."""
         self.stats["faults"] += 1
         sequence_lib.fail(group.future, Fault(reason))
 
@@ -335,7 +335,7 @@ class Scheduler:
 
 
 def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
-    """An array of fixed size, so that no program is compiled twice."""
+    """Returns int32 [size]: the values, then `fill`. The fixed size avoids compiling a program twice."""
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
 
 

@@ -17,9 +17,9 @@ Listener = abc.Callable[[int, request_lib.Completion], None]
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """A request and its samples.
+    """A request in the scheduler, with its samples.
 
-    It waits in the prefill queue, is ready once `row` of `prefix` holds its prompt, and then has sequences in slots.
+    The request waits in the prefill queue and is ready once its prompt is in `row` of `prefix`. Then its samples get slots.
     """
 
     request: request_lib.GenerateRequest
@@ -36,7 +36,7 @@ class SequenceGroup:
     num_running: int = 0
 
     def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sequence":
-        """Returns the next sample, with nothing generated yet. `text` decodes its tokens if it has stop strings."""
+        """Creates the request's next sample and returns it, with no tokens yet. `text` decodes tokens to find stop strings, if any."""
         completion = request_lib.Completion(
             [], [], [], self.prompt_version, prompt_logprobs=self.prompt_logprobs, num_cached=self.num_cached
         )
@@ -48,7 +48,7 @@ class SequenceGroup:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One sample of a request. The seed of sample i is the request's seed + i (mod 2^32)."""
+    """One sample of a request, which runs in a slot. The seed of sample i is the request's seed + i (mod 2^32)."""
 
     group: SequenceGroup
     index: int
@@ -65,14 +65,14 @@ class Sequence:
         return dataclasses.replace(request, seed=(request.seed + self.index) % 2**32)
 
     def num_left(self, max_model_len: int) -> int:
-        """The number of new tokens after which this sequence ends at the latest."""
+        """Returns the most tokens that this sequence can still generate: up to `max_tokens` or the context length."""
         request = self.group.request
         return min(request.max_tokens, max_model_len - len(request.tokens)) - len(self.completion.tokens)
 
     def append(self, tokens: list[int], logprobs: list[float], version: int, max_model_len: int) -> bool:
-        """Adds new tokens up to the end of the sequence, and sets its finish reason there.
+        """Adds new tokens sampled by policy `version`. If the sequence ends, drops later tokens and sets its finish reason.
 
-        Returns True if the device does not see that end and would continue.
+        Returns True if the sequence ended but the device would continue, because the device cannot detect this stop.
         """
         request, completion = self.group.request, self.completion
         end, stopped = len(tokens), False
@@ -90,14 +90,14 @@ class Sequence:
         return bool(completion.finish_reason) and not on_device and not is_full
 
     def append_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
-        """Adds the likeliest tokens of the new positions; both arrays are [tokens, MAX_TOP]."""
+        """Adds the likeliest alternatives at each new token to the completion; both arrays are [tokens, MAX_TOP]."""
         num = self.group.request.top_logprobs
         for row_ids, row_logps in zip(ids[:, :num].tolist(), logps[:, :num].tolist(), strict=True):
             pairs = zip(row_ids, row_logps, strict=True)
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
     def finish(self) -> None:
-        """Hands the completion to the group, whose future is set with its last one."""
+        """Adds the finished completion to its group. With the last sample, sets the group's future to all completions."""
         group = self.group
         self.completion.proofs = b"".join(self.proofs)
         if group.request.routed_experts:
@@ -110,7 +110,7 @@ class Sequence:
                 group.future.set_result([group.completions[index] for index in range(group.request.num_samples)])
 
     def _first_stop(self, tokens: abc.Sequence[int]) -> tuple[int, bool]:
-        """Returns the number of tokens that belong to the sequence, and True if the last of them stops it."""
+        """Returns (number of tokens up to the first stop, True if there is a stop); all tokens without a stop."""
         request = self.group.request
         longest = max(map(len, request.stop_texts), default=0)
         for at, token in enumerate(tokens):
@@ -125,6 +125,6 @@ class Sequence:
 
 
 def fail(future: concurrent.futures.Future, error: Exception) -> None:
-    """Sets an error on a future. Does nothing if the future is done or cancelled."""
+    """Sets `error` as the result of a future. Does nothing if the future is done or cancelled."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_exception(error)

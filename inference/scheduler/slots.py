@@ -11,7 +11,7 @@ SHORT = 4  # a short call runs steps_per_call / SHORT steps
 
 
 class Slots:
-    """The running sequences by slot. Iterates over all slots; a free one yields None."""
+    """The engine's slots and the running sequence in each. Iteration yields one sequence per slot, None for a free slot."""
 
     def __init__(self, num_slots: int, max_model_len: int):
         self._sequences: list[sequence_lib.Sequence | None] = [None] * num_slots
@@ -30,7 +30,7 @@ class Slots:
 
     @property
     def groups(self) -> list[sequence_lib.SequenceGroup]:
-        """The requests that have a sequence in a slot, each once."""
+        """The requests that have at least one sequence in a slot, without duplicates."""
         return list({id(sequence.group): sequence.group for _, sequence in self.running}.values())
 
     @property
@@ -40,21 +40,21 @@ class Slots:
 
     @property
     def fair_share(self) -> int:
-        """The most slots that one request gets while others wait: half of them."""
+        """The most slots that one request gets while others wait: half of the slots."""
         return max(1, len(self) // 2)
 
     def usage(self) -> float:
-        """The fraction of the slots' positions that contain a token, 0 to 1."""
+        """Returns the fraction of the slots' positions that contain a token, 0 to 1."""
         lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for _, s in self.running]
         return sum(lengths) / (len(self) * self._max_model_len)
 
     def put(self, slot: int, sequence: sequence_lib.Sequence) -> None:
-        """Starts a sequence in a free slot."""
+        """Assigns a sequence to a free slot."""
         assert self._sequences[slot] is None
         self._sequences[slot] = sequence
 
     def release(self, slot: int) -> None:
-        """Frees a slot in use."""
+        """Frees a slot in use and counts one running sequence less for its request."""
         sequence = self._sequences[slot]
         assert sequence is not None
         sequence.group.num_running -= 1
@@ -65,10 +65,10 @@ class Slots:
         self._sequences = [None] * len(self)
 
     def num_steps(self, steps_per_call: int, *, is_any_waiting: bool, is_request_likely: bool) -> int:
-        """The most steps that the next decode call runs.
+        """Returns the most steps that the next decode call should run.
 
-        While requests wait, the call ends with the step that is known to free a slot. While slots are free and another request is
-        likely, the call is short, so that this request starts soon.
+        While requests wait, the call ends when the first slot is certain to be free. While slots are free and another request is
+        likely, the call is short, so that the new request starts soon. Otherwise it runs `steps_per_call` steps.
         """
         if is_any_waiting:
             return min(steps_per_call, *(sequence.num_left(self._max_model_len) for _, sequence in self.running))

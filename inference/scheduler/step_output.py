@@ -17,10 +17,10 @@ Fail = Callable[[sequence_lib.SequenceGroup, str], None]  # ends a request with 
 
 
 class StepOutput:
-    """The effects of one decode call on the running sequences.
+    """The output of one decode call, which `collect` adds to the running sequences.
 
-    `started` are the sequences that got their first token, `finished` those that ended, by slot, and `unseen_ends` the slots of
-    the latter that the device would continue.
+    `started` are the sequences that got their first token, `finished` the (slot, sequence) pairs that ended. `unseen_ends` are
+    the slots of ended sequences that the device would continue, because it cannot detect the stop.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class StepOutput:
         self._windows: list[tuple[sequence_lib.Sequence, int, np.ndarray, np.ndarray]] = []
 
     def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int, fail: Fail) -> None:
-        """Appends the call's tokens to their sequences. `values` are the call's `Engine.read`.
+        """Appends the call's tokens, sampled by policy `version`, to their sequences. `values` are the result of `Engine.read`.
 
-        A sequence with a log-probability that is not finite, or without a new token, fails its request.
+        A sequence with a log-probability that is not finite, or without a new token, fails its request through `fail`.
         """
         tokens, logprobs, counts = values
         is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
@@ -49,10 +49,12 @@ class StepOutput:
         for slot, sequence in self._running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
-                fail(sequence.group, "a log-probability is not finite: the weights, or an overflow in the model")
+                fail(
+                    sequence.group, "a log-probability is not finite: broken weights or an overflow; check the weights"
+                )
                 continue
             if count == 0:  # without this, the request would never end
-                fail(sequence.group, "the engine gave no token for a slot in use")
+                fail(sequence.group, "the engine returned no token for a slot in use; send the request again")
                 continue
             before = len(completion.tokens)
             new = tokens[slot, :count].tolist(), logprobs[slot, :count].tolist()
@@ -76,14 +78,14 @@ class StepOutput:
                 self._add_windows(slot, sequence, before, is_end_unseen)
 
     def publish(self, fail: Fail) -> None:
-        """Makes the proofs, calls the listeners, and hands in the finished samples."""
+        """Makes the proofs, calls the listeners, and completes the futures of finished requests. Without a proof, a request fails."""
         if self._windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
             sequences, num_rows, indices, bits = zip(*self._windows, strict=True)
             proofs = proof_window.encode(num_rows, indices, bits, self._engine.model.model_dim)
             for sequence, proof in zip(sequences, proofs, strict=True):
                 sequence.proofs.append(proof)
                 if not proof:
-                    fail(sequence.group, "a hidden state is not finite, so it has no proof")
+                    fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
         # Before a future is set: a streaming client must not see the end before the last piece.
         for _, sequence in self._running:
             if sequence.group.listener is not None:
@@ -95,7 +97,7 @@ class StepOutput:
             sequence.finish()
 
     def _add_windows(self, slot: int, sequence: sequence_lib.Sequence, before: int, is_end_unseen: bool) -> None:
-        """Adds the window that a sequence completed after its `before` tokens, and the partly filled one at its end."""
+        """Adds the proof window that a sequence filled after its first `before` tokens, and the partly filled one at its end."""
         size, after = proof_window.WINDOW, len(sequence.completion.tokens)
         whole = size if after // size > before // size else 0
         rest = after % size if sequence.completion.finish_reason else 0

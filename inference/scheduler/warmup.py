@@ -16,7 +16,7 @@ from models import transformer
 
 
 def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cpu_sub_batches.State:
-    """Compiles prefill of the shortest bucket and decode; returns a decode state with no slot in use."""
+    """Compiles the slowest programs (prefill of the shortest bucket, and decode); returns a decode state with no slot in use."""
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
@@ -27,7 +27,7 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
 
 
 def requests(config: engine_lib.EngineConfig, *, every_length: bool) -> Iterator[request_lib.GenerateRequest]:
-    """Yields one request per program to compile; each must end before the next is sent."""
+    """Yields warm-up requests, one per program that the engine is to compile; each must end before the next is sent."""
     longest = config.max_model_len - 1  # leaves room for one new token
     lengths = [min(bucket, longest) for bucket in config.buckets] if every_length else [min(8, longest)]
     if every_length and longest > config.prefill_chunk:
