@@ -58,7 +58,7 @@ def start_rollout_system(
     num_hosts: int = 1,
     known: dict | None = None,
 ) -> Iterator[orchestrator.Orchestrator]:
-    """Starts everything that generates and checks rollouts; yields the orchestrator and stops all at the end of the block.
+    """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
     The first policy is `version`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
@@ -112,7 +112,7 @@ def start_rollout_system(
 
 
 def _on_device(device: str, check: orchestrator.CheckWithWeights, num_hosts: int) -> orchestrator.CheckWithWeights:
-    """`check` with its weights and programs on the default accelerator, or on the CPU of this host."""
+    """Returns `check`, or a version of it that runs on this host's CPU instead of the default accelerator."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check
     cpu = jax.local_devices(backend="cpu")[0]
@@ -126,7 +126,7 @@ def _on_device(device: str, check: orchestrator.CheckWithWeights, num_hosts: int
 
 
 def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
-    """The arguments of `python -m` that start the inference server of a run on its published weights."""
+    """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if (workdir / "weights.key").exists():
@@ -140,7 +140,7 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
 
 
 def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
-    """Blocks until each server accepts connections: people start them with the commands just printed."""
+    """Blocks until each server, which people start by hand, accepts connections. Raises ValueError after `START_TIMEOUT_S`."""
     begun_s = noticed_s = time.monotonic()
     for url in urls:
         while error := _connection_error(url):
@@ -164,7 +164,7 @@ def _connection_error(url: str) -> OSError | None:
 
 
 def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
-    """Starts a child that writes its URL to a file once it accepts requests; returns the URL."""
+    """Starts a child process; returns the URL that it writes to a file once it accepts requests. Raises ValueError if it does not."""
     file = workdir / "logs" / f"{name}.address"
     file.unlink(missing_ok=True)
     child = start(name, [*command, "--address_file", str(file)])
@@ -201,10 +201,10 @@ class _Child(contextlib.AbstractContextManager):
         threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
 
     def obituary(self) -> str:
-        """The error message for a child that ended early."""
+        """Returns the error message for a child process that ended early: exit code, last lines of output, log."""
         self._copier.join(1.0)  # not longer: its own children may keep the pipe open
         tail = " | ".join(self._last) or "it printed nothing"
-        return f"the {self.name} process ended with code {self.process.returncode}: {tail} (log: {self.log})"
+        return f"the {self.name} process ended with code {self.process.returncode}: {tail}. Read its log: {self.log}"
 
     def _copy(self, log: BinaryIO) -> None:
         assert self.process.stdout is not None

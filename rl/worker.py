@@ -38,7 +38,7 @@ NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The run that the orchestrator described, with its environment, scorer, and tokenizer loaded."""
+    """The run that a worker works for, as the orchestrator described it: environment, scorer, tokenizer, and settings."""
 
     env: environment.Environment
     scorer: scorer_lib.Scorer
@@ -50,7 +50,7 @@ class Run:
 
 
 async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
-    """Works with up to `concurrency` groups at the same time; never returns.
+    """Leases, generates, and submits groups until an error, up to `concurrency` groups at the same time; never returns.
 
     Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request.
     """
@@ -118,7 +118,7 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finis
 
 
 async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
-    """Submits finished groups, in one file up to a size: the cost of a file is mostly fixed."""
+    """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
     rollouts, left = [], []  # `left`: a finished group that did not fit
     while True:
         rollouts, left = left or await finished.get(), []
@@ -138,12 +138,12 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
 
 
 def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
-    """Size of a file of these rollouts before compression, with 1 KiB per row for the small fields."""
+    """Returns the size of a file of these rollouts before compression, with 1 KiB per rollout for the small fields."""
     return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:
-    """Raises ValueError if the reply is not from an orchestrator."""
+    """Loads the run that a reply to `GET /run` describes. Raises ValueError if the reply is not from an orchestrator."""
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
@@ -162,7 +162,7 @@ def _read_run(body: dict) -> Run:
 async def _exchange(
     http: httpx.AsyncClient, method: str, path: str, give_up_s: float, make_body: Callable[[], dict] = dict
 ) -> dict:
-    """Exchanges one request with the orchestrator, repeated while it cannot be reached; `make_body` is called per attempt."""
+    """Sends a request until the orchestrator replies; returns the reply. ValueError if rejected, ConnectionError after `give_up_s`."""
     begun, is_noticed = time.monotonic(), False
     while True:
         try:
@@ -184,7 +184,7 @@ async def _exchange(
 
 
 def _error_message(response: httpx.Response) -> str:
-    """The message in the orchestrator's error reply, or the text of another reply."""
+    """Returns the message in the orchestrator's error reply, or the text of any other reply."""
     try:
         return str(response.json()["error"]["message"])[:500]
     except (ValueError, KeyError, TypeError):
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.orchestrator.startswith(("http://", "https://")):
             raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")
         if args.concurrency < 1:
-            raise ValueError(f"--concurrency = {args.concurrency} must be at least 1")
+            raise ValueError(f"--concurrency = {args.concurrency} must be at least 1; raise it")
         if args.key and not pathlib.Path(args.key).exists():
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()

@@ -47,7 +47,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A resolved config and the typed, frozen parts that are built from it."""
+    """One resolved experiment: its config, and the frozen dataclasses and functions that are built from the config."""
 
     config: config_dict.FrozenConfigDict
     model: config_lib.ModelConfig
@@ -62,14 +62,14 @@ class Experiment:
     tokenizer: tokenizer_lib.Tokenizer
 
     def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
-        """Returns the description of the run's train step on `mesh`."""
+        """Returns the `Learner`: the model, optimizer, loss, and options of which a train step on `mesh` is compiled."""
         optimizer = train_step.make_optimizer(self.optimizer, self.model, self.lora)
         loss, share_prompts = objective_lib.bind(self.loss, self.loss_options), self.credit.share_prompts
         return train_step.Learner(self.model, optimizer, loss, mesh, self.objective, self.lora, share_prompts)
 
     @property
     def broadcast_metadata(self) -> dict:
-        """Metadata published with the weights, with which a server can start: the model's config and the tokenizer."""
+        """The metadata published with the weights, from which a server can start: the model's config and the tokenizer."""
         model = self.config.model.to_dict()
         if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
             model["param_dtype"] = self.config.broadcast.dtype
@@ -104,7 +104,7 @@ class Experiment:
         return packing.abstract(dataclasses.replace(layout, streams=(*layout.streams, *scored)), mesh)
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
-        """Returns the rows of a micro-batch; ValueError if they do not divide over the batch axes of the mesh."""
+        """Returns the number of rows of a micro-batch. Raises ValueError if it does not divide over the mesh's batch axes."""
         shards = rules.num_batch_shards(mesh)
         if self.config.train.rows % shards:
             found = f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh"
@@ -116,7 +116,7 @@ define_flags = command_line.define
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parses the flags and calls `main`; a mistake of the user exits with one line on stderr."""
+    """Parses the flags and calls `main`. A user's mistake exits with one line on stderr; a bug keeps its traceback."""
     for name, level in (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR")):
         logging.getLogger(name).setLevel(level)  # otherwise a line per request, and one per absent backend
 
@@ -160,7 +160,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
 
 
 def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
-    """Joins the hosts that run this command together, by `config.topology` and the environment, during the block."""
+    """Returns a context manager that connects the hosts which run this command together, as set in `config.topology`."""
     topology = flags.FLAGS.config.topology
     return hosts_lib.joined(
         coordinator=topology.coordinator,
@@ -173,7 +173,7 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
 
 
 def resolve(config: config_dict.ConfigDict) -> Experiment:
-    """Builds the experiment of a config; ValueError gives the field, the rule, and the remedy."""
+    """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy."""
     loss, config = _own_loss(config)
     rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
@@ -224,7 +224,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
 
 
 def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
-    """Returns the loss (a name or the config's own function) and a config with its name and hash, which can be saved."""
+    """Returns (the loss, a config that can be saved). The config names a loss function of the config file by name and hash."""
     function = config.rl.loss_function
     if function is None:
         return config.rl.loss, config
@@ -246,7 +246,7 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
 
 
 def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
-    """The text that a run prints first: the fields that differ from configs/base.py, and the files to watch."""
+    """Returns the text that a run prints first: the config fields that differ from configs/base.py, and the files to watch."""
     defaults = flat(json.loads(runpy.run_path(str(ROOT / "configs" / "base.py"))["get_config"]().to_json()))
     found = fields(experiment)
     changed = {name: value for name, value in found.items() if value != defaults.get(name)}
@@ -260,12 +260,12 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
 
 
 def fields(experiment: Experiment) -> dict:
-    """The resolved config as plain JSON values by their dotted names."""
+    """Returns the fields of the resolved config as plain JSON values, by dotted name."""
     return flat(json.loads(experiment.config.to_json()))
 
 
 def flat(tree: dict) -> dict:
-    """Flattens nested dicts to one by dotted names."""
+    """Returns nested dicts as one flat dict with dotted names as keys."""
     return traverse_util.flatten_dict(tree, sep=".")
 
 

@@ -27,7 +27,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
 
 
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses with absl and returns the arguments that are not flags; ValueError has one line for any mistake."""
+    """Parses the command line and returns the arguments that are not flags. Any mistake is a ValueError of one line."""
     try:
         rest = values(argv)
         _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read
@@ -43,7 +43,7 @@ def _explained(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"config file {error.filename} does not exist; choose one of configs/"
     if isinstance(error, SyntaxError):
-        return f"the config file cannot be read: {error.filename}, line {error.lineno}: {error.msg}"
+        return f"the config file has a syntax error: {error.filename}, line {error.lineno}: {error.msg}; correct it"
     if isinstance(error, OSError):  # of ml_collections, around that of the file
         return f"the config file cannot be read: {str(error).rpartition('] ')[2]}; choose one of configs/"
     cause = error.args[0] if error.args else error
@@ -72,14 +72,14 @@ def _no_field(name: str, hint: str) -> str:
 
 
 def _in_config_file(trace: str) -> str:
-    """Place and message of an error that was raised while a config file ran."""
+    """Returns the place and message of an error that was raised while a config file ran."""
     lines = [line for line in trace.strip().splitlines() if line.strip()]
     kind, _, words = lines[-1].partition(": ")
     return f"the config file failed: {_place(trace)}: {words or kind}"
 
 
 def _place(trace: str) -> str:
-    """The innermost line of a traceback that is not in a library."""
+    """Returns the file and line of the innermost frame of a traceback that is not in a library."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)
     file, line = next((p for p in reversed(places) if "site-packages" not in p[0]), ("?", "?"))
     return f"{file}, line {line}"

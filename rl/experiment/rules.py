@@ -54,15 +54,15 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check_ranges(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError for the first field that is out of its range or malformed."""
+    """Raises ValueError for the first config field that is out of its range or malformed."""
     values: dict[str, Any] = traverse_util.flatten_dict(config.to_dict(), sep=".")
     for rule, is_within, names in RANGES:
         for name in names.split():
             if not is_within(values[name]):
-                raise ValueError(f"{name} = {values[name]} must be {rule}")
+                raise ValueError(f"{name} = {values[name]} must be {rule}; set it to an allowed value")
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
-            raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0")
+            raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
     for url in config.topology.servers:
         if not _is_url(url):
             raise ValueError(f"topology.servers contains {url!r}, which is not a URL; write http://HOST:PORT")
@@ -74,10 +74,10 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if samples are filtered and the objective compares the learner with the sampler.
+    """Raises ValueError if sampling uses top-k, top-p, or min-p and the objective compares learner with sampler probabilities.
 
-    Filters raise the sampler's probability of the remaining tokens, not the learner's. Ratios between them would be off from the
-    first step.
+    Such filters raise the sampler's probability of the remaining tokens, but not the learner's. Importance ratios would be wrong
+    from the first step.
     """
     off = request.NO_FILTERS
     filters = [f"sampling.{name} = {config.sampling[name]}" for name in off if config.sampling[name] != off[name]]
@@ -98,7 +98,7 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
 
 
 def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:
-    """Raises ValueError for the first of the fields `names` that has no effect in this config, with the remedy."""
+    """Raises ValueError, with the remedy, for the first field in `names` (set on the command line) that has no effect."""
     for name in names:
         for fields, is_unused, remedy in _unused(config, name):
             if is_unused and re.fullmatch(fields, name):
@@ -106,7 +106,7 @@ def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> Non
 
 
 def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields a message for each combination of fields that would run, but ignore one of them or learn nothing."""
+    """Yields an error message for each combination of config fields that contradict, ignore, or defeat each other."""
     loss, objective, model, inference = c.rl.loss, c.objective, c.model, c.inference
     if objective.policy_coef == 0 and not objective.teacher_coef:
         yield "objective.policy_coef = 0 leaves nothing to learn from; raise it, or set objective.teacher_coef"
@@ -164,7 +164,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, str]]:
-    """Yields (fields, True if they have no effect, remedy)."""
+    """Yields rules (regex of fields, True if these fields have no effect in the config, remedy); `name` is the field set."""
     loss = name.split(".")[1] if name.startswith("loss_options.") else c.rl.loss
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss, f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
@@ -188,7 +188,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
 
 
 def _group_bytes(config: config_dict.ConfigDict) -> int:
-    """The largest size of a group that names its experts, with 21 bytes per token of other data; it hardly compresses."""
+    """Returns the largest size in bytes of a submitted group with routed experts, and 21 bytes per token of other data."""
     num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
     return num_tokens * (experts + 21)

@@ -29,10 +29,10 @@ READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "b
 def open_workdir(
     workdir: str | os.PathLike, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
 ) -> Iterator[pathlib.Path]:
-    """Creates or reopens `workdir` for this experiment and locks it during the block; yields its absolute path.
+    """Creates or reopens the run's work directory and locks it during the block; yields its absolute path.
 
-    Raises ValueError if the directory belongs to another config, another process uses it, or this host was started with another
-    config than the first.
+    Saves the resolved config there. Raises ValueError if the directory belongs to another config, another process uses it, or
+    this host's config differs from that of host 0. Hosts other than the first do not access the directory.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
@@ -69,7 +69,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
-    """The sorted names of fields that differ from the saved config, without those that a resume may change."""
+    """Returns the sorted names of fields that differ from the saved config, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
@@ -79,13 +79,13 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
 
 
 def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
-    """The sorted names whose values differ, without those that begin with one of `free`."""
+    """Returns the sorted names whose values differ between two configs, without names that begin with one of `free`."""
     names = sorted(old.keys() | new.keys())
     return [name for name in names if old.get(name) != new.get(name) and not name.startswith(tuple(free))]
 
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:
-    """The key that draws the groups to replay, which workers must not predict; kept in the work directory."""
+    """Returns the run's secret, which decides the groups to replay; generated at first use and kept in the work directory."""
     file = workdir / "secret.key"
     if not file.exists():
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
@@ -94,7 +94,7 @@ def secret(workdir: pathlib.Path, seed: int) -> bytes:
 
 
 def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
-    """The key that signs this run's weights; servers and relays elsewhere get its public half (`--weights_key`)."""
+    """Returns the key that signs this run's weights, generated at first use; servers need its public half (`--weights_key`)."""
     file = workdir / "weights.key"
     if hosts.is_first and not file.exists():
         rollout_lib.WorkerKey.generate().save(file)
@@ -103,7 +103,7 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
 
 
 def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
-    """The path of a local worker's private key, which the worker generates; moves a key of an older run out of `logs/`."""
+    """Returns the path of a local worker's private key, which the worker generates; moves an older run's key out of `logs/`."""
     file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     if old.exists() and not file.exists():
@@ -122,7 +122,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
-    """Saves the resolved config; once the run has taken a step, raises ValueError if it differs from the saved one."""
+    """Saves the resolved config. Raises ValueError if the run has taken a step with another config, or `path` is not a run's."""
     file, steps = path / "config.json", path / "metrics.jsonl"
     if file.exists() and steps.exists() and steps.stat().st_size:
         if differs := differences(path, experiment):

@@ -26,7 +26,7 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 
 
 class State(enum.Enum):
-    """The stages of a group between its opening and its batch."""
+    """The stages of a group from its opening until a training batch takes it."""
 
     OPEN = "open"  # waits for a worker
     LEASED = "leased"  # a worker has it until the deadline
@@ -48,7 +48,7 @@ NEXT: dict[State, set[State]] = {
 
 @dataclasses.dataclass
 class Entry:
-    """A group with its state; the fields after `state` belong to its current lease."""
+    """A group in the queue with its state. The fields after `state` belong to its current lease and submission."""
 
     group: task_schedule.Group
     is_drawn: bool = False  # to be replayed for any worker
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of the rollouts."""
+        """The oldest policy version that sampled a token of the submitted rollouts."""
         return min(int(r.versions[r.sampled_mask].min()) for r in self.rollouts)
 
 
@@ -73,7 +73,7 @@ class GroupQueue:
         self._entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
 
     def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
-        """Opens `groups`, after all others or (`first`) before them; `drawn` are the keys to be replayed."""
+        """Adds groups as OPEN, at the end of the queue or, with `first`, at its front; `drawn` are the keys to be replayed."""
         for group in reversed(groups) if first else groups:
             assert group.key not in self._entries, group.key
             self._entries[group.key] = Entry(group, group.key in drawn)
@@ -82,7 +82,7 @@ class GroupQueue:
     def lease(
         self, worker: str, count: int, deadline_s: float, may_lease: Callable[[Key], bool] = lambda key: True
     ) -> list[task_schedule.Group]:
-        """Leases up to `count` open groups to `worker`, of those that `may_lease` allows; returns them."""
+        """Leases up to `count` open groups to `worker` until `deadline_s`, skips those that `may_lease` forbids; returns them."""
         allowed = (e for e in self._entries.values() if e.state is State.OPEN and may_lease(e.group.key))
         leased = list(itertools.islice(allowed, max(0, count)))
         for entry in leased:
@@ -91,17 +91,17 @@ class GroupQueue:
         return [entry.group for entry in leased]
 
     def expire(self, now_s: float) -> list[Entry]:
-        """Requeues the groups whose lease ended before `now_s`; returns their entries as they were."""
+        """Reopens the groups whose lease ended before `now_s`; returns their entries as they were before, with the worker."""
         expired = [key for key, entry in self._entries.items() if entry.deadline_s < now_s]
         return [self.requeue(key, "the lease expired") for key in expired]
 
     def holder(self, key: Key) -> str | None:
-        """The worker whose rollouts of this group are awaited, or None if it is not leased."""
+        """Returns the worker that has the lease on this group, or None if the group is not leased now."""
         entry = self._entries.get(key)
         return entry.worker if entry and entry.state is State.LEASED else None
 
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
-        """Stores the rollouts of a leased group, which then cannot expire. Returns False if `worker` has no lease on it."""
+        """Stores the rollouts of a leased group, whose lease then cannot expire. Returns False if `worker` has no lease on it."""
         if self.holder(key) != worker:
             return False
         entry = self._entries[key]
@@ -110,17 +110,17 @@ class GroupQueue:
         return True
 
     def check(self, key: Key) -> None:
-        """Marks a submitted group as waiting for its replay."""
+        """Moves a submitted group to CHECKING: it waits for its replay with the weights."""
         _move(self._entries[key], State.CHECKING)
 
     def accept(self, key: Key) -> None:
-        """Makes a group eligible, either directly or after its replay."""
+        """Makes a submitted or replayed group ELIGIBLE: a training batch may use it."""
         entry = self._entries[key]
         entry.is_replayed = entry.state is State.CHECKING
         _move(entry, State.ELIGIBLE)
 
     def recheck(self, worker: str) -> list[Entry]:
-        """Moves the eligible training groups of `worker` that were not replayed to CHECKING; returns them."""
+        """Moves the eligible training groups of `worker` that were never replayed to CHECKING; returns their entries."""
         sought = (State.ELIGIBLE, worker, "train", False)
         entries = self._entries.values()
         found = [e for e in entries if (e.state, e.worker, e.group.split, e.is_replayed) == sought]
@@ -129,7 +129,7 @@ class GroupQueue:
         return found
 
     def requeue(self, key: Key, reason: str) -> Entry:
-        """Opens a group again, ahead of all others, without its lease and rollouts; returns the entry as it was."""
+        """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
         old = self._entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
         self._entries[key] = Entry(old.group, old.is_drawn, reason)
@@ -137,7 +137,7 @@ class GroupQueue:
         return old
 
     def take(self, keys: Sequence[Key]) -> list[Entry]:
-        """Removes groups that are all eligible and returns their entries in this order."""
+        """Removes the groups of a batch, all of which must be eligible; returns their entries in the order of `keys`."""
         assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
         taken = [self._entries.pop(key) for key in keys]
         for entry in taken:
@@ -145,23 +145,23 @@ class GroupQueue:
         return taken
 
     def num_eligible(self, keys: Sequence[Key]) -> int:
-        """The number of these groups that a batch may use now."""
+        """Returns the number of groups in `keys` that a batch may use now."""
         return sum(key in self._entries and self._entries[key].state is State.ELIGIBLE for key in keys)
 
     def num_held(self, worker: str) -> int:
-        """The number of groups of `worker` that are leased, submitted, or waiting for a replay."""
+        """Returns the number of groups of `worker` that are leased, submitted, or waiting for a replay."""
         return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self._entries.values())
 
     def count(self) -> collections.Counter[State]:
-        """The number of groups in each state."""
+        """Returns the number of groups in each state."""
         return collections.Counter(entry.state for entry in self._entries.values())
 
     def get(self, key: Key) -> Entry | None:
-        """The entry of a group, or None if it was not added yet or is taken."""
+        """Returns the entry of a group, or None if the group was not added yet or a batch has taken it."""
         return self._entries.get(key)
 
     def __getitem__(self, key: Key) -> Entry:
-        """The entry of a group; KeyError where `get` returns None."""
+        """Returns the entry of a group; raises KeyError if the group was not added yet or a batch has taken it."""
         return self._entries[key]
 
 

@@ -51,7 +51,7 @@ CheckWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The trees to pack, metrics of the batch, and its rollouts by group."""
+    """One training batch: token trees to pack into rows, metrics of the batch, and its rollouts by group."""
 
     trees: list[packing.Tree]
     metrics: dict[str, float]
@@ -59,12 +59,12 @@ class Batch:
 
 
 class Orchestrator:
-    """The shell around `GroupQueue`: lock, threads, clock, HTTP. Every method may be called from any thread.
+    """Serves groups to workers over HTTP, has their rollouts checked, and returns batches. All methods are thread-safe.
 
-    Rollouts are kept in `workdir`; `credit` turns rewards into the training signal. `check_with_weights`, the replay of a group,
-    runs in one thread; `check_without_weights` runs in a few, in which workers take turns. `evidence` returns the validator's
-    memory as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed: workers must
-    not know it. `on_wait` receives a line for people every `WAIT_NOTICE_S` seconds of waiting.
+    Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `check_with_weights` replays a group, in one thread;
+    `check_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the validator's evidence
+    against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed:
+    workers must not know it. `on_wait` receives a status line for people every `WAIT_NOTICE_S` seconds of waiting.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Orchestrator:
     # Lifetime.
 
     def serve(self) -> str:
-        """Starts to answer workers in a thread; returns the URL."""
+        """Starts the HTTP server for workers in a thread; returns its URL."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
         self._web = web.server(routes.make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(target=self._web.run, args=([sock],), name="orchestrator", daemon=True)
@@ -107,7 +107,7 @@ class Orchestrator:
         return sockets.address(sock)
 
     def close(self) -> None:
-        """Stops the server and cancels queued work; blocks until running calls have ended, checks without weights excepted."""
+        """Stops the HTTP server and cancels queued work; waits for running replays and server updates, but not for other checks."""
         self._web.should_exit = True
         self._thread.join()
         self._updater.shutdown(cancel_futures=True)
@@ -115,11 +115,11 @@ class Orchestrator:
         self._replayer.shutdown(cancel_futures=True)
 
     def connect(self, servers: Sequence[str]) -> None:
-        """Sets the URLs of the inference servers, for workers and for updates to new versions."""
+        """Sets the URLs of the inference servers that workers use and that load new policy versions."""
         self._servers = tuple(servers)
 
     def resume(self, step: int, state: dict | None = None) -> None:
-        """Continues after batch `step` with the `state` saved then; batches up to it are never opened again."""
+        """Continues after batch `step`, with the result of `state` saved then, if any; earlier batches are never opened again."""
         self._opened_step = step
         if state:
             self._health.restore(state["standing"])
@@ -128,12 +128,12 @@ class Orchestrator:
     # Called by the learner.
 
     def publish(self, version: int) -> None:
-        """Announces that `version` is on the broadcast. Returns immediately; servers load it in the background."""
+        """Makes the servers load policy `version`, which is published already, in the background; then further batches open."""
         self._announced = version
         self._updater.submit(self._guarded, self._update_servers, version)
 
     def next_batch(self, step: int) -> Batch:
-        """Waits for batch `step` (1-based) and returns it; raises the error given to `fail`, if any."""
+        """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
         taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
         path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
         parquet.write(path, [rollout for entry in taken for rollout in entry.rollouts])  # as they were signed
@@ -146,11 +146,11 @@ class Orchestrator:
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
-        """The plain JSON that `resume` needs, as of the hand-off of batch `step`: later groups are generated again."""
+        """Returns the plain JSON that `resume` needs, as of the return of batch `step` (one of the last two); {} for other steps."""
         return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Waits until the servers have `version`, then for rollouts of the held-out tasks; returns them by task."""
+        """Blocks until all servers have `version` and workers have submitted the held-out rollouts; returns them by task."""
         groups = task_schedule.held_out_groups(self._config, version)
         with self._changed:
             self._wait_for(lambda: self._version >= version)
@@ -166,7 +166,7 @@ class Orchestrator:
     # Called by workers over HTTP.
 
     def describe(self) -> dict:
-        """The reply to `GET /run`: environment, tokenizer, servers, and sampling settings."""
+        """Returns the reply to `GET /run`: the run's environment, tokenizer, servers, and sampling settings."""
         config = self._config
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
@@ -179,7 +179,7 @@ class Orchestrator:
         }
 
     def lease(self, worker: str, capacity: int) -> list[task_schedule.Group]:
-        """Leases up to `capacity` groups to `worker`; returns them, or an empty list."""
+        """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases."""
         with self._changed:
             now_s = time.monotonic()
             self._health.seen(worker, now_s)
@@ -194,7 +194,7 @@ class Orchestrator:
             return self._queue.lease(worker, min(room, capacity), deadline_s, may_lease)
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
-        """Takes the rollouts of one file; per group a future of "accepted", "checking", or "refused: " and the reason."""
+        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "checking", or "refused: REASON"."""
         by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
@@ -203,7 +203,7 @@ class Orchestrator:
     # Servers.
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in one of the threads. An exception is a bug and ends the run: its future may not be read."""
+        """Calls a function in a background thread. An exception is a bug: it fails the run, because no caller may read it."""
         try:
             return function(*args)
         except BaseException as error:
@@ -219,7 +219,7 @@ class Orchestrator:
             if self._servers:
                 asyncio.run(load())
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            self.fail(ValueError(f"an inference server did not load policy version {version}: {error}"))
+            self.fail(ValueError(f"an inference server did not load policy version {version}: {error}; read its log"))
             return
         with self._changed:
             self._version = version
@@ -233,7 +233,7 @@ class Orchestrator:
     # Submissions.
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
-        """A rollout does not name its split; its step and group are in use by at most one of the two."""
+        """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
         with self._changed:
             held_out = self._queue.get(("held_out", rollout.step, rollout.task.group))
             return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
@@ -250,7 +250,7 @@ class Orchestrator:
         # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
         signed = rollouts[: entry.group.num_samples + 1]
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
-            return self._not_leased(rollouts, "signature: not signed by the worker that holds the lease")
+            return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
         with self._changed:
             if not self._queue.deliver(key, holder, rollouts):
                 return self._not_leased(rollouts)
@@ -283,7 +283,8 @@ class Orchestrator:
         rollouts = self._queue[key].rollouts
         reason = self._check_with_weights(rollouts)
         if reason is not None and reason.startswith("weights:"):  # of a published version: our own fault
-            self.fail(ValueError(f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"))
+            found = f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"
+            self.fail(ValueError(f"{found}; check the published weights of the run"))
             return
         with self._changed:
             self._counts["checked"] += len(rollouts)
@@ -301,7 +302,7 @@ class Orchestrator:
         return "accepted"
 
     def _reject(self, key: group_queue.Key, reason: str, *, by_replay: bool = False) -> str:
-        """Requeues a group and counts it against its worker. After a failed replay, the worker's accepted groups are replayed, too."""
+        """Reopens a group and counts it against its worker; a failed replay also rechecks its accepted groups. Returns the reply."""
         entry = self._queue.requeue(key, reason)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
@@ -322,7 +323,7 @@ class Orchestrator:
     # Batches.
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
-        """Waits until all groups are eligible and takes them; requeues those that are too stale for batch `step`."""
+        """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
             with self._changed:
                 if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
@@ -342,7 +343,7 @@ class Orchestrator:
                 return taken
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Needs the lock."""
+        """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Call it under the lock."""
         is_met = self._changed.wait_for(lambda: self._failure or condition(), timeout_s)
         if self._failure:
             raise self._failure
@@ -357,7 +358,7 @@ class Orchestrator:
         ) + (f"; workers banned after trust.max_attempts rejections: {banned}" if banned else "")
 
     def _take_counts(self) -> dict[str, float]:
-        """Returns the counters since the last call as metrics. A called-back group that then passes counts as accepted again."""
+        """Returns the counters as metrics and resets them. An accepted group that is replayed later and passes counts twice."""
         with self._changed:
             names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
             counts = dict.fromkeys(names, 0) | dict(self._counts)
@@ -366,7 +367,7 @@ class Orchestrator:
 
 
 def _drawn(groups: list[task_schedule.Group], check_fraction: float, secret: bytes) -> set[group_queue.Key]:
-    """The keys of exactly ceil(check_fraction * P) groups of a batch, drawn by the secret, that will be replayed."""
+    """Returns the keys of the groups of a batch to replay: ceil(check_fraction * P) of them, drawn by the secret."""
     shuffled = sorted(groups, key=lambda group: hmac.digest(secret, str(group.group).encode(), "sha256"))
     return {group.key for group in shuffled[: int(np.ceil(check_fraction * len(groups)))]}
 
@@ -386,7 +387,7 @@ def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
 
 
 def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
-    """The rollouts of a group; samples whose reward could not be recomputed in time get reward 0."""
+    """Returns the rollouts of a group; samples whose reward could not be recomputed in time get reward 0."""
     return [
         dataclasses.replace(r, reward=0.0, rewards=dict.fromkeys(r.rewards, 0.0)) if r.sample in entry.timed_out else r
         for r in entry.rollouts

@@ -21,7 +21,7 @@ NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
 
 def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
-    """Builds the app of an `Orchestrator`; `invited` are the public keys that may lease, empty for any."""
+    """Returns the web app that serves an `Orchestrator`; only public keys in `invited` may lease (if empty, all keys)."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     verifier = lease_lib.LeaseVerifier(invited)
 

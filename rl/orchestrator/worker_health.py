@@ -30,7 +30,10 @@ class _Worker:
 
 
 class WorkerHealth:
-    """The reputation of all workers. A worker is active if it asked for work in the last `lease_s` seconds."""
+    """The marks against each worker: rejected groups, suspicion, expired leases. They decide how many groups it may lease.
+
+    A worker is active if it requested work in the last `lease_s` seconds, and banned after `max_rejections` rejected groups.
+    """
 
     def __init__(self, max_rejections: int, lease_s: float):
         self._max_rejections, self._lease_s = max_rejections, lease_s
@@ -39,7 +42,7 @@ class WorkerHealth:
         self._prune_at = MIN_PRUNED
 
     def seen(self, worker: str, now_s: float) -> None:
-        """Records that a worker asked for work; sometimes forgets inactive workers without a mark."""
+        """Records that a worker requested work now; sometimes forgets inactive workers without marks."""
         self._workers[worker].seen_s = now_s
         if len(self._workers) > self._prune_at:
             for name, other in list(self._workers.items()):
@@ -48,40 +51,40 @@ class WorkerHealth:
             self._prune_at = 2 * len(self._workers) + MIN_PRUNED
 
     def state(self) -> dict:
-        """Plain JSON of all marks against workers, for `restore`."""
+        """Returns all marks against workers as plain JSON, for `restore`."""
         workers = self._workers.items()
         marks = {name: [w.num_rejected, w.is_suspect, w.num_halvings] for name, w in workers if w.is_marked}
         return {"workers": marks, "expired_with": [[*key, worker] for key, worker in self._expired_with.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks that `state` returned."""
+        """Sets the marks against workers to those that `state` returned earlier."""
         for name, marks in state["workers"].items():
             self._workers[name] = _Worker(*marks)
         self._expired_with = {tuple(key): worker for *key, worker in state["expired_with"]}
 
     def room(self, worker: str, num_held: int, num_groups: int, now_s: float) -> int:
-        """The number of further groups, of `num_groups` unfinished ones, that a worker may lease; all if it is alone."""
+        """Returns how many more of `num_groups` unfinished groups a worker with `num_held` of them may lease; 0 if it is banned."""
         if self.is_banned(worker):
             return 0
         halvings = self._workers[worker].num_halvings if self.has_others(worker, now_s) else 0
         return max(1, num_groups >> halvings) - num_held
 
     def may_lease(self, worker: str, key: tuple, now_s: float) -> bool:
-        """Returns False for a group whose last lease expired with this worker, while another worker is active."""
+        """Returns False if the last lease of this group expired with this worker, and another worker is active."""
         return self._expired_with.get(key) != worker or not self.has_others(worker, now_s)
 
     def expired(self, worker: str, key: tuple) -> None:
-        """Records that a lease of this worker expired."""
+        """Records that a worker's lease on a group expired, which halves the number of groups that the worker may have."""
         self._workers[worker].num_halvings = min(self._workers[worker].num_halvings + 1, MOST_HALVINGS)
         self._expired_with[key] = worker
 
     def delivered(self, worker: str, key: tuple) -> None:
-        """Records that a group of this worker was accepted."""
+        """Records that a group of this worker was accepted, which undoes one halving."""
         self._workers[worker].num_halvings = max(self._workers[worker].num_halvings - 1, 0)
         self._expired_with.pop(key, None)
 
     def rejected(self, worker: str, *, by_replay: bool) -> None:
-        """Records that a group of this worker was rejected; a failed replay makes it a suspect."""
+        """Records that a group of this worker was rejected; a failed replay (`by_replay`) makes the worker a suspect."""
         self._workers[worker].num_rejected += 1
         self._workers[worker].is_suspect |= by_replay
 
@@ -90,15 +93,15 @@ class WorkerHealth:
         return self._workers[worker].is_suspect
 
     def is_banned(self, worker: str) -> bool:
-        """Returns True if this worker gets no more work."""
+        """Returns True if this worker gets no more work, because too many of its groups were rejected."""
         return self._workers[worker].num_rejected >= self._max_rejections
 
     def num_banned(self, now_s: float) -> int:
-        """The number of active workers that are banned."""
+        """Returns the number of active workers that are banned."""
         return sum(self.is_banned(name) and self._is_active(w, now_s) for name, w in self._workers.items())
 
     def has_others(self, worker: str, now_s: float) -> bool:
-        """Returns True if another worker is active and not banned."""
+        """Returns True if a worker other than this one is active and not banned."""
         active = (name for name, other in self._workers.items() if name != worker and self._is_active(other, now_s))
         return not all(map(self.is_banned, active))
 

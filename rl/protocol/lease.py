@@ -18,9 +18,9 @@ _last_s = 0.0  # returned last by `steady_time`
 
 
 def steady_time() -> float:
-    """The Unix time, but always later than in the previous call, even if the clock was set back.
+    """Returns the Unix time in seconds, but always later than in the previous call, even if the clock was set back.
 
-    The monotonic clock would not do: it stops while a laptop sleeps, and the worker's requests would be too old forever.
+    The monotonic clock is not used: it stops while a laptop sleeps, and the worker's requests would be too old forever.
     """
     global _last_s
     _last_s = max(_last_s + 2e-6, time.time())  # two: float64 resolves 0.24 us, so one could round to the same us
@@ -28,14 +28,14 @@ def steady_time() -> float:
 
 
 def request(key: rollout_lib.WorkerKey, capacity: int, *, clock=steady_time) -> dict:
-    """The JSON body of `POST /lease` for up to `capacity` groups."""
+    """Returns the signed JSON body of a `POST /lease` request for up to `capacity` groups."""
     time_us = int(clock() * 1e6)
     signature = key.private.sign(_text(key.worker, capacity, time_us)).hex()
     return {"worker": key.worker, "capacity": capacity, "time_us": time_us, "signature": signature}
 
 
 class LeaseVerifier:
-    """Verifies lease requests and rejects replays; remembers a worker's last request while a copy of it could pass.
+    """Verifies signed lease requests. Rejects copies: each request of a worker must be newer than the one before.
 
     Args:
       invited: public keys (hex) of the workers that may lease; empty for any worker.
@@ -47,7 +47,7 @@ class LeaseVerifier:
         self._prune_at = 1024
 
     def verify(self, body: dict) -> tuple[str, int]:
-        """Returns (worker, capacity) of a request; ValueError if it is rejected."""
+        """Returns (worker's public key, number of groups requested) of a request body. Raises ValueError to reject it."""
         worker, capacity, time_us, signature = (body.get(x) for x in ("worker", "capacity", "time_us", "signature"))
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
             found = f"worker {worker!r:.80} and capacity {capacity!r:.80}"

@@ -18,7 +18,7 @@ NUM_TASKS = 2**30  # of a procedural environment: more than any run needs
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The order for one group: `num_samples` completions of one prompt. Submitted rollouts are checked against it."""
+    """A group as leased to a worker: `num_samples` completions of one prompt. Rollouts are checked against these fields."""
 
     step: int  # the batch; for held-out groups the policy version under evaluation
     group: int
@@ -36,13 +36,13 @@ class Group:
 
 
 def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
-    """Returns a uint32 from SHA-256: two groups share noise only by chance."""
+    """Returns the noise seed of a group's sample 0: a uint32 from SHA-256, so that groups share noise only by chance."""
     text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def train_groups(config, step: int) -> list[Group]:
-    """The P groups of batch `step` (1-based) of a resolved config."""
+    """Returns the P groups that make up training batch `step` (1-based) of a resolved config."""
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
     rules = (config.rl.samples_per_prompt, config.sampling.temperature, max(0, step - 1 - config.rl.max_lag))
@@ -53,7 +53,7 @@ def train_groups(config, step: int) -> list[Group]:
 
 
 def held_out_groups(config, version: int) -> list[Group]:
-    """The held-out groups for the evaluation of `version`: the same tasks at every evaluation, in order."""
+    """Returns the groups for the evaluation of policy `version`: the same held-out tasks and seeds at every evaluation."""
     rules = (config.evaluation.samples_per_task, config.evaluation.temperature, version)
     return [
         Group(version, group, "held_out", group, sampling_seed(config.seed, "held_out", 0, group), *rules)
@@ -62,7 +62,7 @@ def held_out_groups(config, version: int) -> list[Group]:
 
 
 def warmup_indices(config, step: int) -> list[int]:
-    """Task indices of warm-up batch `step` (1-based), from the end of the order, which RL does not reach."""
+    """Returns the task indices of warm-up batch `step` (1-based), from the end of the shuffled order, which RL never reaches."""
     count = config.warmup.tasks_per_step
     return _task_indices(config.seed, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
 

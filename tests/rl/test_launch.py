@@ -21,7 +21,7 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
             proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
     _, error = deaths
     assert re.fullmatch(
-        rf"the worker0 process ended with code 1: error: .*'nonsense'.* \(log: {child.log}\)", str(error)
+        rf"the worker0 process ended with code 1: error: .*'nonsense'.*\. Read its log: {child.log}", str(error)
     )
     lines = [LINE.fullmatch(line) for line in (tmp_path / "logs" / "worker0.log").read_text().splitlines()]
     times = [datetime.datetime.fromisoformat(line[1]) for line in lines]
