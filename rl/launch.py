@@ -40,7 +40,7 @@ NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
-    """Raises ValueError if the rollout system of this config cannot run next to a learner of `num_hosts` hosts."""
+    """Raises ValueError if this config would start the inference server on chips that a learner of several hosts uses."""
     chip = jax.default_backend()
     if num_hosts > 1 and experiment.config.topology.mode == "local" and chip != "cpu":
         found = f"topology.mode = 'local' would start the inference server on this host's {chip}s"
@@ -179,7 +179,7 @@ def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Pa
 
 
 class _Child(contextlib.AbstractContextManager):
-    """Runs `python -m COMMAND` during a `with` block. One thread copies its output to its log, one watches for an early end."""
+    """A child process `python -m COMMAND` during a `with` block, with its output in a log. `on_death` gets the error of an early end."""
 
     def __init__(self, name: str, command: list[str], workdir: pathlib.Path, on_death: Callable[[Exception], None]):
         self.name, self.log, self._on_death = name, workdir / "logs" / f"{name}.log", on_death

@@ -192,7 +192,7 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command `python -m rl.worker`; returns its exit code."""
     parser = cli.Parser(prog="python -m rl.worker", description=__doc__)
     add = parser.add_argument
     add("--orchestrator", required=True, help="URL of the run's orchestrator")

@@ -267,7 +267,7 @@ class Engine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """The number of slots."""
+        """The number of slots, that is, of sequences decoded at the same time."""
         return self.config.num_slots
 
     @property
@@ -311,7 +311,7 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """JetStream's interface to our tokenizer, for its Driver and gRPC clients."""
+    """A model's tokenizer with the interface that JetStream's Driver and gRPC clients expect."""
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
         self._tokenizer = tokenizer

@@ -33,7 +33,7 @@ class GenerateRequest:
     routed_experts: bool = False  # the experts that each token was routed to; the engine must record them
 
     def check(self, vocab: int, max_len: int) -> None:
-        """Raises ValueError if a model of `vocab` entries and `max_len` positions cannot serve this request."""
+        """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""
         if not self.tokens:
             raise ValueError("token_ids is empty; a prompt needs at least one token")
         if len(self.tokens) >= max_len:

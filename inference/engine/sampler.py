@@ -97,7 +97,7 @@ def _argmax(x_BV: jax.Array) -> jax.Array:
 
 
 def _threefry2x32(key0, key1, x0, x1):
-    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011) of uint32 arrays of one shape, of JAX or numpy."""
+    """Returns Threefry-2x32 with 20 rounds (Salmon et al., SC 2011): two random uint32 words; arrays of JAX or numpy."""
     keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for block in range(5):

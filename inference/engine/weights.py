@@ -37,13 +37,13 @@ class Store:
 
     @property
     def specs(self) -> transformer.Params:
-        """The tree of `ParamSpec` of the stored weights."""
+        """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not."""
         plain = transformer.specs(self.model)
         return int8.specs(plain) if self.quantization == "int8" else plain
 
     @property
     def shardings(self) -> transformer.Params:
-        """The tree of `NamedSharding` of the stored weights. Raises ValueError if a dim does not divide over the mesh."""
+        """The tree of `NamedSharding` of the weights as stored. Raises ValueError if a dim does not divide over the mesh."""
         return rules.shardings(self.specs, self.mesh, or_whole=("kv_heads",))
 
     @property

@@ -323,7 +323,7 @@ def _mod(exact: np.ndarray) -> np.ndarray:
 
 
 def _reasons(wire_Nc: np.ndarray, own_Nk: np.ndarray, num_values: np.ndarray) -> list[str]:
-    """Returns, for each proof of the right length, the first rule that it breaks before it is evaluated, or ""."""
+    """Returns, for each proof of the right length, the code of the first rule that its bytes break, or "" if none."""
     modulus_N, coefficients_Nk = wire_Nc[:, 0], wire_Nc[:, 1:]
     # Indices below p are distinct unfolded, so a chunk of at most p values leaves the prover no choice.
     lowest_N = np.where(num_values <= PRIME, PRIME, MIN_MODULUS + 1)

@@ -94,7 +94,7 @@ def validate(rollout: Rollout) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerKey:
-    """A worker's ed25519 key pair."""
+    """A worker's ed25519 key pair, with which it signs rollouts and lease requests; a run signs its weights with one, too."""
 
     private: ed25519.Ed25519PrivateKey = dataclasses.field(repr=False)
 

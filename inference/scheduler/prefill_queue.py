@@ -64,7 +64,7 @@ class PrefillQueue:
             self._long = None
 
     def set_weights(self, params: transformer.Params, version: int) -> None:
-        """Sets the weights of later prefills. Empties the prefix cache and restarts a partly prefilled prompt."""
+        """Sets the weights for later prefills. Empties the prefix cache; a partly prefilled long prompt starts over."""
         self._params, self._version = params, version
         self._prefixes.clear()
         if self._long is not None:

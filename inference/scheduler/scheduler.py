@@ -48,7 +48,7 @@ class Overloaded(RuntimeError):
 
 
 class Closed(RuntimeError):
-    """Raised when the server is shutting down."""
+    """Raised for requests that a server cannot accept or finish because it is shutting down; use another server."""
 
 
 class Fault(RuntimeError):
@@ -143,7 +143,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """The number of sequences in slots."""
+        """The number of sequences that are in slots, that is, being decoded."""
         return len(self._slots.running)
 
     @property
@@ -200,7 +200,7 @@ class Scheduler:
                     sequence_lib.fail(future, _shutting_down())
 
     def _turn(self) -> bool:
-        """Runs one turn; returns False once the scheduler is to stop."""
+        """Runs one turn of the thread's loop (see the module); returns False if the loop should end."""
         is_idle = self.is_paused or not (self._waiting or self._slots.running)
         if is_idle:
             self._publish()

@@ -60,7 +60,7 @@ class Sequence:
 
     @property
     def seeded_request(self) -> request_lib.GenerateRequest:
-        """The request with this sample's own seed."""
+        """The group's request with the seed replaced by this sample's own."""
         request = self.group.request
         return dataclasses.replace(request, seed=(request.seed + self.index) % 2**32)
 

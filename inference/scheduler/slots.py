@@ -25,7 +25,7 @@ class Slots:
 
     @property
     def running(self) -> list[tuple[int, sequence_lib.Sequence]]:
-        """(slot, sequence) of each slot in use."""
+        """The (slot number, sequence) pairs of all slots in use."""
         return [(slot, sequence) for slot, sequence in enumerate(self) if sequence is not None]
 
     @property
@@ -35,7 +35,7 @@ class Slots:
 
     @property
     def free(self) -> list[int]:
-        """The slots not in use, in ascending order."""
+        """The numbers of the slots not in use, in ascending order."""
         return [slot for slot, sequence in enumerate(self) if sequence is None]
 
     @property
@@ -61,7 +61,7 @@ class Slots:
         self._sequences[slot] = None
 
     def clear(self) -> None:
-        """Frees all slots."""
+        """Frees all slots; does not change the counts of their requests."""
         self._sequences = [None] * len(self)
 
     def num_steps(self, steps_per_call: int, *, is_any_waiting: bool, is_request_likely: bool) -> int:

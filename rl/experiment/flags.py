@@ -17,7 +17,7 @@ WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, r
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines `--config` and, unless `needs_workdir` is False, `--workdir`; both are required."""
+    """Defines the required command-line flags `--config` and, unless `needs_workdir` is False, `--workdir`."""
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
     if needs_workdir:
         flags.DEFINE_string("workdir", None, WORKDIR_HELP, flag_values=values)

@@ -67,7 +67,7 @@ class Entry:
 
 
 class GroupQueue:
-    """All groups that are open or on their way to a batch, in the order in which workers receive them."""
+    """All groups of a run that are open, leased, being checked, or accepted, in the order in which workers get open ones."""
 
     def __init__(self):
         self._entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()

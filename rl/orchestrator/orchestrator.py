@@ -265,7 +265,7 @@ class Orchestrator:
         return _known(f"refused: {reason}")
 
     def _check(self, key: group_queue.Key) -> str:
-        """Checks a submitted group without weights, then accepts or rejects it, or queues its replay."""
+        """Checks a submitted group without weights; then accepts it, rejects it, or queues its replay. Returns the reply."""
         entry = self._queue[key]
         reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
         with self._changed:

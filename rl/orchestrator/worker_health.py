@@ -89,7 +89,7 @@ class WorkerHealth:
         self._workers[worker].is_suspect |= by_replay
 
     def is_suspect(self, worker: str) -> bool:
-        """Returns True if all groups of this worker are to be replayed."""
+        """Returns True if a group of this worker failed a replay, so that all of its groups must be replayed."""
         return self._workers[worker].is_suspect
 
     def is_banned(self, worker: str) -> bool:

@@ -31,7 +31,7 @@ class Group:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """The (split, step, group) that identifies this group in a run."""
+        """The tuple (split, step, group number) that identifies this group in a run."""
         return self.split, self.step, self.group
 
 

@@ -313,7 +313,7 @@ def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
     forged = [good[0], dataclasses.replace(good[1], reward=9.0)]  # the reward is under the signature, too
     assert submit(orchestrator, forged, None).startswith("refused: signature: ")
     mixed = [good[0], rollout_lib.sign(answers(group)[1], OTHER)]
-    assert submit(orchestrator, mixed, None).endswith("not signed by the worker that holds the lease")
+    assert submit(orchestrator, mixed, None).endswith("not signed by the leaseholder; sign with its key")
     # None of it cost the holder its lease, or the group an attempt.
     assert submit(orchestrator, answers(group)) == "accepted"
 
