@@ -31,7 +31,7 @@ SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple o
 
 
 class Packing(NamedTuple):
-    """The layout of packed rows, arrays [B, T]. Causality goes by column, windows by position."""
+    """The places of tokens in packed rows, as arrays [B, T]. Causality goes by column, sliding windows by position."""
 
     positions: jax.Array  # of each token in its own sequence
     segment_ids: jax.Array  # 1, 2, ... per sequence; 0 is padding
@@ -50,10 +50,10 @@ def attend_packed(
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns causal attention inside each packed sequence, [B, T, H, V].
+    """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
 
     A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of
-    `ModelConfig.attention`; ValueError if it cannot run this layer, where "auto" takes XLA. Other options as in `attend`.
+    `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. Other options: see `attend`.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
@@ -95,10 +95,10 @@ def attend(
 
 
 def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:
-    """Returns [B, T, S], True where query t may read key s.
+    """Returns the attention mask [B, T, S] of packed rows, True where query t may read key s.
 
-    It may if the key is in the same sequence, is not later, and is in the query's branch or prompt and in the window.
-    Padding (segment 0) may read padding, which keeps its (unused) rows finite.
+    Query t may read keys of its sequence that are not later, are in its own branch or the shared prompt, and in the window.
+    Padding (segment 0) may read padding, which keeps the unused results finite.
     """
     mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
     mask_BTS &= (query_columns_T[:, None] >= key_columns_S[None, :])[None]
@@ -111,7 +111,7 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
 
 
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
-    """Resolves "auto"; raises ValueError if the named implementation cannot run the layer."""
+    """Returns the attention implementation to use, with "auto" resolved. Raises ValueError if a named one cannot run here."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
     heads = f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128"
     reasons = {
@@ -188,7 +188,7 @@ def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sin
 
 
 def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
-    """Maps `run(q, packing, columns)` over blocks of queries, if more than one. Its results have queries as dim 1."""
+    """Calls `run(q, packing, columns)` on each block of queries, and joins the results, which have queries as dim 1."""
     T = q_BTHC.shape[1]
     if T <= BLOCK:
         return run(q_BTHC, packing, columns_T)
@@ -229,7 +229,7 @@ def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> j
 
 
 def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
-    """Attends for one device's queries; T is its share of the row.
+    """Returns ring attention of one device's queries; T is the device's share of the row.
 
     The softmax is accumulated as (weighted values, sum of weights, maximum).
     """

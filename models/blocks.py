@@ -24,7 +24,7 @@ LATENT_NORM_EPS = 1e-6  # DeepSeek's two latent norms do not use the config's
 
 
 def specs(config: config_lib.ModelConfig, index: int) -> Params:
-    """Returns the tree of `ParamSpec` of layer `index`."""
+    """Returns the parameters of layer `index` as a tree of `ParamSpec` (shape, dtype, logical dims, initializer)."""
     D = config.model_dim
     block: Params = {"attn_norm": scale(config, D), "mlp_norm": scale(config, D)}
     block["attn"] = _latent_attention_specs(config) if config.is_latent else _attention_specs(config)
@@ -47,11 +47,11 @@ def run(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, moe.Routing | None]:
-    """Computes x += Attention(norm(x)); x += FFN(norm(x)), with a second norm after each if the config has post norms.
+    """Runs one transformer layer: x += Attention(norm(x)); x += FFN(norm(x)), with second norms if the config has post norms.
 
-    Returns (x_BTD, routing); the routing is None if the layer has no experts. The layer attends by
-    `attend(q_BTHC, k_BTKC, v_BTKV, **options) -> out_BTHV`. `rotation` and `sliding` are those of its kind. `absorbed` runs
-    latent attention over latents, as a cache needs it. `experts_BTX` and `valid_BT` are those of `moe.ffn`.
+    Returns (x_BTD, routing of the tokens to experts, or None without experts). Calls `attend(q_BTHC, k_BTKC, v_BTKV,
+    **options) -> out_BTHV`. `rotation` has the rotary tables, and `sliding` is True for a sliding-window layer. `absorbed`
+    runs latent attention over latents, for a cache. `experts_BTX` and `valid_BT` are arguments of `moe.ffn`.
     """
 
     def norm(x, name):
@@ -129,7 +129,7 @@ def _project(params, config, name: str, x) -> jax.Array:
 
 
 def _options(params, config, sliding: bool) -> dict:
-    """Returns the keyword arguments of `attend` in which this layer differs from plain attention."""
+    """Returns the keyword arguments with which this layer calls `attend`: window, scale, softcap and sinks, where not default."""
     options = {}
     if sliding:
         options["window"] = config.window
@@ -205,12 +205,12 @@ def _ffn_specs(config, F: int, axis: str = "ffn", *, bias: bool, **experts: int)
 
 
 def kernel(config: config_lib.ModelConfig, fan_in: int, **dims: int) -> rules.ParamSpec:
-    """Returns the spec of a matrix with these logical dims, drawn so that it keeps the variance of its input."""
+    """Returns the spec of a weight matrix with the logical dims `dims`, initialized to keep the variance of its input."""
     return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), Normal(fan_in))
 
 
 def scale(config: config_lib.ModelConfig, dim: int) -> rules.ParamSpec:
-    """Returns the spec of a norm's scale, drawn so that the norm starts as the plain one."""
+    """Returns the spec of the scale vector of an RMSNorm over `dim` numbers, initialized to scale by 1."""
     draw = initializers.zeros if config.norm == "rms_plus_one" else initializers.ones
     return rules.ParamSpec((dim,), config.param_dtype, ("norm",), draw)
 
@@ -221,11 +221,11 @@ def _bias(config, **dims: int) -> rules.ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Draws a truncated normal of standard deviation 1 / sqrt(fan_in): input and output have the same variance."""
+    """The initializer of a weight matrix: a truncated normal of standard deviation 1 / sqrt(fan_in)."""
 
     fan_in: int
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        """Returns an array of draws."""
+        """Returns an array of this shape and dtype with random values, drawn with `key`."""
         # 0.8796: standard deviation of a unit normal truncated at +-2
         return (jax.random.truncated_normal(key, -2, 2, shape) * (self.fan_in**-0.5 / 0.8796)).astype(dtype)

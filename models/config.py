@@ -27,10 +27,10 @@ KINDS = {float: (float, int), tuple[int, ...]: tuple}  # field type -> accepted 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of layers with norms, attention, and a dense or mixture-of-experts ffn.
+    """The architecture of one decoder-only model: dims, attention, dense or mixture-of-experts ffn, and implementation.
 
-    Construction raises ValueError with the field and the rule if the fields do not fit together. Letters as in
-    models/transformer.py.
+    Construction raises ValueError, naming the field and the rule, if the fields do not fit together. The letters in the
+    comments (D model, H heads, ...) are explained in models/transformer.py.
     """
 
     vocab_size: int  # V; rows of the embedding, padding for sharding included
@@ -127,22 +127,22 @@ class ModelConfig:
 
     @property
     def is_latent(self) -> bool:
-        """True for multi-head latent attention."""
+        """True if the model has multi-head latent attention (DeepSeek)."""
         return self.kv_latent_dim > 0
 
     @property
     def rotated_dim(self) -> int:
-        """The number of dims of a head that rotate."""
+        """The number of dims of each head that rotary positions rotate."""
         return self.rope_dim or self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """The number of dims of a value head."""
+        """The number of dims of a value head, which may differ from that of queries and keys."""
         return self.value_dim or self.head_dim
 
     @property
     def score_scale(self) -> float:
-        """The factor on q k. DeepSeek multiplies it by the square of YaRN's temperature (arXiv 2412.19437)."""
+        """The factor on attention scores q k. DeepSeek includes the square of YaRN's temperature (arXiv 2412.19437)."""
         scale = self.attention_scale or self.head_dim**-0.5
         if self.is_latent and self.rope_scaling == "yarn" and self.rope_mscale_all_dim:
             scale *= yarn_temperature(self.rope_factor, self.rope_mscale_all_dim) ** 2
@@ -150,12 +150,12 @@ class ModelConfig:
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """Returns 0.1 mscale ln(factor) + 1 (YaRN, arXiv 2309.00071, section 3.4), or 1 if nothing is stretched."""
+    """Returns YaRN's factor on attention, 0.1 mscale ln(factor) + 1 (arXiv 2309.00071, section 3.4), or 1 if factor <= 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yields (the config keeps the rule, the rule's field, the rule). Each rule relies on those before it."""
+    """Yields (True if the config keeps the rule, name of the field, text of the rule). A rule relies on the earlier ones."""
     for field in dataclasses.fields(c):
         value, kinds = getattr(c, field.name), KINDS.get(field.type, field.type)
         is_kind = isinstance(value, kinds) and (field.type is bool or not isinstance(value, bool))

@@ -12,7 +12,7 @@ from sharding import rules
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """The FLOPs of one model: 2 per weight a token is multiplied with, and 2 per dim of each key and value it reads."""
+    """The parameter counts of one model, from which FLOPs follow: 2 per multiplied weight, and 2 per dim of a read key or value."""
 
     config: config_lib.ModelConfig
     held: int  # all parameters
@@ -21,7 +21,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, config: config_lib.ModelConfig) -> "ModelFlops":
-        """Counts the parameters of `config`; of routed experts, a token is multiplied with the chosen ones."""
+        """Returns the counts for the model of `config`. Of routed experts, only the chosen ones count as multiplied."""
         held = multiplied = 0
         for spec, is_lookup in _specs(config):
             size = math.prod(spec.shape)
@@ -35,11 +35,11 @@ class ModelFlops:
 
     @property
     def per_key(self) -> int:
-        """Forward FLOPs of one token that reads one key and its value in one layer."""
+        """The forward FLOPs in one layer for each key, and its value, that a token's attention reads."""
         return 2 * self.config.num_heads * (self.config.head_dim + self.config.v_dim)
 
     def prefix_flops(self, length: int) -> int:
-        """Exact forward FLOPs of the first `length` tokens of a sequence, without the output head.
+        """Returns the exact forward FLOPs of the first `length` tokens of a sequence, without the output head.
 
         Token n reads n + 1 keys; in a sliding layer, at most the last `window` of them.
         """
@@ -50,21 +50,21 @@ class ModelFlops:
         return 2 * length * (self.multiplied - self.head) + self.per_key * keys
 
     def attention_flops(self, keys: float) -> float:
-        """Forward FLOPs of the attention of one token that reads `keys` keys; a sliding layer reads at most its window."""
+        """Returns the forward FLOPs of attention for one token that reads `keys` keys, in sliding layers at most the window."""
         config = self.config
         read = sum(min(keys, config.window) if config.is_sliding(layer) else keys for layer in range(config.num_layers))
         return self.per_key * read
 
     def forward_flops(self, num_tokens: float, sequence: float) -> float:
-        """Forward FLOPs of `num_tokens` tokens in sequences of length `sequence`, where a token reads half of it on average."""
+        """Returns the forward FLOPs of `num_tokens` tokens in sequences of length `sequence`; a token reads half on average."""
         return num_tokens * (2 * self.multiplied + self.attention_flops((sequence + 1) / 2))
 
     def model_flops(self, num_tokens: float, sequence: float) -> float:
-        """The FLOPs of a train step that MFU counts: three forward passes."""
+        """Returns the FLOPs of a train step on `num_tokens` tokens that MFU counts: three forward passes, no recomputation."""
         return 3 * self.forward_flops(num_tokens, sequence)
 
     def executed_flops(self, num_tokens: float, row: float) -> float:
-        """The FLOPs of a train step that the chips execute, recomputation included.
+        """Returns the FLOPs that the chips execute in a train step on `num_tokens` tokens, recomputation included.
 
         A layer's forward pass runs again with remat "block" and "offload"; the output head's always does. The attention
         kernel works through the causal half of whole rows; its backward pass has five matmuls, the forward pass two.
@@ -75,9 +75,9 @@ class ModelFlops:
         return num_tokens * (layers + 4 * 2 * self.head + attention)
 
     def read_parameters(self, num_tokens: int) -> float:
-        """The expected number of parameters that a forward pass of `num_tokens` tokens reads from memory.
+        """Returns the expected number of parameters that a forward pass of `num_tokens` tokens reads from memory.
 
-        An expert is read if any token chose it; with random routing none does with probability (1 - X / E) ^ tokens.
+        With random routing to X of E experts, no token reads an expert with probability (1 - X / E) ^ num_tokens.
         """
         unread = (1 - self.config.experts_per_token / max(self.config.num_experts, 1)) ** num_tokens
         return sum(
@@ -88,7 +88,7 @@ class ModelFlops:
 
 
 def _specs(config: config_lib.ModelConfig) -> list[tuple[rules.ParamSpec, bool]]:
-    """(spec, is an embedding table that is only looked up) of each parameter."""
+    """Returns (spec, True if it is an embedding table that is only looked up) of each parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(transformer.specs(config), is_leaf=rules.is_spec)
     table = jax.tree_util.DictKey("embed")
     return [(spec, path[0] == table and not config.tie_embeddings) for path, spec in leaves]

@@ -12,10 +12,9 @@ TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
 def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> pathlib.Path:
-    """Returns the folder, downloading `files` (glob patterns) first if the argument is the id of a hub repository.
+    """Returns the local folder of a checkpoint. For the id of a Hugging Face repository, downloads `files` (glob patterns).
 
-    Raises:
-      ValueError: it is neither a folder nor a repository that can be downloaded.
+    Raises ValueError if `path_or_repo` is neither a folder nor a repository that can be downloaded.
     """
     path = pathlib.Path(path_or_repo)
     if path.is_dir():
@@ -37,5 +36,5 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
 
 
 def is_id(text: str | os.PathLike) -> bool:
-    """Returns True if the text has the form OWNER/NAME of a hub id."""
+    """Returns True if `text` has the form OWNER/NAME of a Hugging Face repository id, rather than of a path."""
     return isinstance(text, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1

@@ -22,7 +22,7 @@ Kernel = jax.Array | int8.Quantized | cpu_transposed.Transposed
 
 
 def project(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """Returns x [B, T, in...] times a kernel [in..., out...], [B, T, out...].
+    """Returns the product [B, T, out...] of x [B, T, in...] and the weights `kernel` [in..., out...].
 
     One device multiplies two matrices. Several keep B and T apart: they may be split, and merging would gather the rows.
     """
@@ -107,9 +107,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kind: str = "rms") -> 
 
 
 def rotation(config: config_lib.ModelConfig, positions_BT: jax.Array, *, sliding: bool) -> Rotation:
-    """Returns cos and sin of every position's angles, for the full or the sliding layers.
+    """Returns the rotary tables, cos and sin of every position's angles, for the sliding or the full-attention layers.
 
-    They are float32 for activations of any dtype: bfloat16 rounds position 257 to 256.
+    Both are float32 for activations of any dtype: bfloat16 rounds position 257 to 256.
     """
     frequency_R, factor = frequencies(config, sliding=sliding)
     angle_BT1R = positions_BT[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequency_R)[None, None, None, :]
@@ -126,7 +126,7 @@ def _computed_once(x: jax.Array) -> jax.Array:
 
 
 def rotate(x_BTHC: jax.Array, rotation: Rotation, *, interleaved: bool = False) -> jax.Array:
-    """Rotates the leading 2 R dims of each head by their position (RoPE, arXiv 2104.09864); other dims pass unchanged.
+    """Returns queries or keys with the leading 2 R dims of each head rotated by position (RoPE, arXiv 2104.09864).
 
     Pairs are (i, i + R) as in GPT-NeoX, or (2i, 2i + 1) if interleaved. Interleaved pairs come out as all firsts, then
     all seconds: queries and keys are reordered alike, so their product does not change.
@@ -142,7 +142,7 @@ def rotate(x_BTHC: jax.Array, rotation: Rotation, *, interleaved: bool = False) 
 
 
 def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.ndarray, float]:
-    """Returns (radians per position [R], factor on cos and sin) under the config's context extension."""
+    """Returns (radians per position [R], factor on cos and sin) of rotary positions, with the config's context extension."""
     d = config.rotated_dim
     local = sliding and config.rope_local_theta > 0
     theta, scaling = (config.rope_local_theta, "none") if local else (config.rope_theta, config.rope_scaling)
@@ -158,7 +158,7 @@ def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.nd
 
 
 def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax.Array:
-    """Returns act(gate) * up (arXiv 2002.05202).
+    """Returns the inner activations of a gated ffn, act(gate) * up (arXiv 2002.05202).
 
     "clamped" is gpt-oss's (clip(up, -l, l) + 1) * min(gate, l) * sigmoid(a min(gate, l)).
     """
@@ -176,7 +176,7 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
-    """Returns down(act(gate x) * up x), each with its bias if `params` has one."""
+    """Returns the output of a gated ffn, down(act(gate x) * up x); each matmul has a bias if `params` has one."""
     if not isinstance(params["gate"], cpu_transposed.Transposed):
         return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
     # Column-major from kernel to kernel: no intermediate result is transposed.
@@ -194,7 +194,7 @@ def _ffn(x, params, config, multiply, *, bias_shape):
 
 
 def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
-    """Stretches long wavelengths, keeps short ones, and interpolates in between (Llama 3.1)."""
+    """Returns the rotary frequencies f_R with long wavelengths stretched, short ones kept, others interpolated (Llama 3.1)."""
     cycles_R = config.rope_original_positions * f_R / (2 * math.pi)
     low, high = config.rope_low_freq, config.rope_high_freq
     keep_R = np.clip((cycles_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
@@ -202,7 +202,7 @@ def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
 
 
 def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
-    """Interpolates from kept to stretched frequencies along a ramp over the dims (YaRN, arXiv 2309.00071, section 3.2)."""
+    """Returns the rotary frequencies f_R, interpolated from kept to stretched over the dims (YaRN, arXiv 2309.00071, 3.2)."""
     d = config.rotated_dim
 
     def dim_with_cycles(times: float) -> float:

@@ -1,13 +1,7 @@
 """Log-probabilities and entropies of given tokens, from hidden states, without storing the logits of all tokens.
 
-1. Each token's predictor is looked up: the hidden state of the column before it, or of the column in `predictors_BT` where
-   branches share a prompt. Tokens and vocabulary are cut into chunks.
-2. Forward: for each chunk of the vocabulary and each chunk of tokens, their logits update a running maximum, sum and
-   first moment per token (online softmax, arXiv 1805.02867). Three numbers per token are kept.
-3. Backward, a custom VJP: the logits are computed again, and their gradient is multiplied into those of the head and of
-   the hidden states. Both are accumulated in float32 for models of any dtype.
-4. On a mesh both run in one `shard_map`: each device scores its own tokens against its own part of the vocabulary. Chunks
-   of the head are gathered over `fsdp`, hidden states over `context`; statistics are reduced over `tensor`.
+Logits are computed per chunk of tokens and of vocabulary (online softmax, arXiv 1805.02867), and again in the backward
+pass. On a mesh each device scores its tokens against its part of the vocabulary; statistics are reduced over `tensor`.
 
 Column t of the result belongs to token t. Column 0 has no predictor: it is 0, without a gradient.
 
@@ -68,7 +62,7 @@ def token_logprobs(
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """The static part of a call: the layout of the head in memory and on the mesh."""
+    """The layout of the output head in memory and on the mesh, and other options that are static under jit."""
 
     vocab_dim: int  # the kernel's dim of the vocabulary: 0 when the embedding is the head
     entropy_gradient: bool
@@ -93,7 +87,7 @@ class _Head:
         return self.batch_axes + self.context_axes
 
     def over_mesh(self, function, ins: str, outs: str):
-        """Returns `function(head, ...)` on each device's part; a letter per array: h hidden, k kernel, t per token."""
+        """Returns `function(head, ...)`, run per device; letters of arrays: h hidden states, k head weights, t per token."""
         function = functools.partial(function, self)
         if not (self.token_axes + self.model_axes + self.vocab_axes):
             return function
@@ -111,17 +105,17 @@ class _Head:
         return -(-kernel.shape[self.vocab_dim] // VOCAB_CHUNK)
 
     def chunk_size(self, kernel) -> int:
-        """Returns the columns per chunk, in whole TPU lanes of 128."""
+        """Returns the number of vocabulary columns per chunk, a multiple of 128 (a TPU's lanes) unless it is all columns."""
         num_columns = kernel.shape[self.vocab_dim]
         return min(-(-num_columns // self.num_chunks(kernel) // 128) * 128, num_columns)
 
     def window(self, kernel, i):
-        """Returns (first column of chunk i, number of columns); the last chunk overlaps the one before it."""
+        """Returns (first vocabulary column of chunk i, number of columns); the last chunk may overlap the one before it."""
         size = self.chunk_size(kernel)
         return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size), size
 
     def columns(self, kernel, i, dtype):
-        """Returns chunk i: (weights [D, V], token ids [V] of its columns, -1 for those of an earlier chunk)."""
+        """Returns chunk i of the head: (weights [D, V], token id [V] of each column, or -1 if an earlier chunk has it)."""
         start, size = self.window(kernel, i)
         part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
         if self.model_axes:
@@ -144,14 +138,14 @@ class _Head:
         return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
 
     def logits(self, hidden_MD, columns_DV, ids_V, temperature_M):
-        """Returns tempered logits [M, V], float32, as `transformer.logits` computes them; earlier columns are masked."""
+        """Returns the logits of a chunk over temperature, float32 [M, V]; columns that an earlier chunk has are masked."""
         raw_MV = jnp.einsum("MD,DV->MV", hidden_MD, columns_DV, preferred_element_type=jnp.float32)
         if self.softcap:
             raw_MV = self.softcap * jnp.tanh(raw_MV / self.softcap)
         return jnp.where(ids_V[None] >= 0, raw_MV / temperature_M[:, None], MASKED)
 
     def d_logits(self, d_MV, logits_MV, ids_V, temperature_M):
-        """Returns the gradient of the product, given that of the tempered logits: the transpose of `logits`."""
+        """Returns the gradient of hidden @ columns, given `d_MV`, the gradient of the result of `logits`."""
         d_MV = d_MV / temperature_M[:, None]
         if self.softcap:
             d_MV *= 1 - (logits_MV * temperature_M[:, None] / self.softcap) ** 2
@@ -260,7 +254,7 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of this device's tokens [B, T] into N chunks of M."""
+    """The division of a device's tokens [B, T] into N chunks of M tokens."""
 
     shape: tuple[int, int]  # (B, T)
     size: int  # M
@@ -274,7 +268,7 @@ class _Cut:
         return cls((B, T), -(-B * T // num_chunks), num_chunks)
 
     def split(self, x_BT, fill=0):
-        """Returns [B, T] as [N, M]; entries that fill the last chunk get no gradient, because their cotangent is 0."""
+        """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
         flat = x_BT.reshape(-1)
         pad = self.num_chunks * self.size - flat.shape[0]
         return jnp.pad(flat, (0, pad), constant_values=fill).reshape(self.num_chunks, self.size)
@@ -285,7 +279,7 @@ class _Cut:
 
 
 def _predictors(head: _Head, cut: _Cut, predictors_BT, hidden_BTD) -> jax.Array:
-    """Returns the hidden states that predict the tokens, [N, M, D]; linear in `hidden_BTD`."""
+    """Returns the hidden state that predicts each token, in chunks [N, M, D]; linear in `hidden_BTD`."""
     if head.context_axes:
         hidden_BTD = jax.lax.all_gather(hidden_BTD, head.context_axes, axis=1, tiled=True)
     B, T, D = hidden_BTD.shape

@@ -1,11 +1,7 @@
 """The mixture-of-experts ffn: route each token to X of E experts, run them dropless, sum their outputs by weight.
 
-1. The router runs in float32: softmax over E (Qwen3-MoE), sigmoid with optional groups and a correction that acts on the
-   choice alone (GLM-4-MoE, DeepSeek-V3), or softmax over the chosen experts (gpt-oss). In router replay, given expert
-   indices (the sampler's) replace the choice. Their weights and the gradient still come from this router, as does the
-   margin by which they differ from its own choice.
-2. `models/moe_experts.py` runs the chosen experts on all devices without dropping a token. Shared experts are added.
-3. `Routing` records the experts of each token; `load_metrics`, `balance_loss` and `balanced_correction` read it.
+In router replay, given expert indices (the sampler's) replace the router's choice. Their weights and the gradient still
+come from this router. `models/moe_experts.py` runs the experts; shared experts are added.
 
 Letters: B sequences, T tokens, D model, E experts, X experts per token, F ffn of one expert, L MoE layers.
 """
@@ -21,7 +17,7 @@ from models import layers, moe_experts
 
 
 class Routing(NamedTuple):
-    """The decisions of one layer's router; arrays of several layers have a leading L."""
+    """The experts that one MoE layer's router chose for each token, and their load; of several layers, with a leading dim L."""
 
     experts: jax.Array  # int32 [B, T, X], by falling score
     weights: jax.Array  # float32 [B, T, X], the factors on the experts' outputs
@@ -38,7 +34,7 @@ def ffn(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
-    """Returns the output [B, T, D] of a layer's experts, and the routing.
+    """Runs the mixture-of-experts ffn of one layer. Returns (output [B, T, D], routing: the experts of each token).
 
     `params` has `router` [D, E], expert-major `gate`, `up`, `down`, and the biases and shared experts of the config.
     `experts_BTX` replaces the router's choice, except where it is negative; a token's experts must all be different.
@@ -60,7 +56,7 @@ def route(
     experts_BTX: jax.Array | None = None,
     valid_BT: jax.Array | None = None,
 ) -> Routing:
-    """Returns the routing of `ffn`, in float32; equations are in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
+    """Returns the experts that the router chooses for each token, and their weights in float32 (arXiv 2412.19437, 2.1.2)."""
     x_BTD, router_DE = x_BTD.astype(jnp.float32), params["router"].astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST  # a TPU would round both to bfloat16
     logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, router_DE, precision=highest)
@@ -87,7 +83,7 @@ def route(
 
 
 def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
-    """Returns how evenly experts are used, from a stacked `Routing`'s load or the sum of several.
+    """Returns metrics of how evenly experts are used, from `load_LE`, the number of tokens per layer and expert.
 
     max_violation is max_e load_e / mean load - 1 (arXiv 2408.15664, equation 4): 0 is perfect, E / X - 1 the worst.
     load_entropy is the entropy of the load over log E: 1 is perfect.
@@ -103,7 +99,7 @@ def load_metrics(load_LE: jax.Array) -> dict[str, jax.Array]:
 
 
 def balance_loss(routing: Routing) -> jax.Array:
-    """Returns E sum_e f_e p_e, averaged over layers (Switch Transformer, arXiv 2101.03961, equations 4-6).
+    """Returns the auxiliary loss E sum_e f_e p_e, averaged over layers (Switch Transformer, arXiv 2101.03961, eq. 4-6).
 
     f_e is the fraction of assignments to expert e, p_e its mean share of the scores. Balanced routing gives 1. The
     gradient flows through p alone.
@@ -115,7 +111,7 @@ def balance_loss(routing: Routing) -> jax.Array:
 
 
 def balanced_correction(correction_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
-    """Returns correction + rate sign(mean load - load), so that underused experts are chosen more often.
+    """Returns the router's correction plus rate * sign(mean load - load): underused experts are then chosen more often.
 
     This is auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1).
     """

@@ -83,10 +83,10 @@ def grouped_matmul(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns rows[a] @ kernel[expert of a], for rows sorted by expert; `interpret` runs megablox on a CPU.
+    """Returns rows[a] @ kernel[expert of row a] for rows sorted by expert; `group_sizes_E` has the rows per expert.
 
-    Rows past the groups (`inside_A` is False; None means that there are none) give zero and get a zero gradient. No
-    implementation defines its results there, so both passes are masked by selection: a product with zero would keep NaN.
+    Rows after the last group, where `inside_A` is False (None: no such rows), give zero and get a zero gradient. Both passes
+    are masked by selection: a product with zero would keep NaN. `interpret` runs the megablox kernel on a CPU.
     """
 
     def mask(x):
@@ -117,7 +117,7 @@ def _tiling(rows: int):
 
 
 def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
-    """Calls `run` on tokens that divide evenly over the mesh. One long prompt is cut up as if it were many rows."""
+    """Calls `run` on the tokens, padded or reshaped to divide evenly over the mesh: a long prompt becomes many rows."""
     B, T, D = x_BTD.shape
     rows, columns = rules.num_batch_shards(mesh), math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"])
     if B % rows == 0 and T % columns == 0:
@@ -141,7 +141,7 @@ def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
 
 
 def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: jax.Array | int = 0) -> jax.Array:
-    """Returns the sums over the experts in `params`, of which `first_expert` is the first, [B, T, D]."""
+    """Returns each token's weighted sum over the experts in `params`, [B, T, D]; the first has the number `first_expert`."""
     num_local = params["gate"].shape[0]
     has_all = num_local == config.num_experts
     group_A = experts_BTX.reshape(-1) - first_expert
@@ -155,14 +155,14 @@ def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: j
 
 
 class _Order(NamedTuple):
-    """A permutation and its inverse: row a of the ordered array was row taken[a], and row b moved to put[b]."""
+    """A permutation of rows and its inverse: row a of the ordered array was row taken[a]; row b moved to put[b]."""
 
     taken: jax.Array
     put: jax.Array
 
     @classmethod
     def of(cls, key_A: jax.Array, num_keys: int) -> "_Order":
-        """Sorts by a key in 0 .. num_keys - 1; rows of equal keys keep their order."""
+        """Returns the order that sorts rows by their keys in 0 .. num_keys - 1; rows of equal keys keep their order."""
         A = key_A.shape[0]
         index_A = jnp.arange(A, dtype=jnp.int32)
         if num_keys * A < 2**31:  # key and index in one number: a sort of one array, where order cannot be ambiguous
@@ -173,12 +173,12 @@ class _Order(NamedTuple):
 
 
 def _spread_rows(copies: int, x, order: _Order) -> jax.Array:
-    """Returns `copies` of each row, ordered. Its transpose is `_collect`. Both gather: a TPU scatters row by row."""
+    """Returns `copies` copies of each row of `x`, in the given order. Gathers: a TPU scatters row by row."""
     return x[order.taken // copies]
 
 
 def _collect_rows(copies: int, x, order: _Order) -> jax.Array:
-    """Returns the sum of the ordered copies of each row."""
+    """Returns the sum of the `copies` ordered copies of each row: the transpose of `_spread_rows`."""
     return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
 
 
@@ -197,7 +197,7 @@ def _sizes(group_A, num_groups: int) -> jax.Array:
 
 
 def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> jax.Array:
-    """Runs the experts on rows sorted by group; rows past the last group give zero."""
+    """Returns the output of each row's expert, for rows sorted by expert; rows after the last group give zero."""
     num_local = params["gate"].shape[0]
     inside_A = None if all_inside else group_A < num_local
 
@@ -217,14 +217,14 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 
 
 def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
-    """Returns the weighted sums of ordered assignments, [B, T, D]."""
+    """Returns each token's weighted sum of expert outputs, [B, T, D], from outputs that are ordered by expert."""
     weights_A = _spread(1, weights_BTX.reshape(-1).astype(out_AD.dtype), order)
     summed_ND = _collect(weights_BTX.shape[-1], out_AD * weights_A[:, None], order)
     return summed_ND.reshape(*weights_BTX.shape[:2], -1)
 
 
 def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
-    """Runs inside `shard_map`: takes one device's tokens, returns their sums over all experts."""
+    """Returns the weighted sums over all experts of one device's tokens. Runs inside `shard_map`."""
     full: dict[str, Any] = {name: _gather_model_dim(name, param) for name, param in params.items()}
     num_shards, num_local = jax.lax.axis_size("expert"), full["gate"].shape[0]
     splits_ffn = num_local * num_shards == config.num_experts  # else the tensor axis splits the experts, too

@@ -1,9 +1,6 @@
 """The decoder: tokens -> hidden states -> logits, for the learner and the inference engine alike.
 
-1. `specs` is the tree of `ParamSpec`, from which `init` draws values and `sharding.rules` derives layouts.
-2. `apply` runs packed sequences (learner, scoring). `extend` continues sequences over a cache of keys (prefill, decode,
-   replay). Both run the same layers and differ only in how a layer attends: sampler and learner compute one function.
-3. `logits` is the output head in float32.
+`apply` (learner) and `extend` (inference engine) run the same layers and differ only in how a layer attends.
 
 The fields of `ModelConfig` select the differences of the model families. With `config.scan_layers`, layers of one kind
 are stacked and scanned: their parameters have a leading dim.
@@ -29,7 +26,7 @@ Params = dict
 
 
 def specs(config: config_lib.ModelConfig) -> Params:
-    """Returns the tree of `ParamSpec`: each parameter's shape, dtype, logical dims and initializer."""
+    """Returns the model's tree of `ParamSpec`: each parameter's shape, dtype, logical dims and initializer."""
     D, V = config.model_dim, config.vocab_size
     tree = {
         "embed": blocks.kernel(config, D, vocab=V, model=D),  # unit-variance logits when the head is tied
@@ -42,15 +39,12 @@ def specs(config: config_lib.ModelConfig) -> Params:
 
 
 def abstract(config: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """Returns the tree of `ShapeDtypeStruct`, with shardings if a mesh is given; allocates no arrays."""
+    """Returns the model's parameters as a tree of `ShapeDtypeStruct`, with shardings if a mesh is given; allocates no arrays."""
     return rules.abstract(specs(config), mesh)
 
 
 def init(key: jax.Array, config: config_lib.ModelConfig) -> Params:
-    """Draws the parameters. Each one's key is folded from its path, so adding a layer changes no other parameter.
-
-    Stacked layers are drawn like single ones, so `config.scan_layers` changes no value.
-    """
+    """Returns randomly initialized parameters. Each depends on `key` and its own path only, also in stacked layers."""
 
     def draw(path, spec):
         names = [part.key for part in path]
@@ -67,12 +61,12 @@ def init(key: jax.Array, config: config_lib.ModelConfig) -> Params:
 
 
 def num_params(config: config_lib.ModelConfig) -> int:
-    """Returns the number of parameters."""
+    """Returns the number of parameters of the model."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs(config), is_leaf=rules.is_spec))
 
 
 def num_bytes(config: config_lib.ModelConfig) -> int:
-    """Returns the size of all parameters, stored in `config.param_dtype`."""
+    """Returns the number of bytes of the model's parameters in `config.param_dtype`."""
     return num_params(config) * jnp.dtype(config.param_dtype).itemsize
 
 
@@ -86,13 +80,13 @@ def apply(
     branch_ids_BT: jax.Array | None = None,
     experts_LBTX: jax.Array | None = None,
 ) -> tuple[jax.Array, moe.Routing | None]:
-    """Runs whole (packed) sequences.
+    """Runs the decoder on whole rows of packed sequences, without a cache.
 
-    Returns the hidden states [B, T, D] after the final norm, and the routing of all MoE layers, stacked (None if the
-    model has none). Padding is not counted in the routing's loads.
+    Returns (hidden states [B, T, D] after the final norm, routing of tokens to experts, stacked over MoE layers, or None
+    without MoE layers). Padding is not counted in the routing's loads.
 
     Args:
-      params: the tree of `init`.
+      params: the parameters, as `init` returns them.
       config: static under jit.
       tokens_BT: int32 token ids.
       positions_BT: position of each token in its own sequence; 0..T-1 when None.
@@ -131,14 +125,13 @@ def extend(
     *,
     experts_LBTX: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple, moe.Routing | None]:
-    """Runs tokens that continue cached sequences.
+    """Runs the decoder on new tokens of sequences whose earlier keys and values are in `cache`.
 
-    Returns the hidden states [B, T, D] after the final norm, the new cache, and the routing as `apply` does (its loads
-    count padding, too). `cache` has one entry per key of `stacks(config)`; its layout is known to `attend_cached` alone
+    Returns (hidden states [B, T, D] after the final norm, new cache, routing as in `apply`, with padding counted in loads).
+    `cache` has one entry per key of `stacks(config)`, in a layout that only `attend_cached` uses
     (inference/engine/kv_cache.py). `attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options) -> (out_BTHV, entry)` writes
-    the new keys and attends. A stacked entry is followed by the layer's index in the stack. The options are those of
-    `attention.attend`, `window` and `value_dim`, if the layer needs them. Latent attention passes its latents as the only
-    key head; values are read from them.
+    the new keys and attends; with stacked layers, the layer's index in the stack follows as the last item of `entry`. Options
+    are those of `attention.attend`, and `window` and `value_dim`. Latent attention passes latents as its only key head.
     """
     rotations = _rotations(config, positions_BT)
 
@@ -156,7 +149,7 @@ def extend(
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
-    """Returns the output head's logits, float32 [B, T, V]: sampler and learner must agree on log-probabilities to 1e-4."""
+    """Returns the logits of the output head for the hidden states of `apply` or `extend`, float32 [B, T, V]."""
     kernel_DV = head(params).astype(hidden_BTD.dtype)
     if isinstance(kernel_DV, cpu_transposed.Transposed):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
@@ -172,7 +165,7 @@ def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array
 
 
 def head(params: Params) -> layers.Kernel:
-    """Returns the output head's kernel [D, V]: its own, or the transposed embedding."""
+    """Returns the weights of the output head, [D, V]: `lm_head`, or the transposed embedding if the model ties them."""
     return params["lm_head"] if "lm_head" in params else params["embed"].T
 
 
@@ -200,7 +193,7 @@ def _embed(params, config, tokens_BT):
 
 
 def _rotations(config, positions_BT) -> dict[bool, layers.Rotation]:
-    """Rotary tables for sliding (True) and full layers, computed once for all of them."""
+    """Returns the rotary tables of each kind of layer in the model: {True for sliding layers: tables}."""
     kinds = {config.is_sliding(index) for index in range(config.num_layers)}
     return {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
 

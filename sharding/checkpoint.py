@@ -1,13 +1,7 @@
 """Checkpoints: saves and restores train state, data cursor and orchestrator state, so that a resume is bitwise.
 
-1. `save` waits for the previous save, raises if the disk has no room for this one, copies the state to the host, and returns;
-   orbax writes in the background.
-2. When every array is on disk, still under a temporary name, `seal.json` records the SHA-256 of each of its files.
-3. orbax renames the step's directory, which completes the checkpoint, and deletes all but the newest `keep` and the best one.
-   The score is known later (`score`), and recorded in `best.json`.
-4. `restore` hashes the newest step again before orbax parses any of it. A damaged one is logged and renamed to `torn-<step>`,
-   and the one before is used. Names, shapes and dtypes are compared with the requested state, which is then read straight
-   into the requested shardings, on any mesh.
+`save` returns while orbax writes. `seal.json` has the SHA-256 of each file of a step; `restore` checks these before orbax
+parses any. A damaged step is renamed to `torn-<step>`, and the one before is used.
 
 The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), and raises a bare `Exception`
 for a truncated file. The dtype check exists because orbax casts silently. The room is checked beforehand because a write
@@ -42,7 +36,7 @@ _OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal of a small tree
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run. Used as a context manager, it closes at the end."""
+    """Saves and restores the train state of one run in a directory. As a context manager, finishes the last save at exit."""
 
     def __init__(
         self,
@@ -53,7 +47,7 @@ class Checkpointer:
         hosts: hosts_lib.Hosts = hosts_lib.ALONE,
     ):
         if keep < 1 or every < 1:
-            raise ValueError(f"keep={keep} and every={every} must be >= 1: correct config.checkpoint")
+            raise ValueError(f"keep={keep} and every={every} must both be at least 1: correct config.checkpoint")
         self._directory = pathlib.Path(directory).absolute()
         self._every, self._keep, self._hosts = every, keep, hosts
         self._last_saved: int | None = None
@@ -71,10 +65,10 @@ class Checkpointer:
                 self._manager.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
-        """Starts a save if `step` is a multiple of `every`, or with `force`. Returns False if there is nothing to save.
+        """Starts to save a checkpoint if `step` is a multiple of `every`, or with `force`. Returns True if a save started.
 
-        Blocks until the previous save is complete, and raises its error (a full disk). `host_state` is any JSON object. Raises
-        ValueError for a step that is older than the newest one.
+        `state` is a tree of jax arrays, `host_state` any JSON object. Blocks until the previous save is complete, and raises
+        its error, such as a full disk. Raises ValueError for a step older than the newest saved one.
         """
         if step % self._every and not force:
             return False
@@ -87,7 +81,7 @@ class Checkpointer:
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def score(self, step: int, value: float) -> None:
-        """Records the score of a saved step. The first step with the highest score is kept, however old it becomes."""
+        """Records the score of a saved step. The step with the highest score (the first of equals) is never deleted."""
         best = _best(self._directory)
         if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
             atomic_file.write(
@@ -95,19 +89,19 @@ class Checkpointer:
             )
 
     def wait(self) -> None:
-        """Blocks until the save in flight is complete. Raises its error if it failed."""
+        """Blocks until the save in progress is complete. Raises the error of that save if it failed."""
         with _full_disk(self._directory):
             self._manager.wait_until_finished()
 
     def latest_step(self) -> int | None:
-        """Returns the newest complete step, or None if there is none."""
+        """Returns the step of the newest complete checkpoint, or None if none exists."""
         return max(complete_steps(self._directory), default=None)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
-        """Returns (step, state, host_state) of the newest intact checkpoint, or of `step`; None if none was ever saved.
+        """Returns (step, state, host_state) of the newest intact checkpoint, or of `step`; None if no checkpoint exists.
 
         `abstract_state` has a `jax.ShapeDtypeStruct` with a sharding per leaf. Raises ValueError if the saved state has other
-        names, shapes or dtypes, or if every checkpoint is damaged, and FileNotFoundError if `step` does not exist.
+        names, shapes or dtypes, or if `step` or every checkpoint is damaged; FileNotFoundError if `step` does not exist.
         """
         self.wait()
         found, has_changed = self._hosts.broadcast(self._find(step) if self._hosts.is_first else None)
@@ -121,7 +115,7 @@ class Checkpointer:
         return found, restored["state"], restored["host"]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Keeps the newest `keep` checkpoints and the best one so far. orbax calls this after a save, with the oldest first."""
+        """Returns True for each checkpoint that orbax must keep: the newest `keep` and the best so far. Oldest comes first."""
         best = _best(self._directory)
         newest = [c.step for c in checkpoints][-self._keep :]
         return [c.step in newest or (best is not None and c.step == best["step"]) for c in checkpoints]
@@ -132,7 +126,8 @@ class Checkpointer:
             return False
         if newest is not None and step <= newest:
             raise ValueError(
-                f"step {step} <= {newest} in {self._directory}: delete the newer steps to continue from an older one"
+                f"step {step} is not newer than {newest}, saved in {self._directory}: delete the directories of the newer "
+                "steps to continue from an older one"
             )
         arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
         needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES  # of all hosts, uncompressed
@@ -142,7 +137,7 @@ class Checkpointer:
         return True
 
     def _find(self, step: int | None) -> tuple[int | None, bool]:
-        """Returns (step to restore, True if newer, damaged ones were renamed)."""
+        """Returns (step to restore, or None if no checkpoint exists; True if newer, damaged checkpoints were renamed)."""
         found = _pick(self._directory, step)
         if step is not None:
             return found, False
@@ -157,7 +152,7 @@ class Checkpointer:
         return found, bool(torn)
 
     def _seal(self) -> None:
-        """Runs in the save's thread, after the last byte and before the rename that makes the step visible."""
+        """Writes seal.json. Called by orbax in the thread of a save, after the last byte and before the final rename."""
         if jax.process_index() != 0:
             return
         (path,) = self._directory.glob(f"{self._last_saved}.*tmp*")
@@ -168,7 +163,10 @@ class Checkpointer:
 
 
 def restore_params(directory: str | os.PathLike, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
-    """Returns (step, params) of the newest intact checkpoint, or of `step`, without reading the optimizer state."""
+    """Returns (step, params) of the newest intact checkpoint, or of `step`, without reading the optimizer state.
+
+    Raises FileNotFoundError if no such checkpoint exists, and ValueError if it is damaged or does not fit `abstract_params`.
+    """
     root = pathlib.Path(directory).absolute()
     found = _pick(root, step)
     if found is None:
@@ -183,13 +181,13 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any, step: int
 
 
 def complete_steps(directory: str | os.PathLike) -> list[int]:
-    """Returns the steps whose save finished, ascending."""
+    """Returns the steps with a complete checkpoint in `directory`, ascending."""
     root = pathlib.Path(directory)
     return [step for step in _numbered(root) if (root / str(step) / "seal.json").is_file()]
 
 
 def best_step(directory: str | os.PathLike) -> int:
-    """Returns the complete step with the highest score. Raises FileNotFoundError if none has a score."""
+    """Returns the step of the checkpoint with the highest score. Raises FileNotFoundError if no checkpoint has a score."""
     best, steps = _best(pathlib.Path(directory)), complete_steps(directory)
     if best is None or best["step"] not in steps:
         raise FileNotFoundError(f"no checkpoint in {directory} has a score yet: choose one of {steps}")
@@ -208,7 +206,7 @@ def _numbered(directory: pathlib.Path) -> list[int]:
 
 
 def _pick(directory: pathlib.Path, step: int | None) -> int | None:
-    """Returns `step`, or the newest intact one. Raises ValueError if that, or every saved step, is damaged."""
+    """Returns `step`, or the newest intact step (None: no checkpoint exists). Raises ValueError if all, or `step`, are damaged."""
     steps = complete_steps(directory)
     if step not in (None, *steps):
         raise FileNotFoundError(f"no checkpoint of step {step} in {directory}: choose one of {steps}")
@@ -217,15 +215,17 @@ def _pick(directory: pathlib.Path, step: int | None) -> int | None:
         if not damage:
             return candidate
         if step is not None:
-            raise ValueError(f"checkpoint {step} is damaged: {damage}: restore another of {steps}")
+            raise ValueError(f"checkpoint {step} is damaged ({damage}): restore another of {steps}")
         _log.warning("checkpoint %d is damaged and skipped: %s", candidate, damage)
     if steps:
-        raise ValueError(f"every checkpoint in {directory} is damaged ({steps}): move them away to start over")
+        raise ValueError(
+            f"every checkpoint in {directory} is damaged ({steps}): move their directories away to start over"
+        )
     return None
 
 
 def _damage(path: pathlib.Path) -> str | None:
-    """Returns the damage of a step, or None if it is intact. Files that are not in the seal are never read."""
+    """Returns a description of the damage of the checkpoint at `path`, or None if all files have the digests in seal.json."""
     try:
         files = json.loads((path / "seal.json").read_text())
     except ValueError as error:
@@ -251,12 +251,14 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
     expected = _named(abstract)
     for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
-        raise ValueError(f"{path}: {prefix}{name} {where} the config's state: restore with the config that saved it")
+        raise ValueError(
+            f"{path}: array {prefix}{name} {where} the config's state: restore with the config that saved it"
+        )
     for name, leaf in expected.items():
         was, is_now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
         if was != is_now:
             raise ValueError(
-                f"{path}: {prefix}{name} was saved as {was}, not {is_now}: restore with the config that saved it"
+                f"{path}: array {prefix}{name} was saved as {was}, not {is_now}: restore with the config that saved it"
             )
 
 
@@ -267,7 +269,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _full_disk(directory: pathlib.Path) -> Iterator[None]:
-    """Turns tensorstore's ValueError for a full disk into an OSError, and deletes the unfinished save."""
+    """Turns the errors that orbax raises for a full disk into one OSError with a remedy, and deletes the unfinished save."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -275,5 +277,5 @@ def _full_disk(directory: pathlib.Path) -> Iterator[None]:
             raise
         for leftover in directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        text = "no space left for a checkpoint, the earlier ones are intact: free some or lower keep"
+        text = "no space left for a checkpoint (the earlier ones are intact): free disk space, or lower keep"
         raise OSError(errno.ENOSPC, text, str(directory)) from error

@@ -1,9 +1,6 @@
 """The device mesh: five named axes over the available devices.
 
-1. `create` takes the axis sizes of the config; one of them may be -1 and takes the remaining devices.
-2. `jax.experimental.mesh_utils` orders the devices, so that the inner axes (tensor, context) use the fastest links of a TPU
-   torus and `data` spans slices; on CPU and GPU the order is that of `jax.devices()`.
-3. The axes are `Auto`: shardings are given for parameters and a few activations, and the compiler derives the others.
+On a TPU the inner axes (tensor, context) get the fastest links. Axes are `Auto`: the compiler derives most shardings.
 
 The axes, outermost first:
   data     replicas of the parameters; gradients are summed over it (crosses slices and data centers)
@@ -25,7 +22,7 @@ _REMEDY = "change config.mesh, or --mesh of a server (one axis may be -1 and tak
 
 
 def create(sizes: dict[str, int], devices=None) -> jax.sharding.Mesh:
-    """Returns a mesh with the axes `AXES`.
+    """Returns a device mesh with the five axes `AXES`.
 
     Args:
       sizes: size of each axis by name; a missing axis has size 1, and one axis may be -1 (the remaining devices).
@@ -51,7 +48,7 @@ def parse(text: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?\d{1,9}", size):
             raise ValueError(
-                f"mesh {text!r} has {part!r}; write axis=size once per axis, as in tensor=4,data=-1, with axes of "
+                f"mesh {text!r} has the entry {part!r}; write axis=size once per axis, as in tensor=4,data=-1, with axes of "
                 f"{', '.join(AXES)}"
             )
         sizes[axis] = int(size)
@@ -59,7 +56,7 @@ def parse(text: str) -> dict[str, int]:
 
 
 def platform() -> str:
-    """Returns the platform that the current trace will run on, also when it is compiled for another machine's mesh."""
+    """Returns the platform ("cpu", "gpu", "tpu") that the function being traced will run on: that of the current mesh, if set."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
@@ -76,7 +73,7 @@ def _on_torus(shape: list[int], devices) -> np.ndarray:
 
 
 def _fill(shape: list[int], num_devices: int) -> list[int]:
-    """Replaces the one -1 in `shape` and checks that the product is `num_devices`."""
+    """Returns `shape` with a -1 replaced by the remaining devices. Raises ValueError unless the product is `num_devices`."""
     text = _format(shape)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
         raise ValueError(f"mesh {text} is malformed: make every axis a positive size; at most one is -1")

@@ -1,10 +1,6 @@
 """Maps logical dims of parameters and activations to mesh axes.
 
-1. A model declares each parameter once, as a `ParamSpec` with a logical name per dim.
-2. `RULES` maps each logical name to mesh axes; `shardings` turns a tree of specs into a tree of `NamedSharding`, and raises an
-   error naming the parameter if a dim is not divisible.
-3. `constrain` sets the sharding of an activation by the same names; without a mesh it does nothing, so that the same model
-   function runs on one device.
+`RULES` maps the logical name of each dim (of a `ParamSpec`, or given to `constrain`) to mesh axes.
 """
 
 import dataclasses
@@ -41,7 +37,7 @@ VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter with only the
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """The declaration of one parameter, from which its shape, its sharding, and its initial value are derived."""
+    """The declaration of one model parameter, from which its shape, sharding and initial value are derived."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -53,20 +49,21 @@ class ParamSpec:
 
 
 def is_spec(leaf) -> bool:
-    """Returns True for a ParamSpec: the `is_leaf` of trees of specs."""
+    """Returns True if `leaf` is a ParamSpec. Passed as `is_leaf` to functions over trees of ParamSpecs."""
     return isinstance(leaf, ParamSpec)
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Returns True if the parameter of one layer or expert is a matrix, and False for a scale or a bias."""
+    """Returns True if the parameter, without its dims for layers and experts, is a matrix; False for a scale or a bias."""
     dims = [axis for axis in spec.logical_axes if axis not in COPIES]
     return len(dims) > 1 and any(axis not in VECTORS for axis in dims)
 
 
 def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ()):
-    """Returns the tree of `NamedSharding` for a tree of `ParamSpec`.
+    """Returns a tree of `NamedSharding` on `mesh`, one per `ParamSpec` of the tree `specs`.
 
-    Raises ValueError for a dim that is not divisible by its mesh axes; dims named in `or_whole` stay whole instead.
+    Raises ValueError for a dim that is not divisible by its mesh axes, unless `or_whole` has its logical name: such a dim is
+    then not split.
     """
 
     def sharding(path, spec):
@@ -88,18 +85,18 @@ def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ())
 
 
 def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns the partition of one parameter, as in `shardings`."""
+    """Returns the `PartitionSpec` of one parameter with these logical axes. Does not check that dims are divisible."""
     return _spec(_axes(mesh, shape, logical_axes))
 
 
 def fitting(mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> PartitionSpec:
-    """Returns the partition of an activation or a cache. A dim that is not divisible stays whole, as does one named None."""
+    """Returns the `PartitionSpec` of an activation or a cache. Does not split a dim named None, or one not divisible."""
     axes = [() if name is None else _present(mesh, RULES[name]) for name in logical_axes]
     return _spec([() if dim % _num_ways(mesh, names) else names for dim, names in zip(shape, axes, strict=True)])
 
 
 def abstract(specs, mesh: jax.sharding.Mesh | None = None):
-    """Returns the tree of `ShapeDtypeStruct` for a tree of `ParamSpec`, with shardings if a mesh is given."""
+    """Returns a tree of `ShapeDtypeStruct`, one per `ParamSpec` of the tree `specs`, with shardings if a mesh is given."""
     plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
     if mesh is None:
         return plain
@@ -107,27 +104,27 @@ def abstract(specs, mesh: jax.sharding.Mesh | None = None):
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> NamedSharding:
-    """Returns the sharding of a `[..., B, T]` batch: rows over every batch axis, tokens over `context`; a scalar is replicated.
+    """Returns the sharding of a batch array of `ndim` dims, [..., B, T] and then `num_whole` dims that are not split.
 
-    The last `num_whole` dims, which follow T, are not split.
+    Rows (B) are split over every batch axis of the mesh, tokens (T) over `context`. A scalar is replicated.
     """
     last = [_present(mesh, RULES["batch"]), _present(mesh, RULES["sequence"])] if ndim else []
     return NamedSharding(mesh, _spec([()] * (ndim - num_whole - 2) + last))
 
 
 def several_devices() -> jax.sharding.AbstractMesh | None:
-    """Returns the current mesh, or None without one or with a single device."""
+    """Returns the mesh of the current context, or None if none is set or it has a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or math.prod(mesh.shape.values()) == 1 else mesh
 
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Returns the number of shards of a batch. The number of rows must be a multiple of it."""
+    """Returns the number of shards that the rows of a batch are split into; the number of rows must be a multiple."""
     return _num_ways(mesh, _present(mesh, RULES["batch"]))
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """Returns `x` with the sharding of `fitting` for its logical names. Without a mesh, returns it unchanged."""
+    """Returns the activation `x`, constrained to the sharding of its logical axes; unchanged without several devices."""
     mesh = several_devices()
     if mesh is None:
         return x
@@ -135,7 +132,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
 
 
 def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dim of a parameter."""
+    """Returns the names of the mesh axes that split each dim of a parameter."""
     axes = [_present(mesh, RULES[name]) for name in logical_axes]
     if EXPERTS in logical_axes:
         at = logical_axes.index(EXPERTS)
@@ -151,7 +148,7 @@ def _num_ways(mesh, axes: tuple[str, ...]) -> int:
 
 
 def _present(mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Drops axes of size 1, which change nothing."""
+    """Returns those of `axes` that have more than one device in the mesh."""
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 

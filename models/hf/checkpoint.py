@@ -1,11 +1,7 @@
 """Loads and saves Hugging Face checkpoints.
 
-1. `load` reads config.json, lists the tensors this model needs (models/hf/tensor_names.py) and compares them with those of
-   the files (models/hf/tensor_check.py). Then each device's part of each parameter is copied from the mapped file straight
-   into the target sharding, a piece of `PIECE_BYTES` at a time. Besides the result, the host needs memory for the parts
-   of `WORKERS` parameters and a piece of the file for each.
-2. `save` writes the same names and a config.json, streaming tensor by tensor, into a folder that appears complete or not at
-   all. Loading a saved checkpoint and saving it again gives the same bytes.
+`load` copies each device's part of a parameter from the mapped files straight into its sharding, `PIECE_BYTES` at a time:
+the host needs memory for `WORKERS` parameters. `save` writes a folder that appears complete or not at all.
 """
 
 import collections
@@ -41,11 +37,11 @@ def load(
     shardings: transformer.Params | None = None,
     scan_layers: bool = False,
 ) -> tuple[config_lib.ModelConfig, transformer.Params]:
-    """Reads a checkpoint; returns its config and parameters. Blocks until all are on their devices.
+    """Loads a Hugging Face checkpoint. Returns (config, parameters). Blocks until all parameters are on their devices.
 
     Args:
       path_or_repo: a folder, or the id of a hub repository, which is downloaded.
-      dtype: dtype of the parameters, also set as the config's `param_dtype` and `dtype`; the checkpoint's when None.
+      dtype: dtype of the parameters, also set as the config's `param_dtype` and `dtype`; None keeps the checkpoint's dtype.
       shardings: tree of `jax.sharding.Sharding` like `transformer.specs(read_config(...))`; the default device when None.
       scan_layers: stack equal layers and set `config.scan_layers`.
 
@@ -75,7 +71,7 @@ def load(
 def read_config(
     path_or_repo: str | pathlib.Path, *, dtype: str | None = None, scan_layers: bool = False
 ) -> config_lib.ModelConfig:
-    """Returns the config that `load` would return, without loading the parameters."""
+    """Returns the model's config from a checkpoint's config.json, as `load` would. Raises ValueError if it is unsupported."""
     path = hub.folder(path_or_repo) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files")
@@ -94,7 +90,7 @@ def save(
     extra: dict | None = None,
     write_more: Callable[[pathlib.Path], None] = lambda folder: None,
 ) -> None:
-    """Writes a checkpoint folder that transformers loads; the same parameters give the same bytes.
+    """Writes a Hugging Face checkpoint that transformers can load; the same parameters always give the same bytes.
 
     Args:
       path: a folder that does not exist yet, or is empty.
@@ -128,13 +124,13 @@ def save(
 
 
 def check_new(path: pathlib.Path) -> None:
-    """Raises ValueError unless `path` does not exist or is an empty folder, as `save` requires."""
+    """Raises ValueError if `path` is a file or a folder with files, which `save` would have to overwrite."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not an empty folder; give a new one")
+        raise ValueError(f"{path} exists and is not an empty folder; give a folder that does not exist")
 
 
 def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding) -> jax.Array:
-    """Returns one parameter in its sharding."""
+    """Returns one parameter, read from its tensors `sources` (name, part), as a jax array in `sharding` (None: one device)."""
     dtype = jnp.dtype(spec.dtype)
     made = {}
 
@@ -164,7 +160,7 @@ def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndar
 
 
 def _transfer(out: np.ndarray, view: np.ndarray, done: Callable[[np.ndarray], None] = lambda piece: None) -> None:
-    """Does out[...] = view, piece by piece of the file, and calls `done` with each."""
+    """Copies `view`, a tensor in a mapped file, to `out`, a piece at a time; calls `done` with each piece of the file."""
     if out.dtype == view.dtype and out.dtype.kind == "V":  # bfloat16: numpy copies integers without its global lock
         out, view = out.view(np.uint16), view.view(np.uint16)
     out, view = _merge_dims(out, view)
@@ -180,7 +176,7 @@ def _transfer(out: np.ndarray, view: np.ndarray, done: Callable[[np.ndarray], No
 
 
 def _transpose(out: np.ndarray, view: np.ndarray) -> None:
-    """Does out[...] = view, in square blocks if the view is transposed: one column at a time would miss every cache.
+    """Copies `view` to `out`, in square blocks if the view is transposed: one column at a time would miss every cache.
 
     2-core CPU, [3072, 1024] in bfloat16: 78 ms in one assignment, 3.7 ms in blocks of 256.
     """
@@ -198,7 +194,7 @@ def _transpose(out: np.ndarray, view: np.ndarray) -> None:
 
 
 def _merge_dims(out: np.ndarray, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges neighboring dims of both arrays if both allow it: heads and head dims are one dim in the file."""
+    """Returns views of both arrays with neighboring dims merged where the strides of both allow it, for faster copies."""
     shape, strides = [], []
     for size, pair in zip(view.shape, zip(out.strides, view.strides, strict=True), strict=True):
         if size == 1:
@@ -229,7 +225,7 @@ def _assemble(tensor: tensor_names.Tensor, dtype: np.dtype, leaves) -> np.ndarra
 
 
 def _write_tensors(folder: pathlib.Path, tensors: dict) -> None:
-    """Writes one file, or several with an index if they exceed `MAX_FILE_BYTES`."""
+    """Writes the tensors to `folder` as one safetensors file, or as several with an index if over `MAX_FILE_BYTES`."""
     files, total, filled = [{}], 0, 0
     for name, tensor in tensors.items():
         size = math.prod(tensor[1]) * tensor[0].itemsize

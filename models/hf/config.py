@@ -1,9 +1,6 @@
 """Converts the `config.json` of a Hugging Face checkpoint to `ModelConfig`, and back.
 
-1. `read` accepts the spelling of transformers 4 (`rope_theta` with `rope_scaling`, `torch_dtype`) or 5 (`rope_parameters`,
-   nested by layer type for Gemma, `dtype`, `num_local_experts`).
-2. `write` gives the spelling of transformers 4, which both releases load. It raises an error if the family of
-   `config.family` cannot express the config: reading its result must give the config again.
+`read` accepts the entries of transformers 4 and 5; `write` gives those of 4, which both load.
 
 Family-specific entries are in models/hf/families.py, shared ones in models/hf/fields.py. Entries that change no arithmetic
 in a forward pass (token ids, dropout, initializer) are neither read nor written.
@@ -28,13 +25,12 @@ FIELD_TYPES = {field.name: field.type for field in dataclasses.fields(config_lib
 
 
 def read(hf: dict, **changes) -> config_lib.ModelConfig:
-    """Returns the config of a parsed `config.json`; `changes` override its fields.
+    """Returns the `ModelConfig` of a parsed `config.json`; `changes` override fields.
 
-    Raises:
-      ValueError: the architecture or an option is not supported; the message names it.
+    Raises ValueError, naming the entry, if the architecture or an option is not supported.
     """
     if not isinstance(hf, dict):
-        raise ValueError(f"config.json contains a {type(hf).__name__}, not an object")
+        raise ValueError(f"config.json contains a {type(hf).__name__}, not an object: download it again")
     model_type = hf.get("model_type")
     if model_type not in families.FAMILIES:
         raise ValueError(
@@ -48,7 +44,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
         )
     for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
         if type(hf.get(name)) not in (int, type(None)):
-            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number")
+            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number: correct it")
     family = families.FAMILIES[model_type]
     hf = family.defaults | hf
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -63,7 +59,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
 
 
 def _entry(hf: dict, field: str, names: str) -> Any:
-    """Returns the value of a field from the first of its entries that is in use."""
+    """Returns the value of a `ModelConfig` field from config.json: of the first of its `names` that is set."""
     *preferred, last = names.split()
     name = next((name for name in preferred if hf.get(name)), last)
     kind = FIELD_TYPES[field]
@@ -74,10 +70,9 @@ def _entry(hf: dict, field: str, names: str) -> Any:
 
 
 def write(config: config_lib.ModelConfig) -> dict:
-    """Returns the `config.json` of a config.
+    """Returns the contents of the `config.json` for a model's config.
 
-    Raises:
-      ValueError: the config's family cannot express it; the message names the fields.
+    Raises ValueError, naming the fields, if the files of `config.family` cannot express the config.
     """
     is_moe = config.num_experts > 0
     candidates = {
@@ -129,7 +124,7 @@ def _differences(config: config_lib.ModelConfig, again: config_lib.ModelConfig) 
 
 
 def _effective(config: config_lib.ModelConfig) -> dict:
-    """Returns the fields that matter: those that another field disables are absent, derived ones are filled in."""
+    """Returns the fields of `config` that matter: without those that another field disables, with derived ones filled in."""
     has_experts = [config.is_moe(layer) for layer in range(config.num_layers)]
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
     moe = "experts_per_token expert_ffn_dim norm_topk router router_bias router_correction router_groups"

@@ -13,7 +13,7 @@ from models.hf import fields
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The config.json of one model_type."""
+    """The rules to convert the config.json of one model family (a `model_type`) to the fields of `ModelConfig` and back."""
 
     name: str  # ModelConfig.family
     architecture: str
@@ -70,7 +70,7 @@ SIGMOID = {"router": "sigmoid", "router_correction": True}
 
 
 def _read_qwen(hf: dict) -> dict:
-    """Reads the sliding layers: there are some only if both `use_sliding_window` and `sliding_window` are set."""
+    """Returns the fields of sliding layers; none unless both `use_sliding_window` and `sliding_window` are set."""
     if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
         return {}
     return fields.layers(hf, [layer >= hf.get("max_window_layers", 28) for layer in range(hf["num_hidden_layers"])])
@@ -96,7 +96,7 @@ def _check_sigmoid_moe(hf: dict) -> None:
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ValueError(
             f"scoring_func {hf.get('scoring_func')!r} with topk_method {hf.get('topk_method')!r} in config.json is not "
-            "supported; only 'sigmoid' with 'noaux_tc' is"
+            "supported; use a checkpoint with 'sigmoid' and 'noaux_tc'"
         )
 
 
@@ -120,7 +120,9 @@ def _read_deepseek_v3(hf: dict) -> dict:
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = stated.get("rope_type") or stated.get("type")
     if kind in ("linear", "llama3") and stated.get("mscale_all_dim"):  # transformers sharpens by it
-        raise ValueError(f"mscale_all_dim with rope_type {kind!r} in config.json is not supported")
+        raise ValueError(
+            f"mscale_all_dim with rope_type {kind!r} in config.json is not supported; use rope_type 'yarn'"
+        )
     return {"head_dim": nope + rope_dim, "rope_dim": rope_dim}
 
 
@@ -146,7 +148,7 @@ def _write_gpt_oss(config) -> dict:
 def _read_gemma3(hf: dict) -> dict:
     # attn_logit_softcapping is Gemma 2's: transformers accepts it in a Gemma 3 config, and does not apply it.
     if hf.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention in config.json is not supported: only causal models are")
+        raise ValueError("use_bidirectional_attention in config.json is not supported: use a causal model")
     period = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     return fields.layers(hf, [bool((layer + 1) % period) for layer in range(hf["num_hidden_layers"])]) | {
         "head_dim": hf.get("head_dim") or 256,

@@ -21,22 +21,21 @@ LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
 
 def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool) -> dict:
-    """Returns the fields of rotary positions. The defaults are those of the family.
+    """Returns the `ModelConfig` fields of rotary positions in a config.json; `default` and `default_theta` fill in.
 
-    Raises:
-      ValueError: the scaling is not supported, or only a fraction of each head rotates and not `may_be_partial`.
+    Raises ValueError if the scaling is not supported, or if only a fraction of each head rotates and not `may_be_partial`.
     """
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or default
     if not isinstance(stated, dict):
         raise ValueError(
-            f"rope_scaling {stated!r} in config.json is not an object such as {{'rope_type': 'yarn', ...}}"
+            f"rope_scaling {stated!r} in config.json is not an object: write it as {{'rope_type': 'yarn', ...}}"
         )
     stated = dict(stated)
     local = stated.get("sliding_attention") or {}
     if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):
         stated = dict(stated.get("full_attention") or {})
     if local.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_type {local['rope_type']!r} of sliding layers is not supported; only 'default' is")
+        raise ValueError(f"rope_type {local['rope_type']!r} of sliding layers is not supported; use 'default'")
     for part in (hf.get("partial_rotary_factor"), *(x.get("partial_rotary_factor") for x in (stated, local))):
         if part not in (None, 1.0) and not may_be_partial:
             raise ValueError(
@@ -50,7 +49,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
     if kind == "default":
         return fields
     if kind not in SCALING:
-        raise ValueError(f"rope_type {kind!r} in config.json is not supported; default, linear, llama3 and yarn are")
+        raise ValueError(f"rope_type {kind!r} in config.json is not supported; use default, linear, llama3 or yarn")
     original = int(stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0)
     if not original and kind != "linear":
         raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json; add it")
@@ -72,7 +71,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
 
 
 def write_rope_scaling(config: config_lib.ModelConfig) -> dict | None:
-    """Returns the entry `rope_scaling` of transformers 4, or None without scaling."""
+    """Returns the value of `rope_scaling` for a config.json of transformers 4, or None if positions are not scaled."""
     kind = config.rope_scaling
     if kind == "none":
         return None
@@ -86,7 +85,10 @@ def write_rope_scaling(config: config_lib.ModelConfig) -> dict | None:
 
 
 def layers(hf: dict, default: list[bool]) -> dict:
-    """Returns `layer_pattern` and `window` from `layer_types`, or from `default` (True: sliding) if the file has none."""
+    """Returns the fields `layer_pattern` and `window` from the entry `layer_types`, or `default` (True: a sliding layer).
+
+    Returns no fields if no layer slides.
+    """
     sliding = default
     if hf.get("layer_types"):
         if unknown := set(hf["layer_types"]) - set(LAYER_TYPES):
@@ -109,20 +111,20 @@ def _shortest_cycle(sliding: list[bool]) -> str:
 
 
 def head_dim(hf: dict) -> int:
-    """Returns the dims of a head: the entry `head_dim`, or an equal share of the model's."""
+    """Returns the dims of an attention head: the entry `head_dim` of config.json, or hidden_size / num_attention_heads."""
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def need(hf: dict, key: str, where: str = "config.json") -> Any:
-    """Returns an entry; raises ValueError if it is absent or null."""
+    """Returns the entry `key` of config.json (or of the part `where`). Raises ValueError if it is absent or null."""
     if hf.get(key) is None:
-        raise ValueError(f"{where} has no {key!r}; add it")
+        raise ValueError(f"{where} has no entry {key!r}; add it")
     return hf[key]
 
 
 def activation(hf: dict, key: str) -> str:
-    """Returns `ModelConfig.activation` for the entry `key`; raises ValueError if it is not supported."""
+    """Returns the field `activation` for the entry `key` of config.json. Raises ValueError for an unsupported function."""
     name = hf.get(key, "silu")
     if name not in ACTIVATIONS:
-        raise ValueError(f"{key} {name!r} in config.json is not supported; {', '.join(ACTIVATIONS)} are")
+        raise ValueError(f"{key} {name!r} in config.json is not supported; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

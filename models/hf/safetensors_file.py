@@ -1,8 +1,6 @@
 """Reads and writes the safetensors files of a checkpoint folder.
 
-1. `Reader` maps the files of a folder (one, or several under an index) and returns each tensor as an array over the mapping;
-   data is read only when it is copied. `forget` releases the pages of copied tensors.
-2. `write` streams tensors into one file: the header needs shapes only, so at most one tensor is in memory.
+Files are memory-mapped for reading; for writing, at most one tensor is in memory.
 """
 
 import json
@@ -20,10 +18,9 @@ INDEX = "model.safetensors.index.json"
 
 
 class Reader:
-    """The tensors of a checkpoint folder, by name.
+    """The tensors of a checkpoint folder's safetensors files, memory-mapped and read by name.
 
-    Raises:
-      ValueError: a file is missing or damaged, or two files have the same tensor.
+    Construction raises ValueError if a file is missing or damaged, or if two files have the same tensor.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -42,20 +39,20 @@ class Reader:
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
+        """Returns the shape of the tensor `name`."""
         return self._tensors[name][1].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns a tensor's dtype."""
+        """Returns the dtype of the tensor `name`."""
         return self._tensors[name][1].dtype
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns a read-only array over the mapped file."""
+        """Returns the tensor `name` as a read-only array over the mapped file; copying reads the data."""
         path, (dtype, shape, offset) = self._tensors[name]
         return np.frombuffer(self._files[path], dtype, math.prod(shape), offset).reshape(shape)
 
     def forget(self, name: str, view: np.ndarray) -> None:
-        """Lets the system drop the pages under `view`, a view of the tensor; reading it again loads them again."""
+        """Lets the system free the memory of `view`, a part of the tensor `name`; later reads load the file again."""
         file = self._files[self._tensors[name][0]]
         if hasattr(mmap, "MADV_DONTNEED") and view.size:
             base = np.frombuffer(file, np.uint8).ctypes.data
@@ -65,7 +62,7 @@ class Reader:
 
 
 def write(path: pathlib.Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]) -> None:
-    """Writes tensors, name -> (dtype, shape, function that returns the array), to one file, always the same bytes."""
+    """Writes a safetensors file. `tensors` maps names to (dtype, shape, function that returns the array), called one by one."""
     # Wide dtypes first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers rejects a file without it
@@ -88,14 +85,14 @@ def write(path: pathlib.Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]
 
 
 def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of an index, else `model.safetensors`, else the only `.safetensors` file."""
+    """Returns the checkpoint's files: those in its index, else `model.safetensors`, else the only `.safetensors` file."""
     if (index := folder / INDEX).is_file():
         try:
             listed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index with a weight_map: {error!r}. Download it again.") from error
         if bad := [name for name in listed if pathlib.PurePath(name).name != name]:
-            raise ValueError(f"{index} names {bad[0]!r}, which is not a file of that folder")
+            raise ValueError(f"{index} names {bad[0]!r}, which is not a file of that folder. Download it again.")
         if missing := [name for name in listed if not (folder / name).is_file()]:
             raise ValueError(
                 f"{index} names {missing[0]}, which does not exist; {len(missing)} files are missing. Download them."

@@ -14,9 +14,9 @@ PIECE_BYTES = 8_000_000  # of each of two tensors that are compared at a time
 
 
 def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raises ValueError, listing the differences, unless `shapes` (name -> shape) has exactly the model's tensors.
+    """Raises ValueError, listing the differences, unless a checkpoint has exactly the tensors of the model of `config`.
 
-    Tensors that a model may ignore are allowed. `where` names the checkpoint in the message.
+    `shapes` has the checkpoint's shapes by name, and `where` its folder for the message. Ignored tensors are allowed.
     """
     wanted = tensor_names.tensors(config)
     # transformers writes empty tensors for zero shared experts; no tensor of ours is empty.
@@ -45,7 +45,7 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
 
 
 def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:
-    """Raises ValueError if the files cannot be loaded: `check`, quantized tensors, or a head that config.json ties."""
+    """Raises ValueError if a checkpoint cannot be loaded: wrong or quantized tensors, or a head that is wrongly tied."""
     check(config, {name: reader.shape(name) for name in reader.names()}, str(folder))
     for name in tensor_names.tensors(config):
         dtype = reader.dtype(name)
@@ -61,7 +61,7 @@ def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig,
 
 
 def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
-    """Returns True if two tensors have the same numbers; reads a piece at a time."""
+    """Returns True if the two tensors called `names` have equal numbers. Reads a piece of each at a time."""
     one, other = map(reader.tensor, names)
     if one.shape != other.shape:
         return False

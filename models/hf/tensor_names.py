@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter, or one index of its leading dims, and its place in the tensor."""
+    """The part of a file's tensor that is one of our parameters, or one layer or expert of a stacked parameter."""
 
     path: Path  # names from the root of the parameters
     view: Callable[[np.ndarray], np.ndarray]  # the tensor in our layout; shares its memory
@@ -31,14 +31,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file: its shape, and the parameters it contains."""
+    """A tensor of a Hugging Face checkpoint: its shape, and the parameters of our model that it contains."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
 def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
-    """Returns the tensors that the model needs, by name."""
+    """Returns the tensors that a checkpoint of this model must have, by name in the file."""
     V, D = config.vocab_size, config.model_dim
     out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), _same),))}
     for key, indices in transformer.stacks(config).items():
@@ -54,12 +54,12 @@ def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
 
 
 def leaves(params: transformer.Params) -> dict[Path, jax.Array]:
-    """Returns the parameters by path."""
+    """Returns the arrays of a parameter tree by path, a tuple of the keys from the root."""
     return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
-    """Returns True for tensors that our models do not use: layers for multi-token prediction, stored rotary tables."""
+    """Returns True if our models do not use the tensor `name`: multi-token prediction, rotary tables, or a tied head."""
     pieces = name.split(".")
     predicts = config.family in ("glm4_moe", "deepseek_v3")  # in others a layer too many is a wrong num_hidden_layers
     if predicts and pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
@@ -167,7 +167,7 @@ def _moe(config) -> dict:
 
 
 def _fused_moe(config) -> dict:
-    """Lists gpt-oss's tensors: all experts in one, [in, out], with alternating columns of gate and up."""
+    """Returns the tensors of gpt-oss's experts: all experts in one tensor, with alternating columns of gate and up."""
     D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
 
     def gate_and_up(suffix):
@@ -188,10 +188,10 @@ def _same(x: np.ndarray) -> np.ndarray:
 
 
 def _heads_out(heads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the view of [H C, D] as [D, H, C]."""
+    """Returns a function that views a tensor [H C, D] as [D, H, C], for `heads` = H."""
     return lambda x: x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
 
 
 def _heads_in(heads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the view of [D, H C] as [H, C, D]."""
+    """Returns a function that views a tensor [D, H C] as [H, C, D], for `heads` = H."""
     return lambda x: x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)

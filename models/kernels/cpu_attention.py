@@ -10,9 +10,6 @@
 3. Both backward passes order their operands so that XLA makes no transposed copy of the large arrays, the weights and
    their gradient: gradients of keys and values are computed transposed, since those are small.
 
-Forward and backward on 2 cores, XLA's derivative of `attention.attend` -> `attend_blocks`: 8 rows of 160 tokens, 4 heads of
-64, 11.5 -> 5.2 ms; 4 x 288, 11.0 -> 7.5; 64 x 96, 59 -> 40; 2 x 512, 21.4 -> 9.6.
-
 Letters: B sequences, T tokens, K key heads, G query heads of each, C head dim (of values: V), S keys that a block or tile
 reads, M = G times the queries of a block or tile.
 """
@@ -36,9 +33,9 @@ MASKED = -1e30
 def attend_blocks(
     q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, mask_BTT: jax.Array, scale: float
 ) -> jax.Array:
-    """Returns softmax(scale q k) v, float32 [B, K, G, T, V].
+    """Returns attention of short rows, softmax(scale q k) v, as float32 [B, K, G, T, V].
 
-    `mask_BTT` is True where query t may read key s. It must be causal by column.
+    `mask_BTT` is True where query t may read key s. No query may read a later column.
     """
     return _blocks_forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale)[0]
 
@@ -99,11 +96,11 @@ def _rows(x_BKGTC, start: int, end: int) -> jax.Array:
 def attend_tiles(
     q_BKGTC: jax.Array, k_BKTC: jax.Array, v_BKTV: jax.Array, packing: Any, readable: Callable, scale: float
 ) -> jax.Array:
-    """Returns softmax(scale q k) v, float32 [B, K, G, T, V].
+    """Returns attention of long rows, softmax(scale q k) v, as float32 [B, K, G, T, V].
 
-    `packing` is a tree of arrays [B, T] that describes columns (`attention.Packing`). `readable(packing, columns, packing,
-    columns) -> mask [B, S, S]`, of a tile of queries and one of keys, must be causal by column and let every query read
-    itself.
+    `packing` is a tree of arrays [B, T] that describes the columns (`attention.Packing`). `readable(query packing, query
+    columns, key packing, key columns)` returns the mask [B, S, S] of two tiles; it must be causal, and let queries read
+    themselves.
     """
     T = q_BKGTC.shape[3]
     num_tiles = -(-T // TILE)
@@ -121,7 +118,7 @@ def attend_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The cut of the columns, and the rule of which may read which; static under jit."""
+    """The division of a row's columns into `num` tiles of `size`, and the mask rule `readable`; static under jit."""
 
     size: int
     num: int
@@ -136,13 +133,13 @@ class _Tiles:
         return _rows(self.of(x_BKGTC, i, 3), 0, self.size)
 
     def mask(self, packing, i, j) -> jax.Array:
-        """Returns which keys of tile j the queries of tile i may read, [B, S, S]."""
+        """Returns the mask [B, S, S], True where a query of tile i may read a key of tile j."""
         query, key = (jax.tree.map(lambda x_BT, t=t: self.of(x_BT, t, 1), packing) for t in (i, j))
         columns_S = jnp.arange(self.size)
         return self.readable(query, i * self.size + columns_S, key, j * self.size + columns_S)
 
     def scores(self, q_BKMC, k_BKSC, mask_BSS) -> jax.Array:
-        """Returns masked, scaled scores, [B, K, M, S]."""
+        """Returns the scaled attention scores of a tile of queries and one of keys, [B, K, M, S], masked by `mask_BSS`."""
         B, K, M, _ = q_BKMC.shape
         scores_BKGSS = _dot(q_BKMC, k_BKSC, 3, 3).reshape(B, K, -1, self.size, self.size) * self.scale
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)

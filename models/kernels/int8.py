@@ -27,9 +27,9 @@ LARGEST = 127
 
 @struct.dataclass
 class Quantized:
-    """An int8 matrix and its scales, which have the same dims with size 1 for those that are summed over.
+    """A weight matrix quantized to int8: `values`, and a float32 `scale` per output channel.
 
-    The fields may also be two `ParamSpec`s, or two layouts.
+    `scale` has the dims of `values`, with size 1 for dims that a product sums over. Both may also be `ParamSpec`s or shardings.
     """
 
     values: Any  # int8
@@ -46,13 +46,13 @@ class Quantized:
         return Quantized(self.values.T, self.scale.T)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "Quantized":
-        """Returns itself: a product converts the integers to the dtype of the activations."""
+        """Returns this matrix unchanged: products convert its integers to the dtype of the activations."""
         del dtype
         return self
 
 
 def specs(tree: dict) -> dict:
-    """Returns the tree of `ParamSpec` with `Quantized` pairs of them in place of the large matrices."""
+    """Returns `tree`, a model's tree of `ParamSpec`, with each large matrix replaced by a `Quantized` pair of specs."""
 
     def of(path, spec):
         dims = _input_dims(path[-1].key, spec)
@@ -71,7 +71,7 @@ def specs(tree: dict) -> dict:
 
 
 def _not_drawn(key, shape, dtype):
-    raise TypeError("quantized parameters are computed from a checkpoint, not drawn")
+    raise TypeError("int8 parameters cannot be drawn at random: load a checkpoint and quantize it")
 
 
 def is_quantized(leaf: object) -> bool:
@@ -80,7 +80,7 @@ def is_quantized(leaf: object) -> bool:
 
 
 def quantize(weights: jax.Array, scale_shape: tuple[int, ...]) -> Quantized:
-    """Returns a matrix as integers and scales; a product sums over the dims that have size 1 in `scale_shape`."""
+    """Returns the matrix `weights` quantized to int8. Dims of size 1 in `scale_shape` are those a product sums over."""
     dims = tuple(dim for dim, size in enumerate(scale_shape) if size == 1)
     weights = weights.astype(jnp.float32)
     top = jnp.abs(weights).max(axis=dims, keepdims=True)
@@ -90,25 +90,25 @@ def quantize(weights: jax.Array, scale_shape: tuple[int, ...]) -> Quantized:
 
 
 def dense(kernel: jax.Array | Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns a quantized matrix as a plain one of `dtype`, and any other unchanged."""
+    """Returns a `Quantized` matrix as a plain array of `dtype`, and any other array unchanged."""
     if not isinstance(kernel, Quantized):
         return kernel
     return (kernel.values.astype(jnp.float32) * jnp.broadcast_to(kernel.scale, kernel.shape)).astype(dtype)
 
 
 def scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns a product with integers, [.., out...], times the scales [.., out...] of its output channels."""
+    """Returns `product`, a matmul with the integers of a quantized matrix, multiplied by the scales of the output channels."""
     scale = scale.reshape((1,) * (product.ndim - scale.ndim) + scale.shape)
     return (product.astype(jnp.float32) * jnp.broadcast_to(scale, product.shape)).astype(product.dtype)
 
 
 def rows(table: Quantized, index: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns rows of an embedding, [..., D]."""
+    """Returns the rows `index` of a quantized embedding table, [..., D], as numbers of `dtype`."""
     return scaled(table.values[index].astype(dtype), table.scale[index])
 
 
 def grouped(product_AF: jax.Array, kernel: Quantized, group_A: jax.Array) -> jax.Array:
-    """Returns a grouped product with the integers of experts, scaled with the scales of each row's expert."""
+    """Returns `product_AF`, a matmul with the integers of stacked experts, times the scales of each row's expert `group_A`."""
     last = kernel.scale.shape[0] - 1
     return scaled(product_AF, kernel.scale[:, 0][jnp.minimum(group_A, last)])
 

@@ -1,4 +1,4 @@
-"""The broadcast of weights: `publish` and `Publisher` for the learner, `pull` for every reader. All that is pulled is verified."""
+"""The broadcast of weights: `publish` and `Publisher` for the learner, `pull` for every reader. `pull` verifies every byte."""
 
 from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove

@@ -31,7 +31,7 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs one command of `python -m sharding.broadcast`. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -75,7 +75,7 @@ def _list(args: argparse.Namespace) -> int:
     found = broadcast.versions(source) if args.version is None else [args.version]
     if not found:
         raise FileNotFoundError(
-            f"no version under {args.source} yet; give the root that a run publishes to (WORKDIR/weights)"
+            f"no version under {args.source} yet: pass the root that a run publishes to (WORKDIR/weights)"
         )
     for version in found:
         print(_describe(broadcast.read_manifest(source, version, key=args.key)))
@@ -124,7 +124,7 @@ def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
         entries, data = safetensors_header.read(path), np.memmap(path, np.uint8, "r")
         for name, (dtype, shape, start) in entries.items():
             if name in found:
-                raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of them")
+                raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of the two files")
             found[name] = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return found
 
@@ -137,7 +137,7 @@ def _load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(pathlib.Path(path).read_bytes(), password=None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not an unencrypted PEM private key: {error}") from error
+        raise ValueError(f"{path} is not an unencrypted PEM private key ({error}): pass such a file") from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise ValueError(f"{path} contains {type(key).__name__}: pass an ed25519 key")
     return key
@@ -151,7 +151,7 @@ def _describe(m: manifest.Manifest) -> str:
 
 @contextlib.contextmanager
 def _progress_bar(title: str) -> Iterator[assemble.Progress]:
-    """Shows a bar on a terminal's standard error, which disappears at the end, and yields the function that updates it."""
+    """Shows a progress bar on a terminal's standard error. Yields a function (bytes done, bytes in total) that updates it."""
     console = rich.console.Console(stderr=True)
     columns = (rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn())
     bar = rich.progress.Progress(title, *columns, console=console, transient=True, disable=not console.is_terminal)

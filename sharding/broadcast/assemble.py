@@ -1,13 +1,8 @@
 """Assembles a version from the manifests and objects of a source: the shortest plan, then chunk by chunk, each one proved.
 
-1. `make_plan` follows the manifests back from the version until it reaches the base or a snapshot. If both are reachable, the plan
-   with fewer bytes wins. Each manifest must continue the digest of the one before it.
-2. `read` takes the tensors in order. For each it allocates the whole, or the regions of this host's devices, and
-   fetches and patches the chunks of these in parallel. An object of deltas is fetched once for all its chunks.
-3. A chunk that is an object of a snapshot is proved by the object's digest. A patched chunk must have the digest that the
-   manifest lists. An unchanged chunk of the base is hashed, too: its memory may have been overwritten.
-4. A finished tensor is handed to `place`, which copies it to the devices, and its host memory is freed. At most
-   `IN_FLIGHT_BYTES` and one tensor are in progress, so the host never has the tree in addition to the devices' copy.
+`make_plan` follows manifests back to the base or a snapshot; `read` fetches and patches the chunks of one tensor after
+another, in parallel, compares each with its digest, and places the tensor. At most `IN_FLIGHT_BYTES` and one tensor are in
+host memory, so the host never has the tree in addition to the devices' copy.
 """
 
 import collections
@@ -40,7 +35,7 @@ Job = tuple[int, Callable[[], tuple[Any, Sequence[concurrent.futures.Future]]]] 
 
 @dataclasses.dataclass(frozen=True)
 class Pulled:
-    """A verified tree and its version: the result of `pull`, and the base that deltas apply to or are made from."""
+    """One verified version of the weights: the result of `pull`. As a base, a later `pull` or `publish` uses it for deltas."""
 
     version: int
     params: Any
@@ -51,7 +46,10 @@ class Pulled:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The manifests to apply. `chain` is newest first; its oldest is applied to `snapshot`, or, if that is None, to a base."""
+    """The manifests to read for one version: a start, and the chain of delta versions to apply to it.
+
+    `chain` is newest first. The start is `snapshot`, or, if None, `base_leaves`: leaves by name that this process already has.
+    """
 
     chain: tuple[manifest.Manifest, ...]
     snapshot: manifest.Manifest | None
@@ -60,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRequest:
-    """The regions of a tensor to read, each into an array of its own. Tied leaves share one request: see `names`."""
+    """The regions of one tensor to read, each into an array of its own. `names` are all leaves that are this same tensor."""
 
     tensor: manifest.Tensor
     regions: tuple[Region, ...]
@@ -68,19 +66,19 @@ class TensorRequest:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the arrays."""
+        """The total size of the arrays that the regions are read into."""
         num_items = sum(math.prod(s.stop - s.start for s in region) for region in self.regions)
         return num_items * manifest.ITEM_BYTES[self.tensor.dtype]
 
     def chunks(self) -> Iterator[tuple[int, str, Region]]:
-        """Yields (number, object path, region) of each chunk that overlaps a region of the request."""
+        """Yields (chunk number, object path, the chunk's region) of each chunk that overlaps a requested region."""
         for i, (path, chunk_region) in enumerate(self.tensor.chunk_regions()):
             if any(_overlaps(chunk_region, region) for region in self.regions):
                 yield i, path, chunk_region
 
 
 def load(source: source_lib.Source, version: int, key: str | None = None) -> manifest.Manifest:
-    """Returns the manifest of a version. Raises CorruptSource unless `key` signed it (None accepts any)."""
+    """Returns the manifest of `version`. Raises CorruptSource unless the public key `key` signed it; None accepts any."""
     found = source.manifest(version)
     if key is not None:
         try:
@@ -93,7 +91,11 @@ def load(source: source_lib.Source, version: int, key: str | None = None) -> man
 def make_plan(
     source: source_lib.Source, target: manifest.Manifest, base: Pulled | None = None, key: str | None = None
 ) -> Plan:
-    """Returns the plan with the fewest bytes to read. A `base` of another model is ignored."""
+    """Returns the plan that reads the version of manifest `target` with the fewest bytes: deltas from `base`, or a snapshot.
+
+    A `base` with other tensors is ignored. Manifests in between are loaded with `key`. Raises CorruptSource or
+    FileNotFoundError if a needed version is damaged or missing.
+    """
     base_leaves = {} if base is None else tree.flatten(base.params, chunks.check_array)[0]
     expected = {t.name: (t.shape, t.dtype) for t in target.tensors}
     if {n: (tuple(a.shape), a.dtype.name) for n, a in base_leaves.items()} != expected:
@@ -113,7 +115,9 @@ def make_plan(
         if to_snapshot is not None and (base is None or last.delta_of is None or last.delta_of <= base.version):
             break
         if len(chain) > MAX_CHAIN:
-            raise journal.CorruptSource(f"version {target.version} has no snapshot in {MAX_CHAIN} versions before it")
+            raise journal.CorruptSource(
+                f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it: publish a snapshot"
+            )
         assert last.delta_of is not None  # a version without a base, or with deltas
         try:
             before = load(source, last.delta_of, key)
@@ -133,10 +137,11 @@ def read(
     place: Callable[[TensorRequest, list[np.ndarray]], Any],
     progress: Progress | None = None,
 ) -> Iterator[tuple[TensorRequest, Any]]:
-    """Yields (request, `place(request, arrays)`) in order, with one verified array per region.
+    """Reads tensors of a version. Yields (request, `place(request, arrays)`) in order; `arrays` has one array per region.
 
-    Raises CorruptSource naming the object or chunk that is wrong, and FileNotFoundError for a version that was deleted
-    meanwhile, or a base of which this host's devices lack a part.
+    All arrays are verified. Calls `progress`, if given, with (bytes done, bytes in total). Raises CorruptSource, naming the
+    wrong object or chunk, and FileNotFoundError if a version was deleted meanwhile, or if this host's devices lack a part of
+    the base.
     """
     num_threads = NUM_THREADS if isinstance(source, source_lib.Directory) else NUM_REQUESTS
     with concurrent.futures.ThreadPoolExecutor(num_threads, "weights") as pool:
@@ -155,9 +160,10 @@ def read(
 
 
 def in_order(jobs: Iterable[Job]) -> Iterator[Any]:
-    """Starts the jobs and yields their values in order, each when its futures are done.
+    """Starts jobs (bytes of memory, start), where `start()` returns (value, futures). Yields each value in order.
 
-    Jobs run ahead as long as those in progress need at most `IN_FLIGHT_BYTES`. Raises the first error of a future.
+    Blocks until the futures of the next job are done, and raises their first error. Later jobs are started as long as the
+    jobs in progress need at most `IN_FLIGHT_BYTES`.
     """
     running, num_bytes = collections.deque(), 0
     try:
@@ -185,7 +191,7 @@ def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
 
 
 class _Reader:
-    """The state that all threads of one `read` share."""
+    """Reads and verifies chunks of one version: the state that all threads of one call of `read` share."""
 
     def __init__(
         self, source: source_lib.Reader, plan: Plan, requests: Sequence[TensorRequest], progress: Progress | None
@@ -206,7 +212,7 @@ class _Reader:
         self._total_bytes += sum(plan.chain[link].objects[number].size for link, number in self._num_uses)
 
     def read_chunk(self, request: TensorRequest, arrays: list[np.ndarray], i: int, path: str, region: Region) -> None:
-        """Reads, patches and proves chunk `i`, and writes it to each array that it overlaps."""
+        """Reads, patches and verifies chunk `i` of the requested tensor, and copies it to each of `arrays` that it overlaps."""
         tensor, snapshot = request.tensor, self._plan.snapshot
         patches = self._patches(tensor.name, i)
         origins = [tuple(s.start for s in wanted) for wanted in request.regions]
@@ -234,19 +240,19 @@ class _Reader:
                 start_name = "the base" if snapshot is None else f"version {snapshot.version}"
                 raise journal.CorruptSource(
                     f"tensor {tensor.name!r}, chunk {i}: {start_name} and {len(patches)} deltas result in digest {actual}, "
-                    f"not {tensor.chunks[i]}"
+                    f"not the manifest's {tensor.chunks[i]}"
                 )
         for array, origin, wanted, view in zip(arrays, origins, request.regions, views, strict=True):
             if view is not values and _overlaps(region, wanted):
                 chunks.copy_into(array, origin, values, tensor, region)
 
     def _patches(self, name: str, i: int) -> list[tuple[int, tuple[int, int, int]]]:
-        """Returns (index in the chain, (object, offset, size)) of the patches of a chunk, oldest first."""
+        """Returns the patches of chunk `i` of tensor `name`, oldest first: (index in the chain, (object, offset, size))."""
         found = [(link, deltas[name][i]) for link, deltas in enumerate(self._deltas)]
         return [(link, patch) for link, patch in found[::-1] if patch is not None]
 
     def _snapshot_chunk(self, version: int, o: journal.Object, into: np.ndarray | None) -> np.ndarray:
-        """Returns the chunk of the snapshot, in `into` if that is given."""
+        """Reads the chunk that is stored as object `o` of the snapshot, into `into` if given, and returns its bytes."""
         if into is None:
             into = np.empty(o.size - manifest.CRC_BYTES, np.uint8)
         self._source.read(version, o, [into.data, memoryview(bytearray(manifest.CRC_BYTES))])
@@ -256,12 +262,14 @@ class _Reader:
     def _base_chunk(self, tensor: manifest.Tensor, region: Region) -> np.ndarray:
         part = chunks.host_region(self._plan.base_leaves[tensor.name], region)
         if part is None:
-            raise FileNotFoundError(f"the devices of this host do not have {region} of tensor {tensor.name!r}")
+            raise FileNotFoundError(
+                f"this host's devices do not have {region} of tensor {tensor.name!r} of the base: pull without base"
+            )
         part = chunks.to_host(part)
         return chunks.padded_bytes(part, tuple(slice(0, n) for n in part.shape), tensor.chunk)
 
     def _delta_object(self, link: int, number: int) -> bytearray:
-        """Returns an object of deltas. The first thread that needs it fetches it; it is kept until the last has had it."""
+        """Returns the bytes of a version's object `number` of patches, which stay in memory until the last chunk used them."""
         o, version = self._plan.chain[link].objects[number], self._plan.chain[link].version
         with self._lock:
             future = self._delta_objects.get((link, number))
@@ -291,16 +299,18 @@ class _Reader:
 def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> None:
     if later.digest_before != earlier.digest_after:
         raise journal.CorruptSource(
-            f"version {later.version} continues a version {earlier.version} of digest {later.digest_before}, but the one "
-            f"here has {earlier.digest_after}: it is of another run, or was published again; pull a newer snapshot"
+            f"version {later.version} has deltas from a version {earlier.version} of digest {later.digest_before}, but the "
+            f"source's has {earlier.digest_after}: it was published again, or by another run; pull a newer snapshot"
         )
     layouts = [[(t.name, t.shape, t.dtype, t.chunk, t.tied_to) for t in m.tensors] for m in (later, earlier)]
     if layouts[0] != layouts[1]:
-        raise journal.CorruptSource(f"versions {later.version} and {earlier.version} have different tensors")
+        raise journal.CorruptSource(
+            f"version {later.version} has deltas from version {earlier.version}, which has other tensors: pull a snapshot"
+        )
 
 
 def _num_bytes(chain: Sequence[manifest.Manifest], snapshot: manifest.Manifest | None) -> int:
-    """Returns the size of the deltas of `chain` and of the arrays of `snapshot`."""
+    """Returns the bytes to read for a plan: the deltas of `chain` plus the arrays of `snapshot`, if any."""
     arrays = () if snapshot is None else (o.size for o in snapshot.objects if not o.path.startswith("deltas/"))
     return sum(o.size for m in chain for o in m.objects if o.path.startswith("deltas/")) + sum(arrays)
 

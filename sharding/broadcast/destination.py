@@ -1,10 +1,6 @@
 """The place that a publisher writes a version to: a directory, or a bucket. A version exists once `finish` has returned.
 
-1. `lock` takes the root (directories only); `begin` deletes the leftovers of killed publishers and makes the version's directory.
-2. `put` writes an object; `note` adds it to `objects.jsonl`, from which relays learn which objects they may fetch already.
-3. `finish` writes the manifest under a temporary name and renames it: from then on the version is visible, and complete.
-4. `abort`, after any error, deletes everything. A killed publisher leaves a directory without manifest, which no reader takes
-   for a version and the next `begin` deletes.
+A publisher calls `lock`, `begin`, `put` and `note` per object, `finish`; after an error, `abort`.
 
 Nothing is synced to disk (docs/decisions/broadcast.md).
 """
@@ -27,26 +23,28 @@ Buffer = bytes | memoryview
 
 
 def create(root: str | os.PathLike, version: int) -> "Directory | Bucket":
-    """Returns the destination of a version. Writes nothing yet."""
+    """Returns the destination to write `version` to: a `Bucket` if `root` is a URL, else a `Directory`. Writes nothing yet."""
     return Bucket(str(root), version) if "://" in str(root) else Directory(root, version)
 
 
 def remove(root: str | os.PathLike, version: int) -> None:
-    """Deletes a version. It becomes invisible first. Versions that need it can no longer be pulled."""
+    """Deletes a published version under `root`. Newer versions with deltas from that version can no longer be pulled."""
     create(root, version).remove()
 
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:
-    """Returns the version that `version` needs, from the first bytes of its manifest: the whole may have 60 MB."""
+    """Returns the version that must be read before `version`, or None for a snapshot. Reads 64 bytes of the manifest."""
     head = create(root, version).get("manifest.json", 64)
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
-        raise journal.CorruptSource(f"manifest of version {version} under {root} begins with {head!r}: remove() it")
+        raise journal.CorruptSource(
+            f"manifest of version {version} under {root} begins with {head!r}, not with its base: remove() the version"
+        )
     return json.loads(found[1])
 
 
 class Directory:
-    """A version below a directory that all hosts share."""
+    """The directory that a publisher writes one version to. All hosts of the publisher share it."""
 
     def __init__(self, root: str | os.PathLike, version: int):
         self._root = pathlib.Path(root)
@@ -56,13 +54,13 @@ class Directory:
         self._journal: IO[bytes] | None = None
 
     def lock(self) -> None:
-        """Blocks until no other publisher has the root. The kernel unlocks it when a publisher dies."""
+        """Locks the root directory; blocks while another publisher has it locked. The kernel frees the lock of a dead process."""
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._root, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def begin(self) -> None:
-        """Deletes leftovers, and makes the version's directory. Only the first host calls this, after `lock`."""
+        """Deletes unfinished versions under the root, and makes this version's directory. Call `lock` before, on one host."""
         for path in self._root.iterdir():
             unfinished = journal.parse_dirname(path.name) is not None and not (path / "manifest.json").exists()
             if unfinished or path.name.startswith(".tmp-"):
@@ -71,7 +69,7 @@ class Directory:
         self._journal = open(self._directory / "objects.jsonl", "ab", buffering=0)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Writes a file of the version. Called from many threads."""
+        """Writes the joined `parts` as the file `path` of this version. May be called from many threads."""
         full = self._directory / path
         if full.parent not in self._made:
             full.parent.mkdir(parents=True, exist_ok=True)
@@ -81,46 +79,46 @@ class Directory:
                 file.write(part)
 
     def note(self, entry: journal.Object) -> None:
-        """Adds a finished object to the journal. Does nothing on a host that has not called `begin`."""
+        """Adds a finished object to the version's journal, objects.jsonl. Does nothing on a host that has not called `begin`."""
         if self._journal is not None:
             self._journal.write(json.dumps(vars(entry)).encode() + b"\n")
 
     def get(self, path: str, limit: int = -1) -> bytes:
-        """Returns a file of the version, or its first `limit` bytes."""
+        """Returns the bytes of the file `path` of this version, at most the first `limit`; all if -1."""
         with open(self._directory / path, "rb") as file:
             return file.read(limit)
 
     def delete(self, path: str) -> None:
-        """Deletes a file of the version."""
+        """Deletes the file `path` of this version."""
         (self._directory / path).unlink()
 
     def finish(self, manifest: bytes) -> None:
-        """Writes the manifest, which makes the version visible."""
+        """Writes the bytes `manifest` as manifest.json, which makes this version visible to readers."""
         atomic_file.write(self._directory / "manifest.json", manifest)
 
     def abort(self) -> None:
-        """Deletes the unfinished version."""
+        """Deletes this unfinished version after an error."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Unlocks the root."""
+        """Closes the journal and unlocks the root directory."""
         if self._journal is not None:
             self._journal.close()
         if self._lock is not None:
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Deletes the version. It becomes invisible first."""
+        """Deletes this version. One rename hides the version from readers before its files are deleted."""
         doomed = self._root / f".tmp-removed-{self._directory.name}"
         os.rename(self._directory, doomed)
         shutil.rmtree(doomed)
 
 
 class Bucket:
-    """A version in a bucket (gs://, s3:// or file://), through tensorstore. The methods are those of `Directory`.
+    """The place in a bucket (gs://, s3:// or file://) that a publisher writes one version to. Methods are as in `Directory`.
 
-    It has no lock: the user must run one publisher per bucket. It has no journal, as buckets cannot append: readers see a
-    version when it is complete.
+    A bucket has no lock: run only one publisher per bucket. It has no journal, since buckets cannot append: readers see a
+    version only when the version is complete.
     """
 
     def __init__(self, root: str, version: int):
@@ -128,28 +126,28 @@ class Bucket:
         self._name = journal.dirname(version)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Writes a file of the version."""
+        """Writes the joined `parts` as the file `path` of this version."""
         self._store.write(f"{self._name}/{path}", b"".join(parts)).result()
 
     def get(self, path: str, limit: int | None = None) -> bytes:
-        """Returns a file of the version, or its first `limit` bytes."""
+        """Returns the bytes of the file `path` of this version, at most the first `limit`; all if None."""
         return self._store.read(f"{self._name}/{path}").result().value[:limit]
 
     def delete(self, path: str) -> None:
-        """Deletes a file of the version."""
+        """Deletes the file `path` of this version."""
         self._store.write(f"{self._name}/{path}", None).result()
 
     def finish(self, manifest: bytes) -> None:
-        """Writes the manifest, which makes the version visible."""
+        """Writes the bytes `manifest` as manifest.json, which makes this version visible to readers."""
         self.put("manifest.json", [manifest])
 
     def lock(self, *_) -> None:
-        """Does nothing."""
+        """Does nothing: a bucket has no lock, no journal, and nothing to close."""
 
     note = close = lock
 
     def remove(self) -> None:
-        """Deletes the version. It becomes invisible first."""
+        """Deletes this version, or its leftovers. Deletes the manifest first, which hides the version from readers."""
         self.delete("manifest.json")
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
 

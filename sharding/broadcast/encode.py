@@ -1,8 +1,6 @@
 """Encodes one host's chunks of a version: from device arrays to objects, as a snapshot, as deltas, or as both.
 
-Each host encodes its own shards (`sharding/format/chunks.py`). It starts the copy of the next shards from the devices while
-threads hash, compress (`sharding/format/delta.py`) and write the chunks of these. A host's result is a `HostPart`; the parts
-of all hosts are merged into the tensors of the manifest.
+Copies of the next shards from the devices start while threads hash, compress and write the chunks of these.
 """
 
 import collections
@@ -28,38 +26,41 @@ OldChunk = Callable[[manifest.Tensor, int], np.ndarray]  # the bytes of a chunk 
 
 @dataclasses.dataclass
 class HostCopy:
-    """A publisher's copy of the chunks that its host wrote last, by (tensor name, number), and the version's manifest."""
+    """One host's copy of the last published weights, for the next deltas: bytes by (tensor name, chunk number), and manifest."""
 
     chunks: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
     written: manifest.Manifest | None = None
 
     def chunk(self, t: manifest.Tensor, number: int) -> np.ndarray:
-        """Returns the bytes of a chunk. Raises ValueError if another host wrote it."""
+        """Returns the bytes of chunk `number` of tensor `t`. Raises ValueError if another host wrote that chunk."""
         if (t.name, number) not in self.chunks:
-            raise ValueError(f"tensor {t.name!r} was sharded differently in the base: use a new Publisher")
+            raise ValueError(f"tensor {t.name!r} was sharded differently in the last version: create a new Publisher")
         return self.chunks[t.name, number]
 
 
 @dataclasses.dataclass
 class HostPart:
-    """One host's result: its objects and, by tensor, rows (chunk number, digest, patch). A patch is (object, offset, size)."""
+    """The part of a published version that one host wrote: its objects, and the digests and patches of its chunks.
+
+    `chunks` has rows (chunk number, digest, patch) by tensor name; a patch is (index in `objects`, offset, size) or None.
+    """
 
     chunks: dict[str, list[tuple[int, str, Sequence[int] | None]]]
     objects: list[journal.Object]
 
     def to_json(self) -> bytes:
-        """Returns the part as JSON, for the other hosts."""
+        """Returns this part as JSON bytes, for the other hosts."""
         return manifest.canonical({"chunks": self.chunks, "objects": [vars(o) for o in self.objects]})
 
     @classmethod
     def from_json(cls, data: bytes) -> "HostPart":
-        """Returns the part that another host wrote."""
+        """Returns the part that another host wrote as JSON with `to_json`."""
         part = json.loads(data)
         return cls(part["chunks"], [journal.Object(**o) for o in part["objects"]])
 
 
 def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """Returns (leaves by name, sorted; containers; ties). A tie maps a name to the first name of the same array."""
+    """Flattens a tree. Returns (sorted leaves by name; containers by name; ties: later name of an array -> first name)."""
     leaves, containers = tree.flatten(params, chunks.check_array)
     leaves = dict(sorted(leaves.items()))
     first_with: dict[int, str] = {}
@@ -71,7 +72,7 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str,
 
 
 def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -> manifest.Tensor:
-    """Returns the tensor of a leaf without digests. `dtype` narrows a wider float."""
+    """Returns the manifest's entry for the array `leaf`, without digests. Floats wider than `dtype` will be cast to it."""
     kind = chunks.dtype(leaf.dtype.name)
     if dtype is not None and jax.numpy.issubdtype(kind, np.floating):
         kind = min(kind, chunks.dtype(dtype), key=lambda k: k.itemsize)
@@ -80,7 +81,7 @@ def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -
 
 
 def tree_chunks(params: Any) -> OldChunk:
-    """Returns the function that cuts chunks out of the tree of a base."""
+    """Returns a function of (tensor, chunk number) that cuts the bytes of that chunk out of the parameter tree `params`."""
     leaves, _ = tree.flatten(params, chunks.check_array)
 
     def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
@@ -88,7 +89,8 @@ def tree_chunks(params: Any) -> OldChunk:
         part = chunks.host_region(leaves[t.name], region)
         if part is None:
             raise ValueError(
-                f"this host does not have {region} of tensor {t.name!r} of the base: give the base the params' shardings"
+                f"this host does not have {region} of tensor {t.name!r} of the base: pull the base with the shardings of "
+                "params"
             )
         if part.dtype.name != t.dtype:
             raise ValueError(
@@ -107,9 +109,10 @@ def write_chunks(
     copy: HostCopy | None,
     writes_arrays: bool,
 ) -> HostPart:
-    """Encodes and writes this host's chunks of `leaves`, whose `tensors` have no digests yet.
+    """Encodes and writes this host's chunks of `leaves` to `out`, and returns their digests, patches and objects.
 
-    Writes deltas to the base if `old_chunk` is given, and a snapshot if `writes_arrays`. `copy` receives the chunks.
+    `tensors` describe the leaves, without digests. If `old_chunk` is given, writes deltas from the chunks it returns. If
+    `writes_arrays`, writes a snapshot. `copy`, if given, receives the bytes of the chunks.
     """
     untied = [t for t in tensors if t.tied_to is None]
     part = HostPart({t.name: [] for t in untied}, [])
@@ -180,7 +183,7 @@ def write_chunks(
 def merge(
     tensors: Sequence[manifest.Tensor], parts: Sequence[HostPart], has_deltas: bool
 ) -> tuple[manifest.Tensor, ...]:
-    """Returns the tensors with the chunks of all hosts. Patches refer to the joined list of the hosts' objects."""
+    """Returns `tensors` with the digests and patches that all hosts wrote. Patches then index the hosts' joined objects."""
     num_before = list(itertools.accumulate((len(part.objects) for part in parts), initial=0))
     merged = []
     for t in tensors:
@@ -198,7 +201,7 @@ def merge(
 
 
 class _EncodedChunk(NamedTuple):
-    """One encoded chunk: path, size and digest of its form in a snapshot, and the patch if it changed."""
+    """One encoded chunk of a tensor: path, size and digest of its file in a snapshot; the patch, or None if unchanged."""
 
     name: str
     number: int
@@ -226,7 +229,7 @@ def _prefetched(
 def _chunks_of(
     t: manifest.Tensor, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, str, chunks.Region]]:
-    """Yields (number, object path, region within the shard) of the chunks that are in the shard of this start and shape."""
+    """Yields (chunk number, object path, region within the shard) of each chunk of `t` in the shard at `start` of `shape`."""
     for number, (path, region) in enumerate(t.chunk_regions()):
         spans = list(zip(region, start, shape, strict=True))
         if all(o <= s.start and s.stop <= o + n for s, o, n in spans):

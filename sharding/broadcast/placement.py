@@ -17,7 +17,7 @@ Placement = tuple[list[assemble.TensorRequest], Callable[[assemble.TensorRequest
 
 
 def on_host(target: manifest.Manifest) -> Placement:
-    """Returns the placement of whole arrays in host memory."""
+    """Returns (read requests, function from a request and its arrays to a leaf) for whole numpy arrays on this host."""
     requests = [
         assemble.TensorRequest(t, (tuple(slice(0, n) for n in t.shape),), tuple(names)) for t, names in _leaves(target)
     ]
@@ -25,7 +25,10 @@ def on_host(target: manifest.Manifest) -> Placement:
 
 
 def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
-    """Returns the placement on this process's devices. Raises ValueError if a tensor does not fit its sharding."""
+    """Returns (read requests, function from a request and its arrays to a leaf) for jax arrays with the given shardings.
+
+    Only the regions of this process's devices are requested. Raises ValueError if a tensor does not fit its sharding.
+    """
     checked = _checked_shardings(target, shardings)
     requests, places = [], {}
     for t, names in _leaves(target):
@@ -55,7 +58,7 @@ def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
 
 
 def _leaves(target: manifest.Manifest) -> list[tuple[manifest.Tensor, list[str]]]:
-    """Returns the stored tensors, each with the names of all leaves that are this array."""
+    """Returns (tensor, names of all leaves that are this same array) for each tensor that is stored, not tied."""
     names = collections.defaultdict(list)
     for t in target.tensors:
         names[t.tied_to or t.name].append(t.name)
@@ -63,7 +66,7 @@ def _leaves(target: manifest.Manifest) -> list[tuple[manifest.Tensor, list[str]]
 
 
 def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, jax.sharding.Sharding]:
-    """Returns the shardings by tensor name, each checked against its tensor."""
+    """Returns the shardings by tensor name. Raises ValueError unless each fits the shape and dtype of its tensor."""
 
     def check(name: str, leaf: Any) -> None:
         is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None

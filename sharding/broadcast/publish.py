@@ -1,13 +1,7 @@
 """Publishes weights: every policy version leaves the learner here, as a snapshot, as deltas, or as both.
 
-The steps, on every host of the learner:
-
-1. The tree is walked: leaves get names joined by "/", and the containers are recorded, so that the tree can be rebuilt.
-2. A lock on the root keeps other publishers out; the leftovers of a killed one are deleted.
-3. Each host writes the chunks of its own shards (`sharding/broadcast/encode.py`).
-4. Finished objects are added to the journal, from which relays fetch them already.
-5. The first host merges the parts of all hosts; its signed manifest (`sharding/format/manifest.py`) makes the version visible.
-6. Versions older than the newest `keep`, and not needed by one of these, are deleted.
+Each host writes its own chunks (`sharding/broadcast/encode.py`). The first host merges them into a signed manifest
+(`sharding/format/manifest.py`), which makes the version visible, and deletes versions that are no longer kept.
 """
 
 import contextlib
@@ -35,10 +29,10 @@ Manifest = manifest.Manifest
 
 @dataclasses.dataclass(frozen=True)
 class PublishOptions:
-    """The options that all versions of a run share.
+    """The options for publishing weights that all versions of a run share.
 
-    `key` signs the manifests. `keep` is the number of versions that are kept, in addition to the versions that these need.
-    `dtype` narrows wider floats, on the device. `run` names the run: readers may require it.
+    `key` signs the manifests. The newest `keep` versions are kept, and older ones that their deltas need. Floats wider than
+    `dtype` are cast to it. `run` is the name of the run; readers may require it.
     """
 
     key: ed25519.Ed25519PrivateKey | None = None
@@ -48,7 +42,7 @@ class PublishOptions:
 
     def __post_init__(self):
         if self.keep < 1:
-            raise ValueError(f"keep={self.keep} would delete the version just published: pass 1 or more")
+            raise ValueError(f"keep={self.keep} would delete the version just published: set keep to 1 or more")
         if self.dtype is not None:
             is_known = self.dtype in manifest.ITEM_BYTES
             if not is_known or not jax.numpy.issubdtype(chunks.dtype(self.dtype), np.floating):
@@ -62,21 +56,23 @@ class PublishOptions:
 
 
 class Publisher:
-    """Publishes the versions of a run: a snapshot every `snapshot_every` versions, and deltas between them.
+    """Publishes the weights of a run: a complete snapshot every `snapshot_every` versions, and deltas in between.
 
-    Keeps a copy of the last version in host memory (each host its own shards) as the base of the next delta. With
-    `snapshot_every=1` it keeps none and writes no deltas.
+    Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
+    `snapshot_every=1` keeps no copy and writes snapshots only.
     """
 
     def __init__(self, root: str | os.PathLike, options: PublishOptions = PublishOptions(), *, snapshot_every: int = 1):
         if snapshot_every < 1:
-            raise ValueError(f"snapshot_every={snapshot_every}: pass 1 for snapshots only, 8 for one in eight versions")
+            raise ValueError(
+                f"snapshot_every={snapshot_every} must be at least 1: pass 1 for snapshots only, 8 for one in 8 versions"
+            )
         self._root, self._options, self._snapshot_every = root, options, snapshot_every
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
-        """Publishes `params` as `version`; the function `publish` has the contract."""
+        """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises as the function `publish` does."""
         base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
         copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
         snapshot = self._num_deltas + 1 >= self._snapshot_every
@@ -97,19 +93,19 @@ def publish(
     base: assemble.Pulled | None = None,
     metadata: dict | None = None,
 ) -> Manifest:
-    """Writes `params` as `<root>/v<version>`, completely or not at all, and returns the manifest.
+    """Publishes the weights `params` as the directory `<root>/v<version>`, completely or not at all. Returns the manifest.
 
-    Versions only grow: after a resume from an older checkpoint, `remove` the newer versions first. With several hosts, all
-    must call this, with a root that they share.
+    A version must be newer than those under `root`: after a resume from an older checkpoint, `remove` the newer versions
+    first. With several hosts, every host must call this function, with a root that all of them share.
 
     Args:
       params: dicts, lists and tuples of numpy or jax arrays.
-      version: an integer >= 0.
+      version: the version number, an integer >= 0.
       root: a directory or a bucket URL.
       options: the options that all versions share.
-      base: an older version, still under `root`. Deltas from it are written instead of a snapshot, or, if it was removed,
-        republished, or sharded differently, a snapshot all the same.
-      metadata: any JSON object; tuples in it come back as lists.
+      base: an older version that was pulled from `root`. Deltas from it are written instead of a snapshot. A snapshot is
+        written if that version was removed, republished, or sharded differently.
+      metadata: any JSON object that readers get with the version; tuples in it come back as lists.
 
     Raises:
       ValueError: params, version, base or metadata that cannot be published; nothing was written.
@@ -119,7 +115,7 @@ def publish(
 
 
 def tree_digest(params: Any) -> str:
-    """Returns the digest that `publish` would give this tree. This process must have whole arrays."""
+    """Returns the digest that the manifest of `params`, a parameter tree, would have. This process must have whole arrays."""
     leaves, _, ties = encode.named_leaves(params)
 
     def describe(name: str) -> manifest.Tensor:
@@ -145,12 +141,12 @@ def _publish(
     snapshot: bool = False,
     copy: encode.HostCopy | None = None,
 ) -> Manifest:
-    """Publishes a version, with `snapshot` also as one; `copy` receives this host's chunks."""
+    """Publishes a version: deltas from `base` if possible, and a snapshot if not, or if `snapshot`. `copy` receives the chunks."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
     metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
     if not isinstance(metadata, dict):
-        raise ValueError(f"metadata is a {type(metadata).__name__}: pass a dict")
+        raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
     leaves, containers, ties = encode.named_leaves(params)
     tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
     num_hosts, is_first = jax.process_count(), jax.process_index() == 0
@@ -212,7 +208,7 @@ def _publish(
 
 @contextlib.contextmanager
 def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
-    """A barrier over the hosts: after it, either every host succeeded, or every host raises. Explains a full disk."""
+    """Runs a stage of publishing on every host, then waits for all hosts. Raises on every host if one of them failed."""
     failed = True
     try:
         yield
@@ -220,23 +216,27 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        text = f"no space left to publish version {version}, which was deleted: free some or lower keep={keep}"
+        text = f"no space left to publish version {version}, which was deleted: free space, or lower keep={keep}"
         raise OSError(errno.ENOSPC, text, str(root)) from error
     finally:
         if jax.process_count() > 1:
             others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
             if not failed and len(others):
                 raise transport.RemoteHostError(
-                    f"hosts {others.tolist()} could not publish, so this version is not published: see their errors"
+                    f"hosts {others.tolist()} could not publish version {version}, so it is not published: see their logs"
                 )
 
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> None:
     existing = _versions(root)
     if version in existing:
-        raise ValueError(f"version {version} exists under {root} and is immutable: remove() it or publish a newer one")
+        raise ValueError(
+            f"version {version} exists under {root} and cannot change: remove() it, or publish a newer version"
+        )
     if existing and version < existing[-1]:
-        raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
+        raise ValueError(
+            f"version {version} is older than {existing[-1]} under {root}: remove() the newer versions first"
+        )
 
 
 def _base_manifest(
@@ -246,12 +246,15 @@ def _base_manifest(
     leaves: dict[str, Any],
     tensors: Sequence[manifest.Tensor],
 ) -> Manifest | None:
-    """Returns the manifest of `base`, or None if no delta can be made from it and a snapshot is needed."""
+    """Returns the manifest of `base`, or None if deltas from `base` are impossible and a snapshot is needed.
+
+    Raises ValueError if `base` is not older than `version`, or if its tensors differ from `tensors` in shape or dtype.
+    """
     before = base.written if isinstance(base, encode.HostCopy) else base
     assert before is not None  # a Publisher fills in its copy's manifest
     number, digest = before.version, before.digest
     if number >= version:
-        raise ValueError(f"base is version {number}, but deltas to version {version} need an older one")
+        raise ValueError(f"base is version {number}, not older than version {version}: pass an older base, or None")
     if number not in _versions(root):
         return None
     if isinstance(before, assemble.Pulled):
@@ -262,7 +265,9 @@ def _base_manifest(
     old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, tensors))
     for name in sorted(old | new):
         if old.get(name) != new.get(name):
-            raise ValueError(f"tensor {name!r} differs from version {number}: publish without base")
+            raise ValueError(
+                f"tensor {name!r} has another shape, dtype or tie than in the base, version {number}: publish without base"
+            )
     return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
 
 
@@ -271,7 +276,7 @@ def _part_name(process: int) -> str:
 
 
 def _unneeded(root: str | os.PathLike, keep: int) -> list[int]:
-    """Returns the versions that are neither among the newest `keep` nor needed by one of them."""
+    """Returns the versions under `root` that are neither among the newest `keep` nor needed to read one of these."""
     existing = _versions(root)
     needed: set[int] = set()
     todo: list[int | None] = [*existing[-keep:]]

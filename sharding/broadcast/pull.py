@@ -29,27 +29,29 @@ def pull(
     key: str | None = None,
     run: str | None = None,
 ) -> assemble.Pulled:
-    """Reads and verifies a version, as numpy arrays or, with `shardings`, as jax arrays.
+    """Reads and verifies one version of the weights, as numpy arrays or, with `shardings`, as jax arrays.
 
     Args:
       source: a directory, a bucket URL, one or more relay URLs, or the result of `source.open`.
-      version: the version, or None for the newest.
-      shardings: a tree like the params, with a Sharding, or a ShapeDtypeStruct with a sharding, per leaf. The latter's shape and
-        dtype are checked. Only the regions of this process's devices are read.
-      base: an earlier result. If deltas lead from it to the version, these are read instead of the snapshot.
-      key: hex of the publisher's ed25519 key; None accepts any, and unsigned manifests.
-      run: the name of the run that the version must be of; None accepts any.
+      version: the version number, or None for the newest version.
+      shardings: a tree like the params, with a Sharding, or a ShapeDtypeStruct with a sharding, per leaf. The shape and dtype of
+        a ShapeDtypeStruct are checked. Only the regions of this process's devices are read.
+      base: an earlier result of `pull`. Deltas from that version are read if they are fewer bytes than a snapshot.
+      key: hex of the publisher's ed25519 public key; None accepts any key, and unsigned manifests.
+      run: the name of the run that must have published the version; None accepts any.
 
     Raises:
-      CorruptSource: names the manifest, object or tensor that is wrong.
+      CorruptSource: a manifest, object or tensor is not the published one, or the version is of another run.
       FileNotFoundError: the version does not exist, or was deleted meanwhile.
-      Unavailable: no relay delivers.
+      Unavailable: no relay delivered in time.
       ValueError: `shardings` do not fit the tensors.
     """
     with _opened(source, key) as opened:
         target = _target(opened, version, key)
         if run is not None and target.run != run:
-            raise journal.CorruptSource(f"version {target.version} is of run {target.run!r}, not of {run!r}")
+            raise journal.CorruptSource(
+                f"version {target.version} is of run {target.run!r}, not of {run!r}: use the source or the name of the right run"
+            )
         requests, place = placement.on_host(target) if shardings is None else placement.on_devices(target, shardings)
         plan = assemble.make_plan(opened, target, base, key)
         try:
@@ -65,9 +67,9 @@ def pull(
 def verify(
     source: Source, version: int | None = None, *, key: str | None = None, progress: assemble.Progress | None = None
 ) -> Manifest:
-    """Checks everything that `pull` checks, and every object of the version, without keeping the tree. Raises as `pull`.
+    """Reads and verifies a version and every object of it, without keeping the weights. Returns the manifest.
 
-    `progress` is called with (bytes done, bytes in total).
+    Raises the errors of `pull`. Calls `progress`, if given, with (bytes done, bytes in total).
     """
     with _opened(source, key) as opened:
         target = _target(opened, version, key)
@@ -81,13 +83,13 @@ def verify(
 
 
 def versions(source: Source) -> list[int]:
-    """Returns the complete versions, ascending."""
+    """Returns the numbers of the complete versions that `source` has, ascending."""
     with _opened(source) as opened:
         return opened.versions()
 
 
 def latest(source: Source) -> int | None:
-    """Returns the newest complete version, or None if there is none yet."""
+    """Returns the number of the newest complete version that `source` has, or None if no version or directory exists yet."""
     try:
         return max(versions(source), default=None)
     except FileNotFoundError:
@@ -95,7 +97,7 @@ def latest(source: Source) -> int | None:
 
 
 def wait_for(source: Source, at_least: int, timeout_s: float) -> int:
-    """Blocks until a version >= `at_least` is visible, and returns the newest. Raises TimeoutError after `timeout_s`."""
+    """Blocks until `source` has a version >= `at_least`. Returns the newest; raises TimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     with _opened(source) as opened:
         known = None
@@ -120,7 +122,7 @@ def wait_for(source: Source, at_least: int, timeout_s: float) -> int:
 
 
 def watch(source: Source, *, after: int = -1, key: str | None = None) -> Iterator[int]:
-    """Yields the newest version whenever it is newer than `after` and all earlier ones. Blocks, and never ends."""
+    """Yields the newest version number each time it exceeds `after` and all yielded numbers. Blocks, and never ends."""
     with _opened(source, key) as opened:
         while True:
             after = wait_for(opened, after + 1, timeout_s=float("inf"))
@@ -128,7 +130,7 @@ def watch(source: Source, *, after: int = -1, key: str | None = None) -> Iterato
 
 
 def read_manifest(source: Source, version: int, *, key: str | None = None) -> Manifest:
-    """Returns a manifest, checked by every rule that needs no object."""
+    """Returns the manifest of `version`, checked without reading its objects. Raises CorruptSource if `key` did not sign it."""
     with _opened(source, key) as opened:
         return assemble.load(opened, version, key)
 
@@ -143,10 +145,10 @@ def _opened(source: Source, key: str | None = None) -> Iterator[source_lib.Sourc
 
 
 def _target(opened: source_lib.Source, version: int | None, key: str | None) -> Manifest:
-    """Returns the manifest of `version`, or of the newest."""
+    """Returns the manifest of `version`, or of the newest version if None. Raises FileNotFoundError if there is none."""
     if version is None:
         found = opened.versions()
         if not found:
-            raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: wait_for() one")
+            raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: call wait_for() first")
         version = found[-1]
     return assemble.load(opened, version, key)

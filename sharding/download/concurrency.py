@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 class AdaptiveConcurrency:
-    """Limits how many reads are in their first `quick_s` seconds to `limit`. Thread-safe."""
+    """Limits concurrent reads: at most `limit` are in their first `quick_s` seconds; older reads do not count. Thread-safe."""
 
     def __init__(self, limit: int, quick_s: float):
         self._limit, self._quick_s = limit, quick_s
@@ -21,7 +21,7 @@ class AdaptiveConcurrency:
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[None]:
-        """A context manager for one read. Entering blocks until the read may begin."""
+        """Returns a context manager to run one read in. Entering blocks until the limit allows one more read."""
         read = object()
         with self._changed:
             while (wait_s := self._wait_s()) > 0:
@@ -35,6 +35,6 @@ class AdaptiveConcurrency:
                 self._changed.notify()
 
     def _wait_s(self) -> float:
-        """Returns the time until fewer than `limit` reads are in their first `quick_s`, if none ends earlier."""
+        """Returns the seconds until one more read may begin if no running read ends earlier; 0 or less: immediately."""
         newest = sorted(self._begun_s.values())[-self._limit :]
         return newest[0] + self._quick_s - time.monotonic() if len(newest) == self._limit else 0.0

@@ -1,11 +1,6 @@
 """Downloads one object from several relays into a buffer, hedging the requests that are slow.
 
-1. The object is split into ranges of `Options.range_bytes`, up to 8 of which are requested at the same time.
-2. The relay for each range is drawn by `sharding/download/relay_selector.py`.
-3. If a connection breaks, the received bytes are kept and the rest of the range is requested from another relay.
-4. A range that is far slower than another relay would be is hedged: requested there, too. The first request to end wins and
-   the other is aborted; none of its bytes reaches the buffer afterwards.
-
+If a connection breaks, the received bytes are kept. The first of two hedged requests to end wins, the other is aborted.
 The digest is not checked here: `run` returns which relay delivered which bytes, for the caller that does.
 """
 
@@ -22,7 +17,7 @@ MAX_RUNNING = 8  # requests for one object
 
 
 class ReceivedRange(NamedTuple):
-    """The relay that delivered the bytes [start, stop) of an object."""
+    """A range of an object's bytes, [start, stop), and the relay that delivered these bytes."""
 
     start: int
     stop: int
@@ -31,7 +26,7 @@ class ReceivedRange(NamedTuple):
 
 @dataclasses.dataclass
 class ObjectDownload:
-    """The download of one object into `target`. One thread calls `run` once; the pool's threads run the requests."""
+    """The download of one object (stored file) into `target`, from several relays, or from `only` one. Call `run` once."""
 
     pool: range_get.RequestPool
     selector: relay_selector.RelaySelector
@@ -52,7 +47,7 @@ class ObjectDownload:
         self._received: list[ReceivedRange] = []
 
     def run(self) -> list[ReceivedRange]:
-        """Fills the target and returns who delivered each part of it. Blocks until the deadline at most.
+        """Downloads the object into `target`. Returns the ranges with the relay that delivered each. Blocks until done.
 
         Raises Unavailable after the deadline, FileNotFoundError if no relay has the object, and Failed if the relay `only`
         failed three times.
@@ -73,9 +68,13 @@ class ObjectDownload:
                 if not done:
                     self._hedge()
                 if self.pool.is_closed:
-                    raise journal.Unavailable(f"the source was closed while {self.path} was read")
+                    raise journal.Unavailable(
+                        f"the source was closed while {self.path} was read: open the source again"
+                    )
                 if time.monotonic() > self.deadline_s:
-                    raise journal.Unavailable(f"{self.path} did not come in time: {self.selector.reasons()}")
+                    raise journal.Unavailable(
+                        f"{self.path} was not downloaded in time ({self.selector.reasons()}): try again, or use other relays"
+                    )
             return self._received
         finally:
             for get in self._running.values():
@@ -115,7 +114,7 @@ class ObjectDownload:
             self._num_missing[get.relay] += 1
             if all(self._num_missing[relay] >= 2 for relay in self.selector.relays):
                 urls = self.selector.urls()
-                raise FileNotFoundError(f"{self.path} is on none of {urls}: was the version deleted? pull the newest")
+                raise FileNotFoundError(f"{self.path} is on none of {urls}, perhaps deleted: pull the newest version")
         rival, get.rival = get.rival, None
         if rival is not None:
             rival.rival = None

@@ -27,7 +27,7 @@ COUNTERS = ("num_bytes", "num_objects", "num_bad_objects", "num_resumed", "num_h
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts and concurrency of downloads from relays. Directories and buckets ignore them."""
+    """The timeouts and concurrency of downloads from relays. Directories and buckets ignore all of these options."""
 
     patience_s: float = 60.0  # a read fails after this, plus the time for its size at relays.MIN_BYTES_PER_S
     connect_s: float = 5.0
@@ -38,16 +38,18 @@ class Options:
 
 
 class Target:
-    """Writable buffers, addressed as one, that receive the bytes of an object."""
+    """The memory that receives a downloaded object: one or more writable buffers, addressed as one byte string."""
 
     @classmethod
     def of(cls, entry: journal.Object, views: Sequence[memoryview]) -> "Target":
-        """Returns a target for `entry`. Raises ValueError for a bad path, or views of another total size."""
+        """Returns the target that consists of the buffers `views`. Raises ValueError unless they fit the object `entry`."""
         target = cls(views)
         if not journal.is_object_path(entry.path):
-            raise ValueError(f"object path {entry.path!r} is not a relative path of plain segments")
+            raise ValueError(f"object path {entry.path!r} is not a relative path of letters, digits, '_', '-' and '.'")
         if len(target) != entry.size:
-            raise ValueError(f"{entry.path} has {entry.size} bytes: pass views of that total size, not {len(target)}")
+            raise ValueError(
+                f"object {entry.path} has {entry.size} bytes, the views {len(target)}: pass views of that size"
+            )
         return target
 
     def __init__(self, views: Sequence[memoryview]):
@@ -58,45 +60,45 @@ class Target:
         return self._starts[-1]
 
     def view(self, start: int, limit: int) -> memoryview:
-        """Returns a view of at most `limit` bytes from `start`. It ends where the buffer that contains `start` ends."""
+        """Returns a writable view from byte `start`: at most `limit` bytes, and at most to the end of that buffer."""
         i = bisect.bisect_right(self._starts, start) - 1
         offset = start - self._starts[i]
         return self._views[i][offset : offset + limit]
 
     def put(self, start: int, data: memoryview) -> None:
-        """Copies `data` to the bytes from `start`."""
+        """Copies `data` into the buffers, beginning at byte `start` of the whole."""
         while data:
             view = self.view(start, len(data))
             view[:] = data[: len(view)]
             start, data = start + len(view), data[len(view) :]
 
     def copy(self) -> bytes:
-        """Returns a copy of all bytes."""
+        """Returns a copy of the bytes of all buffers."""
         return b"".join(self._views)
 
     def digest(self) -> str:
-        """Returns the digest of all bytes."""
+        """Returns the hex digest of the bytes of all buffers."""
         return digests.of(*self._views)
 
 
 class Failed(Exception):
-    """Raised by a request that delivered nothing, or not everything; handled inside sharding/download."""
+    """Raised by a request to a relay that did not deliver all bytes. Callers inside sharding/download retry or report it."""
 
     retry_after_s = 0.0
 
 
 class Missing(Failed):
-    """Raised for a 404: the relay does not have the file, or not yet."""
+    """Raised by a request that a relay answered with 404: the relay does not have the file, or not yet."""
 
 
 class Relay:
-    """The measured state of one relay, and its idle connections."""
+    """One relay (a server of published weights) as a client sees it: measured speed and failures, and idle connections."""
 
     def __init__(self, url: str, options: Options):
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-            raise ValueError(f"relay {url!r} is not a URL such as http://host:port: correct it")
+            raise ValueError(f"relay {url!r} is not a URL such as http://host:port: correct the URL")
         self.url, self.options = url.rstrip("/"), options
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connect = functools.partial(kind, host, parts.port, timeout=options.connect_s)
@@ -112,23 +114,23 @@ class Relay:
         self.is_closed = False
 
     def ready_s(self, version: int) -> float:
-        """Returns the time from which it can be asked for `version`."""
+        """Returns the monotonic clock time from which this relay may be sent requests for `version` again."""
         return max(self.suspended_s, self.lacking_s.get(version, 0.0))
 
     def take(self) -> tuple[http.client.HTTPConnection, bool]:
-        """Returns (connection, True if it was used before: the relay may have closed it since)."""
+        """Returns (connection to this relay, True if the connection was used before, so the relay may have closed it)."""
         with contextlib.suppress(IndexError):  # another thread may take the last one
             return self._idle.pop(), True
         return self._connect(), False
 
     def give(self, connection: http.client.HTTPConnection) -> None:
-        """Takes back a connection that can be used again."""
+        """Stores an idle connection for the next request to this relay, or closes it if the relay object is closed."""
         self._idle.append(connection)
         if self.is_closed:
             self.close()
 
     def close(self) -> None:
-        """Closes the idle connections, and those that are given back later. Requests that begin later fail."""
+        """Closes the idle connections to this relay, and later those given back. Requests that begin later raise Failed."""
         self.is_closed = True
         with contextlib.suppress(IndexError):
             while True:
@@ -137,10 +139,10 @@ class Relay:
 
 @dataclasses.dataclass(eq=False)
 class Get:
-    """One GET of `path` from `relay`: bytes [start, stop) of `total` into `target`, or a reply of at most `limit` bytes.
+    """One HTTP GET of `path` from `relay`: bytes [start, stop) of `total` into `target`, or a reply of at most `limit` bytes.
 
-    Byte `start` belongs at `origin` of `target`. `rival` is the request for the same bytes that this one hedges; each of the
-    two has the other as its `rival` until one ends. `extra_s` is added to the time that the relay may be silent.
+    Byte `start` is written to `origin` of `target`. Without a `target`, `run` returns the reply. `rival` is the other
+    request for the same bytes if one of the two hedges the other. `extra_s` is added to the time that the relay may be silent.
     """
 
     relay: Relay
@@ -164,11 +166,11 @@ class Get:
 
     @property
     def seconds(self) -> float:
-        """The time since it began, or that it took; 0 before it began."""
+        """The seconds since this request began, or, once ended, that it took; 0 before it began."""
         return 0.0 if self._begun_s is None else (self._ended_s or time.monotonic()) - self._begun_s
 
     def run(self) -> tuple[bytes, Any]:
-        """Runs the request and returns (body, headers). Blocks. A range's body is in `target`, not here. Raises Failed."""
+        """Runs this request. Returns (body, headers); the body is empty if `target` received it. Blocks. Raises Failed."""
         self._begun_s = time.monotonic()
         try:
             if self._aborted or self.relay.is_closed:
@@ -178,7 +180,7 @@ class Get:
             self._ended_s = time.monotonic()
 
     def abort(self) -> None:
-        """Ends the request. No byte is written to `target` after this returns."""
+        """Aborts this request, whose `run` raises Failed. No byte is written to `target` after `abort` returns."""
         self._aborted = True
         sock = self._socket
         if sock is not None:
@@ -188,7 +190,7 @@ class Get:
             pass
 
     def is_straggling(self, relays: list[Relay]) -> bool:
-        """Returns True if another relay would probably deliver the rest in less than half of the remaining time."""
+        """Returns True if this request is slow: another of `relays` would probably deliver the rest in half of the time."""
         rates = [r.bytes_per_s for r in relays if r is not self.relay and r.bytes_per_s]
         elapsed_s, size = self.seconds, self.stop - self.start
         if not rates:
@@ -244,7 +246,7 @@ class Get:
             if len(body) > self.limit:
                 raise Failed(f"sent more than {self.limit} bytes for {self.path}")
         if response.length:
-            raise Failed(f"closed {response.length} bytes before the end of {self.path}")
+            raise Failed(f"closed the connection {response.length} bytes before the end of {self.path}")
         return bytes(body)
 
     def _receive(self, response: http.client.HTTPResponse, target: Target) -> bytes:
@@ -254,9 +256,9 @@ class Get:
         if response.status == 206 and got != expected:
             raise Failed(f"sent {got!r} of {self.path}, not {expected!r}")
         if response.status == 200 and size != self.total:
-            raise Failed("ignores Range: serve it with a server that does not")
+            raise Failed(f"ignores the Range header for {self.path}: use a relay that supports it")
         if response.length != size:
-            raise Failed(f"has {response.length} bytes of {self.path}, not {size}")
+            raise Failed(f"sends {response.length} bytes of {self.path}, not the {size} that were requested")
         while self.received < size:
             with self._writing:
                 if self._aborted:
@@ -265,7 +267,7 @@ class Get:
                 n = response.readinto(target.view(self.origin + self.received, limit))
                 self.received += n
             if n == 0:
-                raise Failed(f"closed after {self.received} of {size} bytes of {self.path}")
+                raise Failed(f"closed the connection after {self.received} of {size} bytes of {self.path}")
         return b""
 
 
@@ -279,7 +281,7 @@ def _refusal(response: http.client.HTTPResponse) -> Failed:
 
 
 class RequestPool:
-    """Runs requests in threads. Thread-safe."""
+    """Threads that run requests to relays, and counters of their results. Thread-safe."""
 
     def __init__(self, parallel: int, num_relays: int):
         # Separate threads: hedges must not queue after requests that hang, nor small replies after ranges.
@@ -290,26 +292,26 @@ class RequestPool:
         self.is_closed = False
 
     def submit(self, get: Get, handler: Callable[[Get], Any] = Get.run) -> concurrent.futures.Future:
-        """Returns the future of `handler(get)`. Raises Unavailable after `close`."""
+        """Runs `handler(get)` in a thread and returns its future. Raises Unavailable after `close`."""
         try:
             return self._threads["small" if get.target is None else "hedge" if get.is_hedge else "range"].submit(
                 handler, get
             )
         except RuntimeError as error:  # it was shut down
-            raise journal.Unavailable("the source was closed") from error
+            raise journal.Unavailable(f"the source was closed before {get.path} was read: open it again") from error
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Adds `amount` to one of `COUNTERS`."""
+        """Adds `amount` to the counter `name`, one of `COUNTERS`."""
         with self._lock:
             self._counters[name] += amount
 
     def counters(self) -> dict[str, int]:
-        """Returns the value of each of `COUNTERS`."""
+        """Returns the value of each counter by name."""
         with self._lock:
             return dict(self._counters)
 
     def close(self) -> None:
-        """Makes `submit` raise from now on. The threads end when their requests have ended. Does not block."""
+        """Makes `submit` raise from now on, without blocking. The threads end when the running requests have ended."""
         self.is_closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False)
@@ -318,6 +320,6 @@ class RequestPool:
 def wait_first(
     waiting: Collection[concurrent.futures.Future], until_s: float
 ) -> tuple[set[concurrent.futures.Future], set[concurrent.futures.Future]]:
-    """Blocks until a future is done or the clock is at `until_s`. Returns (done, not done)."""
+    """Blocks until one of the futures is done, or the monotonic clock reaches `until_s`. Returns (done, not done) futures."""
     timeout_s = max(0.0, until_s - time.monotonic())
     return concurrent.futures.wait(waiting, timeout_s, concurrent.futures.FIRST_COMPLETED)

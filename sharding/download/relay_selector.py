@@ -22,7 +22,7 @@ STATS = ("success", "bytes_per_s", "num_bytes", "num_requests", "num_failures", 
 
 
 class RelaySelector:
-    """Selects relays, and updates their measured state. Thread-safe."""
+    """Selects the relay for each request at random, favoring fast and reliable ones, from measurements. Thread-safe."""
 
     def __init__(self, relays: list[range_get.Relay], seed: int | None):
         self.relays = relays
@@ -32,10 +32,10 @@ class RelaySelector:
     def select(
         self, version: int, avoid: Collection[range_get.Relay] = (), *, wait: bool = True
     ) -> range_get.Relay | None:
-        """Returns a relay that is not in `avoid`.
+        """Returns a relay to request `version` from that is not in `avoid`, or None if `avoid` has all relays.
 
-        If all of these are suspended or lack the version, sleeps for up to 1 s and returns the one that is ready first, or
-        with `wait=False` returns None immediately. Also returns None if `avoid` contains all relays.
+        If every such relay is suspended or lacks the version, sleeps for up to 1 s and returns the relay that is ready first.
+        With `wait=False` returns None immediately instead.
         """
         allowed = [r for r in self.relays if r not in avoid]
         with self._lock:
@@ -54,14 +54,14 @@ class RelaySelector:
         return relay
 
     def select_several(self, most: int, version: int, avoid: set[range_get.Relay]) -> list[range_get.Relay]:
-        """Returns up to `most` relays that are not in `avoid`; sleeps as `select` does if none is ready."""
+        """Returns up to `most` relays that are not in `avoid`. If none is ready, sleeps for up to 1 s first."""
         found: list[range_get.Relay] = []
         while len(found) < most and (relay := self.select(version, avoid.union(found), wait=not found)):
             found.append(relay)
         return found
 
     def observe(self, relay: range_get.Relay, succeeded: bool | None, num_bytes: int, seconds: float) -> None:
-        """Updates the averages with a request. `succeeded` is None for an aborted one, which measures only the speed."""
+        """Updates the relay's success rate and speed with one request; with the speed alone if `succeeded` is None (aborted)."""
         with self._lock:
             relay.num_bytes += num_bytes
             if num_bytes >= RATE_SAMPLE_BYTES or (not succeeded and seconds > 0.5):
@@ -89,7 +89,7 @@ class RelaySelector:
         seconds: float,
         version: int | None = None,
     ) -> None:
-        """Updates the state after a failed request. A 404 is not a failure: it marks `version` as lacking for a moment."""
+        """Records a failed request, and suspends the relay for a moment; after a 404, for requests of `version` only."""
         relay.reason = str(error)
         if isinstance(error, range_get.Missing):
             if version is not None:
@@ -101,7 +101,7 @@ class RelaySelector:
                 relay.suspended_s = max(relay.suspended_s, time.monotonic() + min(error.retry_after_s, 5.0))
 
     def record_corrupt(self, relay: range_get.Relay, reason: str) -> None:
-        """Updates the state after bytes that are provably not the published ones: a dishonest relay, or a bad wire."""
+        """Records that a relay delivered bytes that are provably not the published ones, and suspends the relay."""
         with self._lock:
             relay.num_lies += 1
             relay.success = 0.0
@@ -109,14 +109,14 @@ class RelaySelector:
             relay.suspended_s = time.monotonic() + min(0.5 * 2 ** min(relay.num_lies, 10), 60.0)
 
     def stats(self) -> dict[str, Any]:
-        """Returns the fields `STATS` by the URL of the relay."""
+        """Returns the measurements of each relay, the fields `STATS`, by the relay's URL."""
         with self._lock:
             return {relay.url: {name: getattr(relay, name) for name in STATS} for relay in self.relays}
 
     def urls(self) -> str:
-        """Returns all URLs, for error messages."""
+        """Returns the URLs of all relays as one text, for error messages."""
         return ", ".join(relay.url for relay in self.relays)
 
     def reasons(self) -> str:
-        """Returns the last failure of each relay, for error messages."""
+        """Returns the last failure of each relay as one text, for error messages."""
         return "; ".join(f"{relay.url}: {relay.reason or 'no reply'}" for relay in self.relays)

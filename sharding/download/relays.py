@@ -37,10 +37,7 @@ _Manifest = tuple[bytes, manifest_lib.Manifest]
 
 
 class Relays:
-    """A source over one or more `python -m sharding.relay`, or other servers of the same routes.
-
-    The methods are those of `source.Directory`.
-    """
+    """Published weights as read from one or more relays: processes of `python -m sharding.relay`. Has a `Directory`'s methods."""
 
     def __init__(self, urls: Sequence[str], trusted_key: str | None = None, options: range_get.Options | None = None):
         self._options = options or range_get.Options()
@@ -57,7 +54,7 @@ class Relays:
     # ---- versions
 
     def versions(self) -> list[int]:
-        """Returns the complete versions. The newest has a valid manifest: a relay cannot invent a version 999999."""
+        """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource."""
         listed = [v for v in self.listing().complete if self._phantoms.get(v, 0.0) < time.monotonic()]
         first_error = None
         while listed:
@@ -74,7 +71,7 @@ class Relays:
         return []
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Returns the union of the relays' listings; blocks up to `wait_s` until it differs from `known`.
+        """Returns the versions that any relay lists. Blocks up to `wait_s` seconds until the result differs from `known`.
 
         Raises Unavailable if no relay replies.
         """
@@ -98,7 +95,7 @@ class Relays:
             if not wait_s and not grace_given and self._any_alive():
                 until_s, grace_given = time.monotonic() + 0.5, True  # for the others; a relay that hangs gets no more
         if not self._any_alive():
-            raise journal.Unavailable(f"no relay replies: {self._selector.reasons()}")
+            raise journal.Unavailable(f"no relay replies ({self._selector.reasons()}): start one, or use another relay")
         listing = self._union()
         with self._lock:  # a version that was deleted and comes back may be another one
             for number in [n for n in self._manifests if n not in listing.complete]:
@@ -106,7 +103,7 @@ class Relays:
         return listing
 
     def _poll(self, get: range_get.Get) -> None:
-        """Requests a relay's listing and stores it in the relay."""
+        """Runs a request for a relay's list of versions, and stores the result, or the reason of a failure, in the relay."""
         relay = get.relay
         try:
             body, _ = get.run()
@@ -132,11 +129,11 @@ class Relays:
     # ---- manifests and journals
 
     def manifest_bytes(self, version: int) -> bytes:
-        """Returns the bytes of a valid manifest."""
+        """Returns the bytes of the valid manifest of `version`. Raises CorruptSource, FileNotFoundError, or Unavailable."""
         return self._manifest(version)[0]
 
     def manifest(self, version: int) -> manifest_lib.Manifest:
-        """Returns a valid manifest."""
+        """Returns the manifest of `version`, parsed and valid. Raises as `manifest_bytes` does."""
         return self._manifest(version)[1]
 
     def _manifest(self, version: int) -> _Manifest:
@@ -151,9 +148,9 @@ class Relays:
         return found
 
     def _download_manifest(self, version: int) -> _Manifest:
-        """Returns the first manifest with the trusted signature, or, without a key, the only one that any relay has.
+        """Downloads the manifest of `version`. With a trusted key, returns the first with a valid signature.
 
-        With a key, a few relays are requested at a time, since one may hang. Without, none can be trusted if two differ.
+        Without a key, all relays are requested, and their manifests must be equal. Raises CorruptSource if they differ.
         """
         deadline_s = time.monotonic() + self._options.patience_s
         num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
@@ -177,7 +174,7 @@ class Relays:
             if len(valid) > 1 and self._trusted_key is None:
                 urls = ", ".join(relay.url for relay, _ in valid.values())
                 raise journal.CorruptSource(
-                    f"{urls} have different manifests of version {version}: pass the trusted key"
+                    f"relays {urls} have different manifests of version {version}: pass the publisher's trusted key"
                 )
             for data, (_, manifest) in valid.items():
                 return data, manifest
@@ -185,13 +182,15 @@ class Relays:
                 raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
             if time.monotonic() > deadline_s:
                 reasons = self._selector.reasons()
-                raise error or journal.Unavailable(f"the manifest of version {version} did not come in time: {reasons}")
+                raise error or journal.Unavailable(
+                    f"the manifest of version {version} was not downloaded in time ({reasons}): try again, or use other relays"
+                )
             time.sleep(0.2 if self._trusted_key is None else 0.02)
 
     def _request_manifest(
         self, relays: list[range_get.Relay], version: int, deadline_s: float
     ) -> dict[range_get.Relay, bytes | range_get.Failed]:
-        """Returns the body or the error by relay. Aborts relays far slower than the first body; with a key, all others."""
+        """Requests a manifest. Returns each relay's reply or error. After the first reply, aborts far slower requests."""
         path = f"/{journal.dirname(version)}/manifest.json"
         gets = [range_get.Get(relay, path, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
         calls = {self._pool.submit(get): get for get in gets}
@@ -222,9 +221,9 @@ class Relays:
         return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """Returns (objects that a relay finished since the last call, True if a relay has the manifest).
+        """Returns (objects newly finished on some relay since the last call, True if some relay has the manifest).
 
-        Blocks up to `wait_s` until there is one of these.
+        Blocks up to `wait_s` seconds until an object or the manifest is new.
         """
         calls = {}
         for relay in self.relays:
@@ -265,11 +264,11 @@ class Relays:
     # ---- objects
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into` with a verified object."""
+        """Fills the buffers `into` with the verified object `entry`. Raises as `source.Reader.read` does."""
         target = range_get.Target.of(entry, into)
         if entry.size == 0 and entry.digest != digests.of():
             raise journal.CorruptSource(
-                f"object {entry.path} of version {version} is empty but has digest {entry.digest}"
+                f"object {entry.path} of version {version} is empty, but its digest {entry.digest} is not of 0 bytes"
             )
         with self._concurrency.slot():
             self._read(version, entry, target)
@@ -306,19 +305,21 @@ class Relays:
             honest = [r for r in self.relays if not num_corrupt[r]]
             name = f"object {entry.path} of version {version}"
             if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
-                raise journal.CorruptSource(f"{name} is wrong on every relay: {self._selector.reasons()}")
+                raise journal.CorruptSource(
+                    f"{name} is wrong on every relay ({self._selector.reasons()}): use other relays"
+                )
             if time.monotonic() > deadline_s:
-                raise journal.Unavailable(f"{name} did not come in time: {self._selector.reasons()}")
+                raise journal.Unavailable(f"{name} was not downloaded in time ({self._selector.reasons()}): try again")
             only = self._selector.select(version, set(num_corrupt) if honest else ())
 
     # ---- the rest
 
     def stats(self) -> dict[str, Any]:
-        """Returns counters, and the measured state of each relay."""
+        """Returns the relays' URLs, counters of bytes, objects and hedges, and the measurements of each relay."""
         return {"source": self._selector.urls(), **self._pool.counters(), "relays": self._selector.stats()}
 
     def close(self) -> None:
-        """Ends every call that is running, and makes later ones raise Unavailable."""
+        """Aborts every call that is running, and makes later calls raise Unavailable."""
         self._pool.close()
         with self._lock:
             polls = [get for get, _ in self._polls.values()]

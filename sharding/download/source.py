@@ -23,13 +23,13 @@ MAX_TRIES = 3  # of an object that a bucket delivers wrong
 
 
 class Reader(Protocol):
-    """Reads objects. `read` may be called from many threads."""
+    """The interface of a source of weights that `assemble.read` needs: an object with a thread-safe `read`."""
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into` with the object `entry`, whose digest is checked. `into` has `entry.size` writable bytes in total.
+        """Fills the buffers `into`, `entry.size` bytes in total, with the object `entry`, after checking its digest.
 
-        Raises CorruptSource if the object differs everywhere, FileNotFoundError if it is missing, and Unavailable if no relay
-        delivers it in time. After an error the contents of `into` are undefined.
+        Raises CorruptSource if the object has another digest everywhere, FileNotFoundError if it is missing, and Unavailable
+        if no relay delivers it in time. After an error the contents of `into` are undefined.
         """
         ...
 
@@ -40,10 +40,10 @@ def open(
     trusted_key: str | None = None,
     options: range_get.Options | None = None,
 ) -> "Source":
-    """Opens a directory, a bucket URL (gs://, s3://), or the URLs of one or more relays.
+    """Returns an open source of published weights: a directory, a bucket, or one or more relays.
 
     Args:
-      source: the place, or a sequence of relay URLs.
+      source: the path of a directory, the URL of a bucket (gs://, s3://) or a relay, or a sequence of relay URLs.
       trusted_key: hex of the ed25519 public key that must have signed every manifest. Without it, several relays must agree
         on each manifest.
       options: timeouts and concurrency for relays.
@@ -62,7 +62,7 @@ def open(
     if schemes <= {"http", "https"}:
         return relays.Relays(sources, trusted_key, options)
     if len(sources) > 1:
-        raise ValueError(f"sources {sources} mix kinds: several sources must all be http(s) relays")
+        raise ValueError(f"sources {sources} are not all relays: pass one source, or several http(s) URLs of relays")
     if schemes == {""}:
         return Directory(sources[0], trusted_key)
     if schemes <= {"gs", "s3", "file", "memory"}:
@@ -71,14 +71,14 @@ def open(
 
 
 def read(source: Reader, version: int, entry: journal.Object) -> bytearray:
-    """Returns a verified object in newly allocated memory."""
+    """Returns the verified bytes of the object `entry` of `version`, read from `source`. Raises as `Reader.read` does."""
     data = bytearray(entry.size)
     source.read(version, entry, [memoryview(data)])
     return data
 
 
 class _Storage:
-    """The methods that directories and buckets share: polling, and parsing of manifests."""
+    """The base class of the sources `Directory` and `Bucket`: waits by polling, and parses manifests."""
 
     def __init__(self, place: str, trusted_key: str | None, poll_s: float):
         self._place = place if place.endswith("/") else f"{place}/"
@@ -96,11 +96,11 @@ class _Storage:
         raise NotImplementedError
 
     def versions(self) -> list[int]:
-        """Returns the complete versions, ascending."""
+        """Returns the numbers of the complete versions, ascending."""
         return list(self.listing().complete)
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Returns the versions; blocks up to `wait_s` until they differ from `known`."""
+        """Returns the complete and the partial versions. Blocks up to `wait_s` seconds until they differ from `known`."""
         deadline_s = time.monotonic() + wait_s
         while True:
             listing = self._scan()
@@ -108,7 +108,10 @@ class _Storage:
                 return listing
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """Returns (new entries of the journal, True if the manifest exists); blocks up to `wait_s` for one of these."""
+        """Returns (objects added to the version's journal since the last call, True if the version is complete).
+
+        Blocks up to `wait_s` seconds until an object is new or the version is complete.
+        """
         deadline_s = time.monotonic() + wait_s
         while True:
             is_complete = version in self._scan().complete  # before the journal: then no entry can be missed
@@ -117,11 +120,11 @@ class _Storage:
                 return entries, is_complete
 
     def manifest_bytes(self, version: int) -> bytes:
-        """Returns the bytes of a valid manifest. Raises CorruptSource, or FileNotFoundError for a missing version."""
+        """Returns the bytes of the manifest of `version`. Raises CorruptSource if invalid, FileNotFoundError if missing."""
         return self._manifest(version)[0]
 
     def manifest(self, version: int) -> manifest_lib.Manifest:
-        """Returns a valid manifest. Raises as `manifest_bytes` does."""
+        """Returns the manifest of `version`, parsed and valid. Raises as `manifest_bytes` does."""
         return self._manifest(version)[1]
 
     def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
@@ -132,15 +135,15 @@ class _Storage:
             raise journal.CorruptSource(f"{self._place}{journal.dirname(version)}/manifest.json: {error}") from error
 
     def stats(self) -> dict[str, Any]:
-        """Returns counters of the bytes and the bad objects so far."""
+        """Returns the place, and counters of the bytes and the corrupt objects read so far."""
         return {"source": self._place, **self._counters}
 
     def close(self) -> None:
-        """Ends calls that block."""
+        """Makes blocking calls of `listing` and `entries`, also later ones, return early."""
         self._is_closed = True
 
     def _sleep(self, deadline_s: float) -> bool:
-        """Sleeps until the next poll, or returns False if there is none."""
+        """Sleeps until the next poll and returns True, or returns False if the deadline has passed or the source is closed."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or self._is_closed:
             return False
@@ -149,7 +152,7 @@ class _Storage:
 
 
 class Directory(_Storage):
-    """The root that a publisher writes to, or a relay's directory."""
+    """Published weights as read from a directory: the root that a publisher writes to, or the one that a relay mirrors to."""
 
     def __init__(self, root: str, trusted_key: str | None = None):
         super().__init__(root, trusted_key, DIRECTORY_POLL_S)
@@ -157,28 +160,32 @@ class Directory(_Storage):
         self._cursors: dict[int, tuple[int, bytes]] = {}  # version -> bytes read of the journal, the last line of them
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into` with a verified object."""
+        """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
         target = range_get.Target.of(entry, into)
         full = self.root / journal.dirname(version) / entry.path
         try:
             with full.open("rb", buffering=0) as file:
                 actual_size = os.fstat(file.fileno()).st_size
                 if actual_size != entry.size:
-                    raise journal.CorruptSource(f"object {full} has {actual_size} bytes, not {entry.size}")
+                    raise journal.CorruptSource(
+                        f"object {full} has {actual_size} bytes, not the {entry.size} published: delete that version"
+                    )
                 position = 0
                 while position < entry.size and (n := file.readinto(target.view(position, entry.size))):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
                 raise FileNotFoundError(
-                    f"{full.parent} was deleted while it was read: pull the newest, or raise keep"
+                    f"{full.parent} was deleted while it was read: pull the newest version, or set the publisher's keep higher"
                 ) from error
-            raise journal.CorruptSource(f"object {full} is missing") from error
+            raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
         self._counters["num_bytes"] += entry.size
         actual = target.digest()
         if actual != entry.digest:
             self._counters["num_bad_objects"] += 1
-            raise journal.CorruptSource(f"object {full} has digest {actual}, not {entry.digest}")
+            raise journal.CorruptSource(
+                f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
+            )
 
     def _new_entries(self, version: int) -> list[journal.Object]:
         position, line = self._cursors.get(version, (0, b""))
@@ -235,7 +242,7 @@ class Bucket(_Storage):
         self._cursors: dict[int, int] = {}  # version -> bytes read of the journal
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills `into` with a verified object."""
+        """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
         target = range_get.Target.of(entry, into)
         path = f"{journal.dirname(version)}/{entry.path}"
         data, actual = b"", ""
@@ -254,7 +261,7 @@ class Bucket(_Storage):
         )
 
     def _scan(self) -> journal.Listing:
-        """Lists only the keys after the newest known version: a bucket lists a thousand keys per request."""
+        """Returns the versions in the bucket. Lists only keys after the newest known version: 1,000 keys take one request."""
         with self._lock:
             newest = max(self._complete, default=-1)
         keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
@@ -292,7 +299,9 @@ class Bucket(_Storage):
         try:
             result = self._store.read(key).result()
         except ValueError as error:  # the only type of error that tensorstore raises; after its own retries
-            raise journal.Unavailable(f"{self._place}{key}: {error}") from error
+            raise journal.Unavailable(
+                f"{self._place}{key} cannot be read: {error}; check the network, try again"
+            ) from error
         return None if result.state == "missing" else result.value
 
 

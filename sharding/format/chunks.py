@@ -24,15 +24,16 @@ Region = tuple[slice, ...]
 
 
 def dtype(name: str) -> np.dtype:
-    """Returns the numpy dtype of a name, those of ml_dtypes included."""
+    """Returns the numpy dtype called `name`, such as "float32" or, from ml_dtypes, "bfloat16". Raises TypeError otherwise."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def check_array(name: str, leaf: Any) -> None:
-    """Raises ValueError for a leaf that cannot be published."""
+    """Raises ValueError unless `leaf`, called `name` in the parameter tree, is an array of a dtype that can be published."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
         raise ValueError(
-            f"leaf {name!r} is a {type(leaf).__name__}: params may contain dicts, lists, tuples and arrays only"
+            f"leaf {name!r} is a {type(leaf).__name__}; params may contain dicts, lists, tuples and arrays only: convert "
+            "this leaf to an array, or remove it"
         )
     if leaf.dtype.name not in manifest.ITEM_BYTES:
         raise ValueError(
@@ -41,16 +42,16 @@ def check_array(name: str, leaf: Any) -> None:
 
 
 def shard_shape(leaf: Any) -> tuple[int, ...]:
-    """Returns the shape of one shard of a jax array, or the whole shape of any other array."""
+    """Returns the shape of the part of a jax array that one device stores, or the whole shape of a numpy array."""
     return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else np.shape(leaf)
 
 
 def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
-    """Returns the chunk shape for an array: the same on every host.
+    """Returns the shape of the chunks that an array is stored in: the same on every host.
 
-    Splits leading dims until a chunk has about CHUNK_BYTES, by a divisor of the dim where a fair one exists. A prime dim
-    (151,669 tokens) has none; its chunks are equal up to one row, which wastes less than a row per chunk. A sharded dim
-    must be split by a divisor of the shard, so the nearest is taken.
+    `shape` is the shape of the array, and `shard` that of one device's part. Leading dims are split until a chunk has
+    about CHUNK_BYTES. A sharded dim is split by a divisor of the shard. Any other dim is split by a divisor if one is near
+    the wanted size. A prime dim (151,669 tokens) has none: its chunks then waste less than one row each.
     """
     target = max(CHUNK_BYTES, min(math.prod(shape) * item_bytes // CHUNKS_PER_ARRAY, LARGEST_CHUNK_BYTES))
     chunk = [max(1, n) for n in shard]
@@ -69,14 +70,15 @@ def chunk_shape(shape: tuple[int, ...], shard: tuple[int, ...], item_bytes: int)
 
 
 def fits(chunk: tuple[int, ...], leaf: Any) -> bool:
-    """Returns True if every chunk of this shape is within one shard of `leaf`."""
+    """Returns True if chunks of shape `chunk` never cross a border between two shards of the array `leaf`."""
     return all(s == n or s % c == 0 for c, s, n in zip(chunk, shard_shape(leaf), leaf.shape, strict=True))
 
 
 def owned_shards(leaf: Any, kind: np.dtype) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yields (start, values) of the shards of a leaf that this process writes, cast to `kind`, without waiting for them.
+    """Yields (start, values) of each shard of the array `leaf` that this process must publish, cast to dtype `kind`.
 
-    The cast runs on the device, and the copy to the host is started. The first process writes an array that every process has.
+    `start` is the index of the shard's first element in the whole array. The cast runs on the device. The copy to the host is
+    started but not awaited. If every process has the whole array, only the first process yields.
     """
     if not isinstance(leaf, jax.Array) or (leaf.is_fully_addressable and jax.process_index() != 0):
         if jax.process_index() == 0:
@@ -91,13 +93,13 @@ def owned_shards(leaf: Any, kind: np.dtype) -> Iterator[tuple[tuple[int, ...], A
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Returns a numpy array in C order and little-endian, without a copy if possible. A scalar keeps rank 0."""
+    """Returns `array` as a little-endian numpy array in C order, without a copy if possible. A scalar keeps rank 0."""
     array = np.asarray(array, order="C")
     return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
 
 
 def padded_bytes(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> np.ndarray:
-    """Returns `array[region]`, padded with zeros to the chunk shape, as a uint8 vector; a view if possible."""
+    """Returns the bytes of `array[region]`, padded with zeros to the shape `chunk`, as a uint8 vector; a view if possible."""
     part = array[(*region, ...)]
     if part.shape != chunk:
         padded = np.zeros(chunk, array.dtype)
@@ -109,7 +111,7 @@ def padded_bytes(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> n
 def copy_into(
     target: np.ndarray, origin: tuple[int, ...], values: np.ndarray, tensor: manifest.Tensor, region: Region
 ) -> None:
-    """Copies the bytes of a chunk to `target`, an array that starts at `origin`, as far as the two overlap."""
+    """Copies `values`, the bytes of the chunk at `region` of `tensor`, into `target`, the part of `tensor` from `origin`."""
     chunk = values.view(target.dtype).reshape(tensor.chunk)
     into, out_of = [], []
     for s, o, n in zip(region, origin, target.shape, strict=True):
@@ -120,9 +122,10 @@ def copy_into(
 
 
 def view_in(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor, region: Region) -> np.ndarray | None:
-    """Returns the bytes of `target` that are exactly this chunk, if contiguous, so that it can be built in place.
+    """Returns a writable uint8 view of the chunk that contains `region` of `tensor`, inside the array `target`.
 
-    `target` starts at `origin`. Returns None for a chunk that is not whole in it, or not contiguous.
+    `origin` is the index in the tensor of the first element of `target`. Returns None if `target` does not contain the
+    whole chunk, or not as contiguous memory.
     """
     inner = [slice(s.start - o, s.stop - o) for s, o in zip(region, origin, strict=True)]
     whole = all(
@@ -134,7 +137,7 @@ def view_in(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor
 
 
 def host_region(leaf: Any, region: Region) -> np.ndarray | None:
-    """Returns `leaf[region]` on the host, or None if no device of this process has it."""
+    """Returns `leaf[region]` as a numpy array, or None if this process does not have the whole region (on one device)."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[(*region, ...)]
     for shard in leaf.addressable_shards:
@@ -147,7 +150,7 @@ def host_region(leaf: Any, region: Region) -> np.ndarray | None:
 
 
 def encoded_digest(values: np.ndarray) -> tuple[bytes, str]:
-    """Returns (CRC, digest of bytes and CRC) of a chunk's bytes, as zarr3 stores it, without a copy."""
+    """Returns (CRC-32C of a chunk's bytes, hex digest of the bytes followed by the CRC): the form in which zarr3 stores a chunk."""
     value, hasher = 0, digests.Hasher()
     for start in range(0, len(values), digests.SLICE_BYTES):
         part = values[start : start + digests.SLICE_BYTES]

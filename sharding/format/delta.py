@@ -10,8 +10,7 @@ bits set than the new values: sign and exponent rarely change. A patch has the s
 The XORs are split into byte planes (all low bytes, then the next). Each plane and the gaps are compressed separately (zstd
 level 1), since their statistics differ. A stream that zstd does not shrink is stored uncompressed.
 
-`apply` accepts hostile bytes: it allocates at most a few times the chunk. It does not prove that the result is right: the
-caller compares the digest.
+The bytes are untrusted: `apply` allocates at most a few times the chunk. The caller compares the digest of the result.
 """
 
 import struct
@@ -28,13 +27,13 @@ _STREAM = struct.Struct("<QQ")  # bytes before and after compression; equal: not
 
 
 class CorruptDelta(ValueError):
-    """Raised for a patch that `encode` cannot have written for the chunk."""
+    """Raised for a malformed patch: one that `encode` cannot have written for a chunk of this size."""
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
-    """Returns the patch from `old` to `new`, or None if they are equal.
+    """Returns the compressed patch that turns the chunk `old` into the chunk `new`, or None if the chunks are equal.
 
-    Both are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one element.
+    Both chunks are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one array element.
     """
     if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
         raise ValueError(
@@ -59,10 +58,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
 
 
 def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None:
-    """Changes `chunk` (a writable uint8 vector) in place. Raises CorruptDelta, with the chunk unchanged, for a bad patch."""
+    """Applies a patch of `encode` to `chunk`, a writable uint8 vector. Raises CorruptDelta, with `chunk` unchanged, if it is bad."""
     unit = _unit(item_bytes, len(chunk))
     if len(patch) < _HEAD.size:
-        raise CorruptDelta(f"patch has {len(patch)} bytes: too short for a header")
+        raise CorruptDelta(f"patch has {len(patch)} bytes: too short for its header of {_HEAD.size} bytes")
     form, stated = _HEAD.unpack_from(patch)
     if form not in (SPARSE, DENSE) or stated != unit:
         raise CorruptDelta(f"patch has form {form} with {stated} bytes per element, not form 1 or 2 with {unit}")
@@ -72,7 +71,9 @@ def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None
     streams = _read_streams(memoryview(patch)[_HEAD.size :], sizes + [num_items] * unit)
     planes = streams[-unit:]
     if len({len(plane) for plane in planes}) != 1:
-        raise CorruptDelta(f"patch has byte planes of {[len(plane) for plane in planes]} bytes")
+        raise CorruptDelta(
+            f"patch has byte planes of {[len(plane) for plane in planes]} bytes: they must be equally long"
+        )
     values = np.empty((len(planes[0]), unit), np.uint8)
     for i, plane in enumerate(planes):
         values[:, i] = plane
@@ -83,14 +84,14 @@ def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None
         return
     positions = _positions(streams[0])
     if len(positions) != len(values):
-        raise CorruptDelta(f"patch has {len(positions)} positions for {len(values)} values")
+        raise CorruptDelta(f"patch has {len(positions)} positions but {len(values)} values: the numbers must be equal")
     if len(positions) and positions[-1] >= num_items:
         raise CorruptDelta(f"patch changes element {positions[-1]} of a chunk of {num_items}")
     chunk.view(f"u{unit}")[positions] ^= values.view(f"u{unit}")[:, 0]  # ascending, hence each position once
 
 
 def _unit(item_bytes: int, num_bytes: int) -> int:
-    """Returns the bytes of one compared element: those of an array element, or half of a complex128."""
+    """Returns the bytes of the units that a patch compares: `item_bytes`, at most 8. Raises ValueError for other sizes."""
     if item_bytes not in (1, 2, 4, 8, 16) or num_bytes % item_bytes:
         raise ValueError(
             f"a chunk of {num_bytes} bytes cannot have elements of {item_bytes} bytes: pass 1, 2, 4, 8 or 16, a divisor of "
@@ -100,7 +101,7 @@ def _unit(item_bytes: int, num_bytes: int) -> int:
 
 
 def _changed(xor: np.ndarray, unit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (ascending indices int64 [k], XORs uint8 [k * unit]) of the nonzero elements of uint64 words."""
+    """Returns (ascending indices int64 [k], bytes uint8 [k * unit]) of the nonzero elements in `xor`, the XOR of two chunks."""
     where = np.flatnonzero(xor != 0)  # word by word first: skips 4 bfloat16 in one comparison
     words = xor[where]
     items = words.view(f"u{unit}")
@@ -129,24 +130,29 @@ def _positions(gaps: np.ndarray) -> np.ndarray:
 
 
 def _read_streams(patch: memoryview, limits: list[int]) -> list[np.ndarray]:
-    """Returns one uint8 vector per entry of `limits`, its greatest length."""
+    """Decompresses a patch into one uint8 vector per length limit in `limits`. Raises CorruptDelta for malformed streams."""
     streams = []
     for limit in limits:
         if len(patch) < _STREAM.size:
-            raise CorruptDelta("patch ends within the header of a stream")
+            raise CorruptDelta(
+                f"patch ends within the header of a stream: {len(patch)} of {_STREAM.size} bytes are left"
+            )
         size, num_stored = _STREAM.unpack_from(patch)
         if size > limit or num_stored > size or num_stored > len(patch) - _STREAM.size:
-            raise CorruptDelta(f"patch has a stream of {size} bytes in {num_stored}, where {limit} are possible")
+            raise CorruptDelta(
+                f"patch has a stream of {size} bytes, stored as {num_stored}: it may have {limit} bytes at most, must not be "
+                "stored as more, and must end within the patch"
+            )
         stored, patch = patch[_STREAM.size : _STREAM.size + num_stored], patch[_STREAM.size + num_stored :]
         if num_stored < size:
             try:
                 stored = pa.decompress(stored, decompressed_size=size, codec="zstd")
             except (pa.ArrowException, OSError) as error:
-                raise CorruptDelta(f"a stream is not zstd of {size} bytes: {error}") from error
+                raise CorruptDelta(f"a stream is not {size} bytes compressed by zstd: {error}") from error
         stream = np.frombuffer(stored, np.uint8)
         if len(stream) != size:
-            raise CorruptDelta(f"a stream has {len(stream)} bytes, not {size}")
+            raise CorruptDelta(f"a stream has {len(stream)} bytes, not the {size} that its header states")
         streams.append(stream)
     if len(patch):
-        raise CorruptDelta(f"patch has {len(patch)} bytes after its end")
+        raise CorruptDelta(f"patch has {len(patch)} bytes after its last stream: none are allowed")
     return streams

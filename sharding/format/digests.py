@@ -19,7 +19,7 @@ Hasher = blake3.blake3  # update(bytes-like) -> None, hexdigest() -> str; releas
 
 
 def of(*parts: bytes | bytearray | memoryview) -> str:
-    """Returns the digest of the concatenated `parts`."""
+    """Returns the BLAKE3 digest (64 hex digits) of the concatenated `parts`."""
     hasher = Hasher()
     for part in parts:
         hasher.update(part)
@@ -27,11 +27,11 @@ def of(*parts: bytes | bytearray | memoryview) -> str:
 
 
 def of_file(path: str | os.PathLike) -> str:
-    """Returns the digest of a file's bytes. Raises OSError if the file cannot be read."""
+    """Returns the BLAKE3 digest (64 hex digits) of a file's bytes. Raises OSError if the file cannot be read."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, Hasher).hexdigest()  # pyright: ignore[reportArgumentType]  # its names differ
 
 
 def is_digest(value: Any) -> bool:
-    """Returns True for a string of 64 lowercase hex digits."""
+    """Returns True if `value` has the form of a digest: a string of 64 lowercase hex digits."""
     return isinstance(value, str) and _PATTERN.fullmatch(value) is not None

@@ -20,7 +20,7 @@ MAX_OBJECT_BYTES = 512 << 20  # ours have a few MB; hostile input must not make 
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """One stored file of a version: `path` below the version's directory, `size` in bytes, `digest` in hex."""
+    """One stored file of a published version: `path` below the version's directory, `size` in bytes, `digest` in hex."""
 
     path: str
     size: int
@@ -29,49 +29,51 @@ class Object:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The versions of a source, ascending: `complete` ones have a manifest, `partial` ones are still being published."""
+    """The version numbers that a source has, ascending: `complete` ones, and `partial` ones that are still being published."""
 
     complete: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
 
 
 class CorruptSource(ValueError):
-    """Raised when a manifest or an object is not the one that was published, from any place that has it."""
+    """Raised when a manifest, journal or object of a version is malformed, or is not the one that was published."""
 
 
 class Unavailable(OSError):
-    """Raised when no relay delivered in the allowed time. The message lists the last reply of each relay."""
+    """Raised when no relay or bucket delivered, or the source was closed. The message lists the last failure of each relay."""
 
 
 def dirname(version: int) -> str:
-    """Returns the directory name of a version, as in "v00000012"."""
+    """Returns the name of the directory of version number `version`, such as "v00000012"."""
     return f"v{version:08d}"
 
 
 def parse_dirname(name: str) -> int | None:
-    """Returns the version that a directory name stands for, or None for any other name."""
+    """Returns the version number in a directory name such as "v00000012", or None for any other name."""
     return int(name[1:]) if re.fullmatch(r"v([0-9]{8}|[1-9][0-9]{8,15})", name) else None
 
 
 def is_object_path(path: Any) -> bool:
-    """Returns True for a relative path of plain segments. Dot files, manifest.json and objects.jsonl are not objects."""
+    """Returns True for a valid object path: relative, of letters, digits, `_`, `-`, `.`; not a dot file, manifest or journal."""
     if not isinstance(path, str) or len(path) > 1000 or path in ("manifest.json", "objects.jsonl"):
         return False
     return all(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", segment) for segment in path.split("/"))
 
 
 def parse_object(value: Any) -> Object:
-    """Parses one entry of a journal or a manifest. Raises CorruptSource naming the field that is wrong."""
+    """Returns the object that a JSON entry of a journal or manifest describes. Raises CorruptSource if it is malformed."""
     if not isinstance(value, dict) or set(value) != {"path", "size", "digest"}:
         raise CorruptSource(
-            f"object entry {str(value)[:200]} does not have exactly the fields path, size, digest: another release may have "
-            "published it"
+            f"object entry {str(value)[:200]} does not have exactly the fields path, size, digest: use the release that "
+            "published it, or publish again"
         )
     entry = Object(**value)
     if not is_object_path(entry.path):
-        raise CorruptSource(f"object path {str(entry.path)[:200]!r} is not a relative path of plain segments")
+        raise CorruptSource(
+            f"object path {str(entry.path)[:200]!r} is not a relative path of letters, digits, '_', '-', '.'"
+        )
     if type(entry.size) is not int or not 0 <= entry.size <= MAX_OBJECT_BYTES:
-        raise CorruptSource(f"object {entry.path!r} has size {entry.size!r}, not 0..{MAX_OBJECT_BYTES}")
+        raise CorruptSource(f"object {entry.path!r} has size {entry.size!r}: it must be in 0..{MAX_OBJECT_BYTES} bytes")
     if not digests.is_digest(entry.digest):
         raise CorruptSource(
             f"object {entry.path!r} has digest {str(entry.digest)[:80]!r}, not {digests.HEX_DIGITS} hex digits"
@@ -80,16 +82,16 @@ def parse_object(value: Any) -> Object:
 
 
 def parse_journal(data: bytes) -> tuple[list[Object], int]:
-    """Returns (entries, number of bytes parsed). An unfinished last line is left for the next call."""
+    """Parses the whole lines of an objects.jsonl. Returns (objects, number of bytes parsed). Raises CorruptSource."""
     end = data.rfind(b"\n") + 1
     try:
         return [parse_object(json.loads(line)) for line in data[:end].splitlines()], end
     except CorruptSource:
         raise
     except (ValueError, RecursionError) as error:
-        raise CorruptSource(f"a line of the journal is not JSON: {error}") from error
+        raise CorruptSource(f"a line of the journal (objects.jsonl) is not JSON: {error}") from error
 
 
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
-    """Returns the error for a version that a source does not have; `known` are the versions that it has."""
+    """Returns the error for a missing version. `where` names the source, and `known` are the versions that it has."""
     return FileNotFoundError(f"no version {version} under {where}; it has {list(known)}: pull one of these")

@@ -54,9 +54,10 @@ STORED_AS: dict[str, str] = dict.fromkeys(("uint2", "uint4", "float8_e4m3"), "ui
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One leaf of the tree. `chunk` is the shape of a chunk; `chunks` are the chunks' hex digests, row-major.
+    """One tensor as a manifest describes it: a leaf of the published parameter tree, stored in chunks.
 
-    A tied tensor has neither digests nor deltas: `tied_to` names the leaf that is the same array.
+    `chunk` is the shape of a chunk. `chunks` has the hex digest, and `deltas` the patch (object, offset, size) or None, of
+    each chunk, row-major. A tied tensor has neither: `tied_to` names the leaf that is the same array.
     """
 
     name: str
@@ -69,21 +70,21 @@ class Tensor:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The number of chunks along each dim."""
+        """The number of chunks along each dim of the tensor."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of one chunk without its checksum. Edge chunks are padded with zeros to the full shape."""
+        """The bytes of one chunk without its checksum. Edge chunks are padded with zeros to the full chunk shape."""
         return math.prod(self.chunk) * ITEM_BYTES[self.dtype]
 
     def chunk_regions(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
-        """Yields (object path, region of the array) of each chunk, row-major."""
+        """Yields (path of the chunk's file in a snapshot, slices of the array that the chunk contains), row-major."""
         for index in itertools.product(*map(range, self.grid)):
             yield f"tensors/{self.name}/{'.'.join(['c', *map(str, index)])}", self._region(index)
 
     def region(self, number: int) -> tuple[slice, ...]:
-        """Returns the region of the array in chunk `number`, counted row-major."""
+        """Returns the slices, one per dim, of the array that chunk `number` contains; chunks are counted row-major."""
         index = []
         for n in reversed(self.grid):
             number, i = divmod(number, n)
@@ -96,7 +97,10 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The fields of manifest.json except `own_digest`; the module's docstring describes them."""
+    """The signed description of one published version of the weights: its tensors, and the files that store them.
+
+    Has the fields of manifest.json except `own_digest`; the docstring of sharding/format/manifest.py explains each.
+    """
 
     version: int
     base: int | None
@@ -115,19 +119,19 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The digest of the tree."""
+        """The digest of the version's parameter tree."""
         return self.digest_after
 
     @property
     def size_bytes(self) -> int:
-        """The size of all objects together."""
+        """The total size of the version's objects."""
         return sum(o.size for o in self.objects)
 
 
 def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> bytes:
-    """Returns the bytes of manifest.json, signed by `key` if given. The manifest's own key and signature are ignored.
+    """Returns the bytes of manifest.json, signed with `key`, or unsigned if `key` is None.
 
-    Raises ValueError if readers would reject it as too large.
+    Ignores `manifest.public_key` and `manifest.signature`. Raises ValueError if the result is larger than readers accept.
     """
     body = {name: getattr(manifest, name) for name in _FIELDS - {"own_digest", "signature"}}
     body["tensors"] = [vars(t) for t in manifest.tensors]
@@ -144,12 +148,14 @@ def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> 
 
 
 def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = None) -> Manifest:
-    """Parses hostile bytes. Raises CorruptSource with the reason.
+    """Returns the manifest in `data`, the untrusted bytes of a manifest.json, after checking it.
+
+    Raises CorruptSource, with the reason, if it is malformed, contradicts itself, or breaks one of the two conditions.
 
     Args:
       data: the bytes of a manifest.json.
-      version: the version that the manifest must be of; None accepts any.
-      trusted_key: hex of the only public key whose signature is accepted; None accepts any, and unsigned manifests.
+      version: the version number that the manifest must have; None accepts any.
+      trusted_key: hex of the only public key whose signature is accepted; None accepts any valid signature, and none.
     """
     try:
         return _parse(data, version, trusted_key)
@@ -160,16 +166,16 @@ def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = 
 
 
 def canonical(value: Any) -> bytes:
-    """Returns `value` as canonical JSON. Raises ValueError or TypeError if it is not JSON."""
+    """Returns `value` as JSON bytes with sorted keys and without spaces. Raises ValueError or TypeError if it is not JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def digest(tensors: tuple[Tensor, ...]) -> str:
-    """Returns the digest of a tree: of the canonical JSON of one row per tensor, sorted by name.
+    """Returns the digest of a parameter tree: the hash of canonical JSON with one row per tensor, sorted by name.
 
-    A row is [name, dtype, shape, chunk shape, digest of the chunks' digests]. Each host can hash its own chunks, on all
-    cores, and a wrong chunk can be named. Equal trees have equal digests if their chunk shapes are equal: these depend on
-    shapes and, over several hosts, on shardings.
+    A row is [name, dtype, shape, chunk shape, digest of the chunks' digests], so each host can hash its own chunks. Equal
+    trees have equal digests if their chunk shapes are equal. Chunk shapes depend on shapes and, over several hosts, on
+    shardings.
     """
     by_name = {t.name: t for t in tensors}
 
@@ -181,7 +187,7 @@ def digest(tensors: tuple[Tensor, ...]) -> str:
 
 
 def zarr_json(tensor: Tensor) -> bytes:
-    """Returns the array metadata with which any zarr3 reader opens a snapshot's tensor."""
+    """Returns the bytes of a tensor's zarr.json, the array metadata with which any zarr3 reader opens it in a snapshot."""
     kind = STORED_AS.get(tensor.dtype, tensor.dtype)
     zeros = {"bool": False, "complex64": [0.0, 0.0], "complex128": [0.0, 0.0]}
     return canonical(
@@ -205,7 +211,8 @@ _LISTS_AND_DICTS = {"tensors": list, "objects": list, "encodings": list, "metada
 
 
 def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifest:
-    _require(len(data) <= journal.MAX_MANIFEST_BYTES, f"manifest has {len(data)} bytes: rejected without parsing")
+    limit = f"at most {journal.MAX_MANIFEST_BYTES} are allowed"
+    _require(len(data) <= journal.MAX_MANIFEST_BYTES, f"manifest has {len(data)} bytes: {limit}")
     body = json.loads(data)
     _require(isinstance(body, dict), f"manifest is a {type(body).__name__}, not an object")
     _require(
@@ -214,16 +221,19 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
         "release that wrote it",
     )
     unmatched = sorted(set(body) ^ _FIELDS)
-    _require(not unmatched, f"manifest does not have exactly the fields of format {FORMAT}: {unmatched[:8]}")
+    _require(
+        not unmatched, f"manifest lacks, or has in addition to those of format {FORMAT}, the fields {unmatched[:8]}"
+    )
     _check_origin(data, body, trusted_key)
     for field, kind in _LISTS_AND_DICTS.items():
         _require(type(body[field]) is kind, f"{field} is a {type(body[field]).__name__}, not a {kind.__name__}")
     for field in ("base", "delta_of"):
         _require(body[field] is None or _is_int(body[field]), f"{field} is {body[field]!r}, not null or a version")
-    _require(_is_int(body["version"]), f"version is {body['version']!r}")
+    _require(_is_int(body["version"]), f"version is {body['version']!r}, not an integer >= 0")
     _require(version in (None, body["version"]), f"manifest is of version {body['version']}, not of version {version}")
     run = body["run"]
-    _require(isinstance(run, str) and len(run) <= MAX_RUN_LENGTH, f"run is {str(run)[:80]!r}, not a short string")
+    is_run = isinstance(run, str) and len(run) <= MAX_RUN_LENGTH
+    _require(is_run, f"run is {str(run)[:80]!r}, not a string of at most {MAX_RUN_LENGTH} characters")
     del body["own_digest"]
     parsers = {"encodings": str, "tensors": _tensor, "objects": journal.parse_object}
     manifest = Manifest(**body | {field: tuple(map(parse, body[field])) for field, parse in parsers.items()})
@@ -239,12 +249,12 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
 
 
 def _check_origin(data: bytes, body: dict, trusted_key: str | None) -> None:
-    """Checks the manifest's own digest, its canonical form, and its signature."""
+    """Raises CorruptSource unless the manifest's own digest, its canonical form, and its signature are right."""
     signed = {name: value for name, value in body.items() if name != "signature"}
     hashed = {name: value for name, value in signed.items() if name != "own_digest"}
     actual = digests.of(canonical(hashed))
     _require(actual == body["own_digest"], f"its digest is {actual}, not own_digest {str(body['own_digest'])[:80]!r}")
-    _require(canonical(body) == data, "manifest is not canonical JSON: a field occurs twice, or there are spaces")
+    _require(canonical(body) == data, "manifest is not canonical JSON: it has spaces, unsorted keys, or a field twice")
     public_key, signature = body["public_key"], body["signature"]
     if trusted_key is not None:
         check_signer(public_key, trusted_key)
@@ -259,37 +269,43 @@ def _check_origin(data: bytes, body: dict, trusted_key: str | None) -> None:
             bytes.fromhex(signature), canonical(signed)
         )
     except (exceptions.InvalidSignature, ValueError) as error:
-        raise journal.CorruptSource(f"the signature is not that of {public_key} over this manifest") from error
+        raise journal.CorruptSource(f"the signature is not one by key {public_key} over this manifest") from error
 
 
 def check_signer(public_key: Any, trusted_key: str) -> None:
-    """Raises CorruptSource unless `public_key`, a manifest's, is the trusted one."""
+    """Raises CorruptSource unless `public_key`, the key that signed a manifest, equals `trusted_key` (both in hex)."""
     signer = str(public_key)[:80]
     _require(public_key == trusted_key, f"manifest is signed by {signer}, not by the trusted {trusted_key}")
 
 
 def _tensor(entry: Any) -> Tensor:
-    """Parses one entry of `tensors`, with every rule that needs no other entry."""
+    """Returns the tensor of one entry of a manifest's `tensors`. Raises CorruptSource if the entry breaks a rule."""
     _require(
-        isinstance(entry, dict) and set(entry) == _TENSOR_FIELDS, f"tensor entry {str(entry)[:200]} has other fields"
+        isinstance(entry, dict) and set(entry) == _TENSOR_FIELDS,
+        f"tensor entry {str(entry)[:200]} does not have exactly the fields {sorted(_TENSOR_FIELDS)}",
     )
     name, dtype = entry["name"], entry["dtype"]
     _require(tree.is_name(name), f"tensor name {str(name)[:200]!r} is not a path of plain segments")
     _require(isinstance(dtype, str) and dtype in ITEM_BYTES, f"tensor {name!r} has unknown dtype {str(dtype)[:80]!r}")
     for field in ("shape", "chunk", "chunks"):
-        _require(type(entry[field]) is list, f"{field} of tensor {name!r} is a {type(entry[field]).__name__}")
+        _require(
+            type(entry[field]) is list, f"{field} of tensor {name!r} is a {type(entry[field]).__name__}, not a list"
+        )
     shape, chunk = tuple(entry["shape"]), tuple(entry["chunk"])
-    _require(len(shape) <= MAX_RANK and all(map(_is_int, shape)), f"tensor {name!r} has shape {str(shape)[:200]}")
+    is_shape = len(shape) <= MAX_RANK and all(map(_is_int, shape))
+    _require(is_shape, f"tensor {name!r} has shape {str(shape)[:200]}, not up to {MAX_RANK} integers >= 0")
     fits = len(chunk) == len(shape) and all(_is_int(c) and c > 0 for c in chunk)
-    _require(fits, f"tensor {name!r} of shape {shape} has chunk {str(chunk)[:200]}")
+    _require(fits, f"tensor {name!r} of shape {shape} has chunk shape {str(chunk)[:200]}, not one integer >= 1 per dim")
     tensor = Tensor(name, shape, dtype, chunk, tuple(entry["chunks"]), tied_to=entry["tied_to"])
     small = tensor.chunk_bytes <= MAX_CHUNK_BYTES
     _require(small, f"tensor {name!r} has chunk {chunk} of {tensor.chunk_bytes} bytes, more than {MAX_CHUNK_BYTES}")
     if tensor.tied_to is not None:
-        _require(not tensor.chunks and entry["deltas"] is None, f"tied tensor {name!r} has chunks of its own")
+        _require(not tensor.chunks and entry["deltas"] is None, f"tied tensor {name!r} has chunks or deltas of its own")
         return tensor
     expected, listed = math.prod(tensor.grid), len(tensor.chunks)
-    _require(listed == expected, f"tensor {name!r} of shape {shape} has {listed} chunks, not {expected}")
+    _require(
+        listed == expected, f"tensor {name!r} of shape {shape} lists {listed} chunk digests, but has {expected} chunks"
+    )
     _require(all(map(digests.is_digest, tensor.chunks)), f"a chunk of tensor {name!r} has no digest of 64 hex digits")
     if entry["deltas"] is None:
         return tensor
@@ -301,25 +317,28 @@ def _tensor(entry: Any) -> Tensor:
 
 
 def _check_lineage(m: Manifest) -> None:
-    """Checks `base`, `delta_of`, `encodings` and `digest_before`, and that tensors have deltas where these require it."""
-    _require(list(m.encodings) in ENCODINGS, f"encodings {str(m.encodings)[:200]} are none of {ENCODINGS}")
+    """Raises CorruptSource unless the fields on versions, encodings and digests agree with each other, and with the deltas."""
+    _require(list(m.encodings) in ENCODINGS, f"encodings {str(m.encodings)[:200]} are not one of {ENCODINGS}")
     for field in ("base", "delta_of"):
         number = getattr(m, field)
         _require(number is None or number < m.version, f"{field} {number} is not older than version {m.version}")
     has_arrays, has_deltas = "zarr3" in m.encodings, "xor" in m.encodings
     needed = None if has_arrays else m.delta_of
     _require(m.base == needed, f"base {m.base} is not {needed}, which encodings {m.encodings} require")
-    _require(has_deltas == (m.delta_of is not None), f"delta_of is {m.delta_of}, encodings are {m.encodings}")
+    good = has_deltas == (m.delta_of is not None)
+    _require(good, f"delta_of is {m.delta_of} with encodings {m.encodings}: it must be set with 'xor', and only then")
     good = digests.is_digest(m.digest_before) if has_deltas else m.digest_before is None
-    _require(good, f"digest_before is {str(m.digest_before)[:80]!r}, encodings are {m.encodings}")
+    _require(
+        good, f"digest_before is {str(m.digest_before)[:80]!r}: it must be 64 hex digits with encoding 'xor', else null"
+    )
     _require(digests.is_digest(m.digest_after), f"digest_after is {str(m.digest_after)[:80]!r}, not 64 hex digits")
     for t in m.tensors:
         good = (t.deltas is not None) == (has_deltas and t.tied_to is None)
-        _require(good, f"deltas of tensor {t.name!r} do not agree with encodings {m.encodings}")
+        _require(good, f"tensor {t.name!r} must have deltas with encoding 'xor', and only then; it is {m.encodings}")
 
 
 def _check_objects(m: Manifest) -> None:
-    """Checks that the objects are exactly those that the tensors need."""
+    """Raises CorruptSource unless the manifest lists exactly the objects that its tensors need, with the right sizes."""
     by_name = {t.name: t for t in m.tensors}
     _require(len(by_name) == len(m.tensors), "a tensor name occurs twice")
     objects = {o.path: o for o in m.objects}
@@ -331,7 +350,10 @@ def _check_objects(m: Manifest) -> None:
             other = by_name.get(t.tied_to) if isinstance(t.tied_to, str) else None
             expected_tie = dataclasses.replace(t, name="", tied_to=None)
             same = other is not None and dataclasses.replace(other, name="", chunks=(), deltas=None) == expected_tie
-            _require(same, f"tensor {t.name!r} is tied to {str(t.tied_to)[:200]!r}, which is not a tensor like it")
+            _require(
+                same,
+                f"tensor {t.name!r} is tied to {str(t.tied_to)[:200]!r}, not an untied tensor of its shape and chunk",
+            )
             continue
         if "zarr3" in m.encodings:
             data = zarr_json(t)
@@ -345,14 +367,14 @@ def _check_objects(m: Manifest) -> None:
             _require(inside, f"a delta of tensor {t.name!r} at {list(delta)} is outside every object of deltas")
             used[m.objects[index].path] += size
     for path, (size, stated) in expected.items():
-        _require(path in objects, f"object {path!r} is missing")
+        _require(path in objects, f"object {path!r} is missing: a tensor of this manifest needs it")
         o = objects[path]
         _require(o.size == size, f"object {path!r} has {o.size} bytes, but its tensor needs {size}")
         _require(o.digest == stated, f"object {path!r} has digest {o.digest}, but its tensor lists {stated}")
     for path, num_bytes in used.items():
         size = objects[path].size
-        _require(num_bytes == size, f"object {path!r} has {size} bytes, of which deltas use {num_bytes}")
-        _require(size <= MAX_DELTA_BYTES, f"object {path!r} has {size} bytes, more than {MAX_DELTA_BYTES}")
+        _require(num_bytes == size, f"object {path!r} has {size} bytes, but its patches add up to {num_bytes}")
+        _require(size <= MAX_DELTA_BYTES, f"object {path!r} has {size} bytes: at most {MAX_DELTA_BYTES} are allowed")
     for path in objects:
         _require(path in expected or path in used, f"object {path!r} belongs to no tensor")
 

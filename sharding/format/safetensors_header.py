@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 100_000_000  # that of the reference implementation
 
 
 class Entry(NamedTuple):
-    """The place of a tensor in a file; `offset` is in bytes from the start of the file."""
+    """The dtype, shape and place of one tensor in a safetensors file; `offset` is in bytes from the start of the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 def read(path: pathlib.Path) -> dict[str, Entry]:
-    """Returns the tensors of a file by name. Raises ValueError, naming the file, if it breaks the format."""
+    """Reads a safetensors file's header. Returns the place of each tensor by name. Raises ValueError if it is malformed."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -52,9 +52,11 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
+            raise ValueError(
+                f"{path} is not a safetensors file: its header is not JSON ({error}). Download it again."
+            ) from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object. Download it again.")
     header.pop("__metadata__", None)
     return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
@@ -64,9 +66,13 @@ def _entry(path: pathlib.Path, name: str, entry, start: int, size: int) -> Entry
         kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
         begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the header entry of tensor {name} is malformed: {entry!r}") from error
+        raise ValueError(
+            f"{path}: the header entry of tensor {name} is malformed: {entry!r}. Download the file again."
+        ) from error
     if kind not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} has dtype {kind}, which is not one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"{path}: tensor {name} has dtype {kind}, which is not one of {', '.join(DTYPES)}. Convert the file."
+        )
     is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0
     if not is_inside or math.prod(shape) * DTYPES[kind].itemsize != end - begin:
         raise ValueError(

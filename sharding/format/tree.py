@@ -9,10 +9,10 @@ MAX_NAME_LENGTH = 800
 
 
 def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns (leaves by name, containers by name). `check(name, leaf)` raises for a leaf that cannot be published.
+    """Flattens a tree of parameters. Returns (leaves by name, kinds of containers by name).
 
-    Containers are the lists, tuples, empty dicts and Nones: names alone do not determine these. Raises ValueError for a
-    key that cannot be part of a name.
+    A name joins the keys by "/". Recorded containers are lists, tuples, empty dicts and Nones, which names of leaves do
+    not determine. Calls `check(name, leaf)`, which raises for a bad leaf. Raises ValueError for a key that is not allowed.
     """
     leaves, containers = {}, {}
 
@@ -34,9 +34,11 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
                 visit(child, f"{name}/{key}" if name else str(key))
         else:
             if not name:
-                raise ValueError(f"params is a {kind.__name__}, not a tree: wrap it in a dict")
+                raise ValueError(f"params is a {kind.__name__}, not a tree of arrays: wrap it in a dict")
             if len(name) > MAX_NAME_LENGTH:
-                raise ValueError(f"leaf {name[:80]!r}... has a name of {len(name)} characters: nest less deeply")
+                raise ValueError(
+                    f"leaf {name[:80]!r}... has a name of {len(name)} characters, more than {MAX_NAME_LENGTH}: nest less deeply"
+                )
             check(name, node)
             leaves[name] = node
 
@@ -45,7 +47,7 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
 
 
 def unflatten(leaves: dict[str, Any], containers: dict[str, str]) -> Any:
-    """Returns the tree that `flatten` took apart. Raises CorruptSource if the names do not form a tree."""
+    """Rebuilds the tree of parameters from the two results of `flatten`. Raises CorruptSource if the names do not form a tree."""
     root: dict = {}
     for name in filter(None, containers):
         node = root
@@ -78,7 +80,7 @@ def unflatten(leaves: dict[str, Any], containers: dict[str, str]) -> Any:
 
 
 def is_name(name: Any) -> bool:
-    """Returns True for a name that a leaf can have: plain segments joined by "/"."""
+    """Returns True if `name` may be the name of a leaf: segments of letters, digits, `_`, `-` and `.`, joined by "/"."""
     return isinstance(name, str) and len(name) <= MAX_NAME_LENGTH and journal.is_object_path(f"tensors/{name}")
 
 

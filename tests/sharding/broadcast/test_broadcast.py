@@ -212,7 +212,7 @@ def _lie(root: pathlib.Path, change) -> None:
 
 
 LIES = {  # tests/sharding/format/test_manifest.py has all of them; here: that `pull` checks before it reads
-    "traversal": (lambda m: m["objects"][0].update(path="tensors/../../secret"), "secret.*plain segments"),
+    "traversal": (lambda m: m["objects"][0].update(path="tensors/../../secret"), "secret.*relative path"),
     "replayed version": (lambda m: m.update(version=9), "is of version 9, not of version 0"),
 }
 
@@ -606,9 +606,9 @@ def test_explicit_base(tmp_path):
     for version, tree in enumerate((first, second, third)):
         _assert_same(broadcast.pull(tmp_path, version).params, tree)
         _assert_same(broadcast.pull(tmp_path, version, base=base).params, tree)
-    with pytest.raises(ValueError, match="tensor 'x' differs from version 0"):
+    with pytest.raises(ValueError, match="tensor 'x' has another shape.*version 0"):
         broadcast.publish({**third, "x": np.ones(1)}, 3, tmp_path, base=base)
-    with pytest.raises(ValueError, match="base is version 0.*need an older one"):
+    with pytest.raises(ValueError, match="base is version 0.*pass an older base"):
         broadcast.publish(third, 0, tmp_path / "other", base=base)
     gone = broadcast.Pulled(1, second, {}, "0" * 64)  # published again since: only a snapshot is safe
     assert broadcast.publish(third, 3, tmp_path, base=gone).encodings == ("zarr3",)
@@ -693,7 +693,7 @@ def test_a_chain_of_another_run_is_refused(tmp_path):
     broadcast.remove(tmp_path, 0)
     broadcast.publish(_params(rng), 0, tmp_path / "other")
     os.rename(tmp_path / "other" / "v00000000", tmp_path / "v00000000")
-    with pytest.raises(broadcast.CorruptSource, match="another run, or was published again"):
+    with pytest.raises(broadcast.CorruptSource, match="published again, or by another run"):
         broadcast.pull(tmp_path)
     broadcast.remove(tmp_path, 0)
     with pytest.raises(FileNotFoundError, match="no version 0"):

@@ -53,8 +53,8 @@ def read(opened, objects, path):
     ("what", "options", "message"),
     [
         ([], {}, "no source given"),
-        (["http://a:1", "/tmp"], {}, "mix kinds"),
-        (["/a", "/b"], {}, "mix kinds"),
+        (["http://a:1", "/tmp"], {}, "are not all relays"),
+        (["/a", "/b"], {}, "are not all relays"),
         ("ftp://a", {}, "unknown scheme"),
         ("http://", {}, "is not a URL"),
         ("http://a/?x=1", {}, "is not a URL"),
@@ -146,7 +146,7 @@ def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
         read(opened, objects, "tensors/t3/c.0")
     path = tmp_path / "bad" / "v00000000" / "tensors/t4/c.0"
     os.truncate(path, 7)
-    with pytest.raises(journal.CorruptSource, match="7 bytes, not 200001"):
+    with pytest.raises(journal.CorruptSource, match="7 bytes, not the 200001"):
         read(opened, objects, "tensors/t4/c.0")
     path.unlink()
     with pytest.raises(journal.CorruptSource, match="missing"):
@@ -212,9 +212,9 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
             opened.read(0, entry, into)
             assert array == b"?????" + data[:-4] + b"?????" and checksum == data[-4:]
         for wrong in (into[:1], [*into, memoryview(bytearray(1))]):
-            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes: pass views"):
+            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes, the views .*: pass views"):
                 opened.read(0, entry, wrong)
-        with pytest.raises(ValueError, match="not a relative path of plain segments"):
+        with pytest.raises(ValueError, match="not a relative path of letters"):
             opened.read(0, dataclasses.replace(entry, path="../v00000000/tensors/t4/c.0"), into)
 
 
@@ -311,7 +311,7 @@ def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
         opened.versions()
     with pytest.raises(journal.Unavailable, match=dead.url):
         opened.manifest_bytes(0)
-    with pytest.raises(journal.Unavailable, match="did not come in time"):
+    with pytest.raises(journal.Unavailable, match="was not downloaded in time"):
         source.read(opened, 0, journal.Object(**proxy.entry("a", b"12345")))
 
 
@@ -435,7 +435,7 @@ def test_relays_that_disagree_need_a_key(root, origin, opening, tmp_path):
     proxy.publish(tmp_path / "other", 0, proxy.contents(5), key=proxy.OTHER_KEY)
     with proxy.running(tmp_path / "other") as other:
         proxy.wait_until(proxy.holds(other, 0))
-        with pytest.raises(journal.CorruptSource, match="pass the trusted key"):
+        with pytest.raises(journal.CorruptSource, match="pass the publisher's trusted key"):
             opening([origin.url, other.url]).manifest_bytes(0)
         opened = opening([origin.url, other.url], trusted_key=TRUSTED)
         for _ in range(3):
