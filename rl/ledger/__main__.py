@@ -7,7 +7,7 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command `verify` or `show`; returns the exit code: 0 for a good ledger, 1 for a bad or missing one."""
     parser = cli.Parser(prog="python -m rl.ledger", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("verify", "check every entry"), ("show", "print workers, balances, and the last entries")):
@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if report.error:
-        print(f"error: entry {report.bad_seq} of {args.path} is bad: {report.error}", file=sys.stderr)
+        print(
+            f"error: entry {report.bad_seq} of {args.path} is bad: {report.error}; restore a good copy", file=sys.stderr
+        )
         return 1
     if args.command == "show":
         with ledger_lib.Ledger(args.path) as ledger:

@@ -10,7 +10,7 @@ from rl.ledger import events, task_ranges
 
 @dataclasses.dataclass
 class Work:
-    """One submission of the worker `node`. Submitted units = `units` (still good) + `invalidated` + `forfeited`."""
+    """One submission of a worker (`node`), of `units` (still good) + `invalidated` (by a verdict) + `forfeited` (by a slash) units."""
 
     node: str
     time_ms: int
@@ -23,7 +23,7 @@ class Work:
 
 @dataclasses.dataclass
 class Worker:
-    """Stake and record of one worker."""
+    """The stake of one worker and the counts of its verdicts, from which its reputation follows."""
 
     stake: int = 0
     slashed: int = 0
@@ -36,7 +36,7 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """Units of one worker. The five sum to all that it submitted."""
+    """Work units of one worker by status at one time; the five fields sum to all units that the worker submitted."""
 
     pending: int
     locked: int  # accepted, and may still be invalidated
@@ -46,7 +46,7 @@ class Balance:
 
 
 class State:
-    """The state after a sequence of events."""
+    """The state of a ledger after a sequence of events: workers, submitted work, finished tasks, and the settings of entry 0."""
 
     def __init__(self):
         self.keeper = ""
@@ -60,7 +60,7 @@ class State:
         self.nonces: set[str] = set()  # of all events
 
     def balance(self, worker: str, now_ms: int) -> Balance:
-        """Returns the units of a worker at a time."""
+        """Returns the work units of a worker by status at time `now_ms`; all 0 for an unknown worker."""
         totals = dict.fromkeys(("pending", "locked", "final", "invalidated", "forfeited"), 0)
         for work in self._works_of.get(worker, ()):
             locked = work.time_ms + self.window_ms > now_ms
@@ -70,7 +70,7 @@ class State:
         return Balance(**totals)
 
     def reputation(self, worker: str) -> float:
-        """Returns a number in [0, 1): 0 for an unknown worker, 1/2 after 32 replayed submissions; one taken back outweighs 64."""
+        """Returns a worker's reputation in [0, 1): 0 if unknown or ejected, 1/2 after 32 replays; an invalid submission outweighs 64."""
         record = self.workers.get(worker)
         if record is None or record.ejected:
             return 0.0
@@ -78,15 +78,15 @@ class State:
         return record.num_checked / (record.num_checked + 32 + 64 * bad)
 
     def refusal(self, event: events.Event, time_ms: int) -> str | None:
-        """Returns the rule that the event breaks if it is appended now, or None. Never raises."""
+        """Returns the rule that an event would break if appended at `time_ms`, or None. Never raises. Does not check the signature."""
         if reason := events.form_error(event):
             return reason
         if event.nonce in self.nonces:
-            return "nonce: this event is in the ledger already"
+            return f"nonce: this event is in the ledger already ({event.nonce})"
         if (event.kind == "open") != (not self.keeper):
-            return "open: must be the first entry, and only that"
+            return "open: the first entry must be an open event, and no other entry may be one"
         if event.kind == "open":
-            return None if event.node == event.author else "open: must be about its author, the keeper"
+            return None if event.node == event.author else "open: node must equal author, the keeper's key"
         if event.kind in events.NODE_KINDS and event.author != event.node:
             return f"author: {event.kind} must be signed by the worker itself"
         if event.kind in events.VALIDATOR_KINDS and event.author not in self.validators:
@@ -115,7 +115,7 @@ class State:
         return None
 
     def apply(self, event: events.Event, time_ms: int) -> None:
-        """Adds an event for which `refusal` returned None."""
+        """Applies one event to this state in place. `refusal` must have returned None for the event."""
         self.nonces.add(event.nonce)
         self.time_ms = time_ms
         fields, worker = event.fields, self.workers.get(event.node)

@@ -21,11 +21,11 @@ VALIDATOR_KINDS = ("accept", "invalidate", "slash", "eject")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One signed statement about the worker `node`.
+    """One event of a ledger: a statement about the worker `node`, signed by `author` (the worker itself, a validator, or the keeper).
 
     Fields by kind: open (validators: list of keys, window_ms), join (), stake (amount), submit (work: SHA-256 hex, units),
     accept (work, checked: whether it was replayed), invalidate (work, units, reason), slash (amount, reason), eject (reason).
-    A verdict on work may add run and tasks: those that are finished with it (rl/ledger/task_ranges.py).
+    An accept or invalidate event may add run and tasks: the tasks that its work finished, as text (rl/ledger/task_ranges.py).
     """
 
     kind: str
@@ -37,22 +37,23 @@ class Event:
 
 
 def sign(kind: str, node: str, key: rollout_lib.WorkerKey, *, nonce: str | None = None, **fields) -> Event:
-    """Creates an event signed by `key`. Its rules are checked when it is appended.
+    """Creates a ledger event about the worker `node`, signed by `key`. The ledger's rules are checked when the event is appended.
 
-    `nonce` is random by default. Derive its 32 hex digits from the subject if the event must not be appended twice.
+    `nonce` (32 hex digits) is random by default. A ledger takes each nonce once: derive it from the subject if the event must
+    not be appended twice.
     """
     event = Event(kind, node, key.worker, nonce or secrets.token_hex(16), fields, b"")
     return dataclasses.replace(event, signature=key.private.sign(b"intellax/event/1" + encode(event)))
 
 
 def encode(event: Event) -> bytes:
-    """Returns the event's canonical bytes, without the signature. Raises ValueError or TypeError if it is not plain JSON."""
+    """Returns the event's canonical bytes, without the signature. Raises ValueError or TypeError if the fields are not plain JSON."""
     body = {name: getattr(event, name) for name in ("kind", "node", "author", "nonce", "fields")}
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(body: bytes, signature: bytes) -> Event | str:
-    """Returns the event with these canonical bytes, or why there is none. Never raises."""
+    """Returns the event encoded by `body`, or a string with the reason if the bytes are not a canonical event. Never raises."""
     try:
         fields = json.loads(body)
         event = Event(**fields, signature=signature)
@@ -63,21 +64,21 @@ def decode(body: bytes, signature: bytes) -> Event | str:
 
 
 def signature_error(event: Event) -> str | None:
-    """Returns why the event is not signed by its author, or None. Never raises."""
+    """Returns why the signature of an event is not valid for its author's key, or None if it is. Never raises."""
     try:
         body = encode(event)
     except (ValueError, TypeError, RecursionError):
         return "fields: must be plain JSON"
     if len(body) > MAX_EVENT_BYTES:
-        return f"fields: the event has {len(body)} bytes; at most {MAX_EVENT_BYTES} are kept"
+        return f"fields: the event has {len(body)} bytes; at most {MAX_EVENT_BYTES} are allowed"
     is_signed = _is_hex(event.author, 64) and rollout_lib.signed(
         event.author, event.signature, b"intellax/event/1" + body
     )
-    return None if is_signed else "signature: its author did not sign this event"
+    return None if is_signed else "signature: it is not the author's signature of this event"
 
 
 def form_error(event: Event) -> str | None:
-    """Returns the rule of form that the event breaks, or None. Never raises."""
+    """Returns the format rule that an event breaks (kind, keys, nonce, or fields), or None if it is well-formed. Never raises."""
     if not isinstance(event.kind, str) or event.kind not in _FIELDS:
         return f"kind: must be one of {', '.join(_FIELDS)}"
     for name in ("node", "author"):
@@ -89,7 +90,7 @@ def form_error(event: Event) -> str | None:
     if isinstance(event.fields, dict) and event.kind in ("accept", "invalidate") and "tasks" in event.fields:
         rules = rules | _TASKS  # optional: ledgers written before these fields existed lack them
     if not isinstance(event.fields, dict) or set(event.fields) != set(rules):
-        return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}"
+        return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}; add or remove fields"
     return next(
         (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name])), None
     )

@@ -32,7 +32,7 @@ WINDOW_MS = 24 * 3600 * 1000
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `verify`; `error` and `bad_seq` describe the first bad entry, or are None."""
+    """The result of `verify`: `error` is the fault of the first bad entry and `bad_seq` its number; both are None for a good ledger."""
 
     num_entries: int  # good ones
     error: str | None
@@ -41,10 +41,11 @@ class Report:
 
 
 class Ledger(contextlib.AbstractContextManager):
-    """An open ledger. Any thread may call it, several processes may append to one file, and `close` or `with` closes it.
+    """An open ledger file: the append-only, signed record of submitted work and verdicts.
 
-    Opening verifies all entries (two signatures each). Raises ValueError for a file that is not a good ledger, or if `keeper`,
-    which is needed to append, is not the key of entry 0.
+    Opening verifies all entries (two signatures each). `keeper` is the private key of the ledger's owner; only appending needs
+    the key. Raises FileNotFoundError without a file, and ValueError for a bad ledger or if `keeper` is not the key of entry 0.
+    Any thread may call the methods, and several processes may append to one file. `close` or `with` closes the file.
     """
 
     def __init__(self, path: str | pathlib.Path, keeper: rollout_lib.WorkerKey | None = None):
@@ -69,7 +70,11 @@ class Ledger(contextlib.AbstractContextManager):
         validators: tuple[str, ...] = (),
         window_ms: int = WINDOW_MS,
     ) -> "Ledger":
-        """Creates a ledger of one entry. The keeper is a validator, too. Raises FileExistsError if `path` exists."""
+        """Creates a ledger file with its opening entry, and returns the open ledger. Raises FileExistsError if `path` exists.
+
+        `keeper` is the owner's key, which signs every entry and is a validator, too. `validators` are public keys that may append
+        verdicts. Accepted work can be invalidated until `window_ms` milliseconds after its submission.
+        """
         path = pathlib.Path(path)
         names = sorted({keeper.worker, *validators})
         event = ledger_events.sign("open", keeper.worker, keeper, validators=names, window_ms=window_ms)
@@ -88,7 +93,7 @@ class Ledger(contextlib.AbstractContextManager):
         self.close()
 
     def append(self, *events: ledger_events.Event) -> list[storage.Entry]:
-        """Appends all events or none, durably. Raises ValueError with the rule that the first bad one breaks."""
+        """Appends events to the ledger file durably, all or none; returns their entries. Raises ValueError if one breaks a rule."""
         if self.key is None:
             raise ValueError(f"ledger {self._path} was opened without the keeper's key; open it with the key to append")
         with self._lock:
@@ -100,7 +105,9 @@ class Ledger(contextlib.AbstractContextManager):
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
-                            raise ValueError(f"event {event.kind} of {event.node[:16]} is refused: {reason}")
+                            raise ValueError(
+                                f"event {event.kind} of {event.node[:16]} is refused: {reason}; correct the event or leave it out"
+                            )
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
@@ -112,13 +119,13 @@ class Ledger(contextlib.AbstractContextManager):
         return entries
 
     def refresh(self) -> balances.State:
-        """Returns the state, including entries that other processes appended."""
+        """Returns the current state of the ledger, after reading entries that other processes appended. Raises ValueError for a bad one."""
         with self._lock:
             self._catch_up()
             return self.state
 
     def entries(self) -> list[storage.Entry]:
-        """Reads all entries."""
+        """Returns all entries of the ledger file, oldest first."""
         with self._lock:
             return [entry for entry in storage.read(self._connection, 0) if isinstance(entry, storage.Entry)]
 
@@ -143,17 +150,18 @@ class Ledger(contextlib.AbstractContextManager):
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
-    """Checks every entry of a file, for any bytes that it contains. Raises OSError if the file does not exist.
+    """Checks every entry of a ledger file and returns a report; a damaged file is reported, not raised.
 
     Args:
-      path: the file.
-      keeper: the expected public key of the keeper; by default that of entry 0 is trusted.
-      head: "SEQ:HASH" noted earlier; the ledger must contain it. ValueError if it is not of this form.
+      path: the ledger file. FileNotFoundError is raised if it does not exist.
+      keeper: the expected public key of the ledger's owner; by default the key in entry 0 is trusted.
+      head: number and hash of an entry as "SEQ:HASH", noted earlier; the ledger must contain that entry. ValueError is raised
+        for any other format.
     """
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"no ledger at {path}; give the path of a ledger file")
     if head is not None and not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
-        raise ValueError(f"head {head!r} must be SEQ:HASH; copy it from the output of verify")
+        raise ValueError(f"head {head!r} is not SEQ:HASH; copy the head from the output of python -m rl.ledger verify")
     state, good, last = balances.State(), 0, bytes(32)
 
     def report(error: str | None) -> Report:
@@ -168,7 +176,7 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
             if isinstance(entry, str):
                 return report(entry)
             if keeper is not None and state.keeper != keeper:
-                return report(f"kept by {state.keeper}, not by {keeper}")
+                return report(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
             if head is not None and entry.seq == int(head.split(":")[0]) and entry.hash.hex() != head.split(":")[1]:
                 return report(f"its hash differs from the head {head}")
             good, last = entry.seq + 1, entry.hash
@@ -182,5 +190,5 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
 
 
 def now_ms() -> int:
-    """The time in milliseconds since 1970."""
+    """The current time in milliseconds since 1970."""
     return time.time_ns() // 10**6

@@ -27,7 +27,7 @@ SCHEMA = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One event at its place in the chain."""
+    """One entry of a ledger file: a signed event, chained to the entry before by its hash and sealed by the keeper's signature."""
 
     seq: int
     time_ms: int
@@ -40,7 +40,7 @@ class Entry:
 def checked(
     connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes
 ) -> Iterator[Entry | str]:
-    """Yields the entries from `start`, and applies them to `state`; ends with the reason if the next entry is bad."""
+    """Verifies entries from number `start`, applies each to `state`, and yields it. For a bad one, yields the reason (str) and ends."""
     expected = start
     for entry in read(connection, start):
         error = entry if isinstance(entry, str) else _entry_error(entry, state, expected, previous)
@@ -72,7 +72,7 @@ def _entry_error(entry: Entry, state: balances.State, expected: int, previous: b
 
 
 def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry | str]:
-    """Yields entries from `start`, or the reason why one cannot be decoded. Verifies nothing."""
+    """Yields the entries from number `start`, without verifying them; for one that cannot be decoded, the reason as a string."""
     query = (
         "SELECT seq, time_ms, event, signature, previous, hash, seal FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
     )
@@ -91,7 +91,7 @@ def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry | str]:
 
 
 def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, event: events.Event) -> None:
-    """Writes the tables and entry 0 into an empty file."""
+    """Writes the tables of a ledger, `event` as entry 0, and the signed head into an empty file."""
     with contextlib.closing(connect(path, check_schema=False)) as connection, transaction(connection):
         for statement in SCHEMA:
             connection.execute(statement)
@@ -106,7 +106,7 @@ def insert(
     event: events.Event,
     previous: bytes,
 ) -> Entry:
-    """Appends an event after the entry with hash `previous`."""
+    """Writes an event as entry `seq`, after the entry with hash `previous`. Returns the entry. Checks nothing; call `write_head` next."""
     body = events.encode(event)
     hash_ = hash_of(seq, time_ms, previous, body, event.signature)
     seal = keeper.private.sign(b"intellax/seal/1" + hash_)
@@ -117,7 +117,7 @@ def insert(
 
 
 def write_head(connection: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
-    """Signs that entry `seq` with this hash is the last."""
+    """Writes the head: the number and hash of the last entry, signed by the keeper, so that a removed tail is found."""
     signature = keeper.private.sign(_head_message(seq, hash_))
     connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?)", (seq, hash_, signature))
 
@@ -127,7 +127,7 @@ def _head_message(seq: int, hash_: bytes) -> bytes:
 
 
 def head_error(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> str | None:
-    """Returns why the signed head does not fit a last entry `seq` with this hash, or None."""
+    """Returns why the keeper's signed head does not name entry `seq` with this hash as the last one, or None if it does."""
     rows = connection.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
         return "there must be exactly one head"
@@ -141,15 +141,17 @@ def head_error(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: s
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:
-    """Returns the SHA-256 of an entry. Its parts have a fixed size or follow their length, so no two entries share a preimage."""
+    """Returns the SHA-256 of an entry. Every hashed field has a fixed size or follows its length, so no two entries share a preimage."""
     head = b"intellax/entry/1" + struct.pack("<QQ32sQ", seq, time_ms, previous, len(body))
     return hashlib.sha256(head + body + signature).digest()
 
 
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
-    """Opens the file; views and triggers in it are never run. Raises ValueError if its tables are not those of a ledger."""
+    """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger."""
     if check_schema and not path.is_file():
-        raise FileNotFoundError(f"no ledger at {path}; create one with rl.ledger.ledger.Ledger.create")
+        raise FileNotFoundError(
+            f"no ledger at {path}; correct the path, or create one with rl.ledger.ledger.Ledger.create"
+        )
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     connection.text_factory = bytes  # text of a damaged file need not be UTF-8
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)
@@ -158,7 +160,7 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
         connection.execute("PRAGMA synchronous = FULL")
         found = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
         if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
-            raise ValueError("its tables differ")
+            raise ValueError("its tables are not those of a ledger")
     except (sqlite3.Error, ValueError) as error:  # UnicodeDecodeError: SQLite's message quotes bytes of a damaged file
         connection.close()
         raise ValueError(f"{path} is not a ledger: {error}; give the path of a ledger file") from error
@@ -167,7 +169,7 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
-    """Runs the block in a transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices for reading."""
+    """Runs the `with` block in a transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices to read."""
     connection.execute(begin)
     try:
         yield

@@ -14,7 +14,7 @@ BLOCK = 1024  # groups per integer of bits
 
 
 def format_tasks(tasks: Iterable[tuple[int, int]]) -> str:
-    """Formats (step, group) pairs. The inverse of `parse_tasks`."""
+    """Formats (step, group) pairs as text, such as "3:0-15,17 4:32". The inverse of `parse_tasks`."""
     by_step = collections.defaultdict(set)
     for step, group in tasks:
         by_step[step].add(group)
@@ -22,7 +22,7 @@ def format_tasks(tasks: Iterable[tuple[int, int]]) -> str:
 
 
 def parse_tasks(text: str) -> list[tuple[int, int]]:
-    """Returns the (step, group) pairs. Raises ValueError for any text that `format_tasks` does not return."""
+    """Parses text such as "3:0-15,17 4:32" into (step, group) pairs. Raises ValueError for text that `format_tasks` cannot return."""
     spans, count = [], 0
     for part in text.split(" "):
         step, colon, groups = part.partition(":")
@@ -34,7 +34,7 @@ def parse_tasks(text: str) -> list[tuple[int, int]]:
                 raise ValueError(f"range {span!r} ends before it starts; write it as {last}-{first}")
             count += end - begin + 1
             if count > MAX_TASKS:
-                raise ValueError(f"{count} tasks; list at most {MAX_TASKS} in one event")
+                raise ValueError(f"the task list has {count} tasks or more; list at most {MAX_TASKS} in one event")
     tasks = [(step, group) for step, first, last in spans for group in range(first, last + 1)]
     if format_tasks(tasks) != text:
         raise ValueError(f"tasks {text[:100]!r} are not in order; sort them and join neighbors into one range")
@@ -42,7 +42,7 @@ def parse_tasks(text: str) -> list[tuple[int, int]]:
 
 
 class Done:
-    """A set of (run, step, group), one bit each."""
+    """The set of finished tasks of a ledger, as (run, step, group); each takes one bit."""
 
     def __init__(self):
         self._blocks: collections.defaultdict[tuple[str, int, int], int] = collections.defaultdict(int)
@@ -52,12 +52,12 @@ class Done:
         return bool(self._blocks.get((run, step, group // BLOCK), 0) >> group % BLOCK & 1)
 
     def add(self, run: str, text: str) -> None:
-        """Adds the tasks in `text`."""
+        """Marks the tasks of a run in `text` (see `format_tasks`) as finished. Raises ValueError if `text` is malformed."""
         for step, group in parse_tasks(text):
             self._blocks[run, step, group // BLOCK] |= 1 << group % BLOCK
 
     def remove(self, run: str, text: str) -> None:
-        """Removes the tasks in `text`."""
+        """Marks the tasks of a run in `text` as not finished. Raises ValueError if `text` is malformed."""
         for step, group in parse_tasks(text):
             self._blocks[run, step, group // BLOCK] &= ~(1 << group % BLOCK)
 
@@ -72,5 +72,5 @@ def _ranges(groups: list[int]) -> Iterator[str]:
 
 def _number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 16 or int(text) > MAX_NUMBER:
-        raise ValueError(f"{text[:20]!r} is not an integer from 0 to {MAX_NUMBER}; correct the task list")
+        raise ValueError(f"{text[:20]!r} in a task list is not an integer from 0 to {MAX_NUMBER}; correct the list")
     return int(text)

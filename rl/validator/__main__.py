@@ -7,7 +7,7 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command `serve` or `calibrate`; returns the exit code: 0, or 1 after an error, which is printed."""
     parser = cli.Parser(prog="python -m rl.validator", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     routes.add_arguments(commands.add_parser("serve", help="check rollout files over HTTP"))

@@ -52,7 +52,7 @@ WAIT_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to generate rollouts that a validator must accept: changes to engine and model config, and a mesh."""
+    """One honest way to generate rollouts, which a validator must accept: changed fields of engine and model config, and a mesh."""
 
     engine: dict
     model: dict
@@ -72,7 +72,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Replay differences of honest rollouts of one variant: the largest per check, and means for the sequential tests."""
+    """The replay differences of honest rollouts of one variant: the largest per check, and means for the sequential tests."""
 
     margin: float
     logprob: float
@@ -97,9 +97,10 @@ def roll_out(
     *,
     change: Callable = lambda request: request,
 ) -> list[list[rollout_lib.Rollout]]:
-    """Generates groups in this process with the real scheduler; scores and signs them as a worker does.
+    """Generates, scores, and signs rollouts as an honest worker does, in this process. Returns the rollouts of each group.
 
-    The rollouts claim policy `version`. `change` alters each request, but not the claims about it; tests cheat with it.
+    The rollouts claim to be of policy `version`. `change` alters each request to the engine but not the rollouts' claims, so that
+    tests can cheat.
     """
     config = exp.config
     options = config.env.options.to_dict()
@@ -142,7 +143,7 @@ def roll_out(
 
 
 def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
-    """Replays honest rollouts and measures the differences."""
+    """Replays honest rollouts of one variant and returns how much the replay differs from their claims."""
     largest: dict[str, Any] = {}
     evidence, refused = [], 0
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
@@ -177,7 +178,7 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 
 
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Returns limits and bands that fit all measurements."""
+    """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all measured variants keep."""
 
     def worst(name: str) -> float:
         return SAFETY * max(getattr(m, name) for m in measured)
@@ -206,11 +207,11 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures all variants and writes the bands file; returns the exit code."""
+    """Measures all variants and writes the bands file; returns the exit code. Raises ValueError for wrong options or missing weights."""
     if args.rollouts < 1:
-        raise ValueError(f"--rollouts = {args.rollouts} must be at least 1")
+        raise ValueError(f"--rollouts {args.rollouts} is less than 1; give a larger number")
     if not pathlib.Path(args.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out} is in a directory that does not exist; create it first")
+        raise ValueError(f"--out {args.out} is in a directory that does not exist; create the directory first")
     exp = load_experiment(args.workdir)
     weights = pathlib.Path(args.workdir) / "weights"
     version = broadcast.latest(str(weights)) if args.version is None else args.version
@@ -238,7 +239,9 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     if not measured:
-        raise ValueError("--variants need more devices than this machine has; name one that needs fewer")
+        raise ValueError(
+            f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices; add one that needs fewer"
+        )
     tolerance, bands = limits(list(measured.values()))
     verifier.save_bands(
         args.out,
@@ -262,7 +265,7 @@ def variant_rollouts(
     count: int,
     key: rollout_lib.WorkerKey,
 ) -> list[rollout_lib.Rollout] | None:
-    """Returns `count` honest rollouts, or None if the machine has too few devices."""
+    """Generates `count` honest rollouts with a variant of engine, model, and mesh; returns None if the machine has too few devices."""
     if variant.mesh:
         num_devices = math.prod(variant.mesh.values())
         if jax.device_count() < num_devices:
@@ -281,7 +284,7 @@ def variant_rollouts(
 
 
 def load_experiment(workdir: str) -> experiment_lib.Experiment:
-    """Returns the experiment of a run, from the config in its working directory."""
+    """Returns the experiment of a run, from the config in its working directory. Raises ValueError if config.json is missing."""
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
@@ -289,7 +292,7 @@ def load_experiment(workdir: str) -> experiment_lib.Experiment:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `calibrate`."""
+    """Adds the options of the command `calibrate` to its parser."""
     parser.add_argument("--workdir", required=True, help="working directory of the run whose policy and tasks are used")
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--version", type=int, help="version of the published weights (default: the newest)")

@@ -13,7 +13,7 @@ from inference.rollouts import parquet_footer
 
 
 def locate(root: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the path of a file under the root; it may not exist."""
+    """Returns the path of rollout file `name` under `root`, where the file may not exist. Raises ValueError for any other name."""
     parts = pathlib.PurePosixPath(name).parts
     clean = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}", part) for part in parts)
     if not parts or not clean or not name.endswith(".parquet"):
@@ -25,15 +25,15 @@ def locate(root: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def group_names(name: str, count: int) -> list[str]:
-    """Returns <stem>-0.parquet, <stem>-1.parquet, ..., given one of them."""
+    """Returns the `count` file names <stem>-0.parquet, <stem>-1.parquet, ..., given one of them. Raises ValueError for other names."""
     match = re.fullmatch(r"(.*-)[0-9]+(\.parquet)", name)
     if not match:
-        raise ValueError(f"{name[:200]!r} is not a name of a group's file; it must end in -<index>.parquet")
+        raise ValueError(f"{name[:200]!r} is not a name of a group's file; rename it to end in -<index>.parquet")
     return [f"{match[1]}{index}{match[2]}" for index in range(count)]
 
 
 def check(paths: Sequence[pathlib.Path], shas: Sequence[str]) -> None:
-    """Checks the size of all files together, and their hashes, without reading a whole file into memory."""
+    """Raises ValueError unless all files exist with these SHA-256 hashes and a total size in bounds. Never reads a whole file into memory."""
     for path in paths:
         if not path.is_file():
             raise ValueError(f"file: {path.name} does not exist; upload it first")
@@ -44,7 +44,7 @@ def check(paths: Sequence[pathlib.Path], shas: Sequence[str]) -> None:
 
 
 def read(path: pathlib.Path, sha: str) -> bytes:
-    """Returns the file's bytes, which have this hash."""
+    """Returns the bytes of a rollout file. Raises ValueError if the file is too large or does not have the SHA-256 `sha`."""
     parquet_footer.check_size(path.stat().st_size)
     data = path.read_bytes()
     _check_hash(path, hashlib.sha256(data).hexdigest(), sha)

@@ -30,7 +30,7 @@ MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 
 
 def make_app(service: validator_service.Service) -> fastapi.FastAPI:
-    """Returns the routes of a service. A ValueError becomes a reply of status 400."""
+    """Returns the HTTP application of a validation service. A request that raises ValueError gets status 400 with the message."""
     app = fastapi.FastAPI(title="Intellax validator", docs_url=None, redoc_url=None)
 
     @app.post("/validate/{file:path}")
@@ -43,7 +43,7 @@ def make_app(service: validator_service.Service) -> fastapi.FastAPI:
         body = await web.read_json(request, MAX_REQUEST_BYTES)
         shas = body.get("file_shas")
         if not isinstance(shas, list):
-            raise ValueError("validategroup needs file_shas, a list of strings")
+            raise ValueError("validategroup needs file_shas; give a list with the SHA-256 of every file")
         if body.get("group_size", len(shas)) != len(shas):
             raise ValueError(f"group_size is {body['group_size']}, but file_shas has {len(shas)}; name every file once")
         return await submit(file, shas, body.get("address"), group=True)
@@ -79,15 +79,15 @@ def _reply(status: validator_status.Status) -> dict:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs the service until it is interrupted; returns the exit code."""
+    """Runs the validation service over HTTP until it is interrupted; returns the exit code. Raises ValueError for a wrong option."""
     experiment, workdir = calibrate.load_experiment(args.workdir), pathlib.Path(args.workdir)
     config, weights = experiment.config, args.weights or str(workdir / "weights")
     if not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is not a directory; create it, or give another")
     if args.slash < 0:
-        raise ValueError(f"--slash = {args.slash} must be at least 0: it is taken from a worker's stake")
+        raise ValueError(f"--slash {args.slash} is negative; give the stake to take for an offense, or 0")
     if args.ledger and not args.key:
-        raise ValueError("--ledger needs --key, the key that keeps it")
+        raise ValueError(f"--ledger {args.ledger} needs the key that keeps the ledger; give its file with --key")
     if args.bands:
         tolerance, bands = verifier.load_bands(args.bands)
     else:
@@ -129,7 +129,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `serve`."""
+    """Adds the options of the command `serve` to its parser."""
     parser.add_argument("--workdir", required=True, help="working directory of the run whose config has the rules")
     parser.add_argument("--rollouts", required=True, help="directory of the files to check")
     parser.add_argument("--weights", help="root of the weight broadcast (default: <workdir>/weights)")

@@ -55,17 +55,19 @@ NUM_READERS = 4  # requests read and checked at the same time, of at most parque
 
 
 class Service:
-    """Checks files under `root`. `submit` and `status` may be called from any thread.
+    """The validation service: checks rollout files under `root` in its own threads and remembers its decisions.
+
+    `submit` and `status` may be called from any thread.
 
     Args:
-      validator: with the weights of a broadcast.
+      validator: the checks, with access to the published weights.
       root: directory of the rollout files.
-      newest: returns the newest version of that broadcast, or -1.
-      secret: decides which requests are replayed.
-      state: the decisions of earlier services; closed with this one.
-      ledger: opened with its keeper's key, which signs verdicts, or None; the caller closes it.
-      slash: stake to take for an offense.
-      eject: whether to eject a worker for an offense.
+      newest: returns the newest published policy version, or -1 if none exists.
+      secret: key of the random draw of the requests to replay.
+      state: the decisions of earlier services on this run; `close` closes it.
+      ledger: the ledger to write verdicts to, opened with its keeper's key, or None for no ledger; the caller closes it.
+      slash: stake to take from a worker for an offense; 0 takes none.
+      eject: whether to eject a worker from the ledger for an offense.
     """
 
     def __init__(
@@ -96,14 +98,19 @@ class Service:
         self._settle(unsettled, [state.files[sha] for sha in unsettled])
 
     def submit(self, name: str, shas: Sequence[str], address: str | None = None, *, group: bool = False) -> Status:
-        """Queues a request once and returns its status; a request that crashed is queued again. Does not wait.
+        """Queues rollout files for checking and returns the current status of the request, without waiting for the verdict.
 
-        Raises ValueError for an impossible name, a hash of another file, or work that is not in the ledger.
+        `name` is a file, or with `group` the name of one of several files; `shas` are their SHA-256 hashes. A request is queued
+        once, and again only if it crashed. If the rollouts are not signed by worker `address`, the reply is a rejection.
+        Raises ValueError for a bad name or hash, a missing file, or work that is not in the ledger. A group that misses a file
+        has the status "incomplete_group" instead.
         """
         if not 0 < len(shas) <= MAX_GROUP_FILES or not all(
             isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas
         ):
-            raise ValueError(f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files")
+            raise ValueError(
+                f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files; correct it"
+            )
         if len(set(shas)) < len(shas):
             raise ValueError("file_shas names one file twice; name each file once")
         names = rollout_files.group_names(name, len(shas)) if group else [name]
@@ -131,12 +138,12 @@ class Service:
         return status
 
     def status(self, name: str, *, group: bool = False) -> Status:
-        """Returns the status of the request that last used this name on this route."""
+        """Returns the status of the last request that named this file, as a group if `group` is True; "unknown" if none did."""
         latest = self._latest.get((name, group)) or self._state.names.get((name, group), validator_status.UNKNOWN)
         return latest if isinstance(latest, Status) else self._status(latest, group)
 
     def close(self) -> None:
-        """Drops queued requests, waits for the one being decided, and closes the state file."""
+        """Stops the service: drops queued requests, waits for the one being decided, and closes the state file."""
         self._is_closed = True
         self._readers.close()
         self._decider.shutdown(cancel_futures=True)
@@ -150,7 +157,7 @@ class Service:
             validator_state.put(self._latest, name, latest)
 
     def _must_queue(self, request: Request) -> bool:
-        """Returns True if the request was never queued, or a fault of ours kept it from a verdict."""
+        """Returns True if a request was never queued, or if the validator's own fault kept the request from a verdict."""
         future = self._futures.get(request)
         if future is None or not future.done():
             return future is None
@@ -172,7 +179,7 @@ class Service:
     # ---- reader threads
 
     def _process(self, paths: list[pathlib.Path], request: Request, name: Name) -> list[Status]:
-        """Runs one request; returns a status per file."""
+        """Checks and decides one request in a reader thread; returns a status per file. Logs an error and raises it again."""
         try:
             newest = self._newest()
             statuses, rollouts = self._check_files(paths, request, newest)
@@ -187,7 +194,7 @@ class Service:
     def _check_files(
         self, paths: list[pathlib.Path], request: Request, newest: int
     ) -> tuple[list[Status | None], list[Checked]]:
-        """Runs the checks that need no weights. Returns (status per file, or None if it is still to be decided; their rollouts)."""
+        """Runs the checks that need no weights. Returns (status per file, or None if undecided; the checked rollouts of undecided files)."""
         works, checked, num_bytes = self._works(), [], 0
         statuses = [self._state.files.get(sha) for sha in request]
         for number, (path, sha) in enumerate(zip(paths, request, strict=True)):
@@ -214,7 +221,7 @@ class Service:
         return statuses, checked
 
     def _read(self, path: pathlib.Path, sha: str) -> list[rollout_lib.Rollout] | str:
-        """Returns the rollouts, or why the file has none. Raises ValueError if the file has changed."""
+        """Returns the rollouts of a file, or the reason why it has none. Raises ValueError if the file's hash has changed."""
         with self._decoding:  # takes 0.8 GiB at worst
             data = rollout_files.read(path, sha)
             try:
@@ -247,7 +254,7 @@ class Service:
     def _judge_files(
         self, read: list[Status | None], rollouts: list[Checked], newest: int, request: Request
     ) -> tuple[list[Status], list[rollout_lib.Rollout], set[str]]:
-        """Returns (status per file, rollouts that must not be repeated, workers whose rollouts were checked)."""
+        """Decides a request. Returns (status per file, accepted rollouts that must not be repeated, workers whose rollouts were checked)."""
         works = self._works()
         if works is not None:
             self._state.unsettled.update(sha for sha in request if sha not in self._state.files)
@@ -282,7 +289,7 @@ class Service:
         return decided, accepted, {one.rollout.worker for one in rollouts}
 
     def _judge_rollouts(self, groups: list[list[Checked]], newest: int, request: Request) -> bool:
-        """Completes the verdicts. Returns True if the rollouts were replayed."""
+        """Completes the verdicts of all groups in place: repeats, whole groups, claims, and a replay. Returns True if it replayed."""
         for group in groups:
             for one in group:
                 self._check_repeat(one, newest)
@@ -312,7 +319,7 @@ class Service:
         return checked
 
     def _check_repeat(self, one: Checked, newest: int) -> None:
-        """Rejects repeated work, and excuses versions that this validator does not have yet."""
+        """Rejects a rollout that repeats accepted work. A policy version not published here yet gets the verdict "weights" (no fault)."""
         rollout = one.rollout
         if one.verdict.accepted:
             one.verdict = checks.duplicate(rollout, self._state.seen)
@@ -323,7 +330,7 @@ class Service:
             one.verdict = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
 
     def _is_drawn(self, worker: str, request: Request) -> bool:
-        """Decides whether to replay a request, with a secret that workers do not have."""
+        """Returns True if a request is to be replayed: drawn by the worker's reputation with a secret that workers do not have."""
         if self._ledger is None:
             return True
         rate = max(MIN_RATE, 1 - self._ledger.refresh().reputation(worker))
@@ -332,9 +339,9 @@ class Service:
         return number < rate * 2**64
 
     def _settle(self, shas: Sequence[str], files: list[Status]) -> None:
-        """Writes decisions on pending work to the ledger: each file separately, and one penalty per worker.
+        """Writes decisions on pending work to the ledger: a verdict per file, and at most one penalty per worker.
 
-        Nonces follow from the work, so that a kill between the ledger and the state file repeats no event.
+        Nonces of events follow from the work, so that a kill between the writes to ledger and state file repeats no event.
         """
         if self._ledger is None or self._ledger.key is None:
             return

@@ -41,17 +41,17 @@ CREATE TABLE records (node TEXT PRIMARY KEY, record TEXT NOT NULL, wealth REAL N
 
 
 class State:
-    """An open state file. One thread writes; any thread may read the dictionaries.
+    """The decisions of a validation service, kept in an open SQLite file. One thread writes; any thread may read the attributes.
 
     Attributes:
-      files: final statuses by SHA-256, oldest first.
-      unsettled: hashes whose events the ledger may lack; a service adds those that it is about to decide.
-      seen: accepted rollouts.
+      files: final statuses by the file's SHA-256, oldest first.
+      unsettled: hashes of files whose verdicts the ledger may lack; a service adds the files that it is about to decide.
+      seen: accepted rollouts, which must not be accepted again.
       names: (file name, whether it named a group) -> hashes of the last decided request under that name.
     """
 
     def __init__(self, path: str | pathlib.Path, identity: str, *, keep_steps: int):
-        """Opens or creates the file for `identity`. Raises ValueError if it is another's, in use, or damaged."""
+        """Opens or creates the state file of `identity`. Raises ValueError if it is of another run or ledger, in use, or damaged."""
         self._path, self._num_bytes = path, 0
         self.files: dict[str, validator_status.Status] = {}
         self.names: collections.OrderedDict[tuple[str, bool], tuple[str, ...]] = collections.OrderedDict()
@@ -72,11 +72,11 @@ class State:
             ) from error
 
     def close(self) -> None:
-        """Closes the file; another process may open it then."""
+        """Closes the state file, so that another process may open it."""
         self._connection.close()
 
     def tests(self) -> dict[str, dict]:
-        """Returns the last committed sequential tests, as `EvidenceLog.restore` takes them."""
+        """Returns {worker: its sequential test as plain JSON}, as last committed, for `EvidenceLog.restore`."""
         return {node: json.loads(text) for node, text in self._connection.execute("SELECT node, record FROM records")}
 
     def commit(
@@ -87,10 +87,10 @@ class State:
         accepted: Sequence[rollout_lib.Rollout],
         tests: dict[str, dict],
     ) -> set[str]:
-        """Writes the decisions of a request durably, then adds them to the attributes.
+        """Writes the decisions on a request to disk in one transaction, then adds them to the attributes.
 
-        `files` are its final statuses by hash, `accepted` the rollouts that must not be repeated, `tests` those of the workers that
-        were checked. Returns the workers whose tests were dropped to stay in bounds.
+        `files` has the final statuses by file hash, `accepted` the rollouts that must not be repeated, and `tests` the sequential
+        tests of the checked workers. Returns the workers whose tests were dropped because there were more than MAX_TESTS.
         """
         entries = [(rollout.step, checks.seen_entries(rollout)) for rollout in accepted]
         texts = {sha: _to_json(status) for sha, status in files.items() if sha not in self.files}
@@ -121,14 +121,14 @@ class State:
         return workers
 
     def settle(self, shas: Iterable[str]) -> None:
-        """Records that the ledger has the events of these files."""
+        """Records that the ledger contains the verdicts on the files with these hashes."""
         shas = list(shas)
         with storage.transaction(self._connection):
             self._connection.executemany("UPDATE files SET settled = 1 WHERE sha = ?", [(sha,) for sha in shas])
         self.unsettled.difference_update(shas)
 
     def _drop_files(self, texts: dict[str, str]) -> tuple[list[str], int]:
-        """Deletes the oldest statuses beyond the bounds, but none of `texts`. Returns their hashes, and the bytes left."""
+        """Deletes the oldest statuses beyond MAX_FILES or MAX_BYTES, but none in `texts`. Returns (deleted hashes, bytes left)."""
         num_files = len(self.files) + len(texts)
         num_bytes = self._num_bytes + sum(map(len, texts.values()))
         dropped = []
@@ -141,7 +141,7 @@ class State:
         return dropped, num_bytes
 
     def _drop_tests(self) -> set[str]:
-        """Deletes a quarter of the tests once there are too many, those with the least evidence."""
+        """Deletes the tests with the least evidence, down to 3/4 of MAX_TESTS, if there are too many. Returns their workers."""
         (count,) = self._connection.execute("SELECT count(*) FROM records").fetchone()
         if count <= MAX_TESTS:
             return set()
@@ -181,17 +181,17 @@ class State:
 
 
 def identity(secret: bytes, keeper: str | None) -> str:
-    """Names a run and the ledger (by its keeper's key) that its verdicts go to."""
+    """Returns text that identifies a run (by its secret) and its ledger (by the keeper's public key; None: no ledger)."""
     return f"run {run_of(secret)}, {f'the ledger of {keeper[:16]}' if keeper else 'no ledger'}"
 
 
 def run_of(secret: bytes) -> str:
-    """Returns 16 hex digits that identify the run with this secret, and do not reveal it."""
+    """Returns 16 hex digits that identify the run with this secret and do not reveal the secret."""
     return hashlib.sha256(b"intellax/validator-state/" + secret).hexdigest()[:16]
 
 
 def put(mapping: collections.OrderedDict, key, value) -> None:
-    """Adds or renews an entry of a mapping, and drops the oldest beyond MAX_FILES."""
+    """Sets mapping[key] = value as the newest entry, and drops the oldest entries beyond MAX_FILES."""
     mapping[key] = value
     mapping.move_to_end(key)
     while len(mapping) > MAX_FILES:

@@ -25,7 +25,7 @@ REJECT = RANKS.index("reject")
 
 @dataclasses.dataclass
 class Checked:
-    """A rollout of a request; each check may replace the verdict of those before it."""
+    """One rollout in a request to the validation service, with its verdict so far; a later check may replace the verdict."""
 
     rollout: rollout_lib.Rollout
     file: int  # its number in the request
@@ -34,13 +34,13 @@ class Checked:
 
     @property
     def rank(self) -> int:
-        """The verdict's index in RANKS. Missing weights are our own fault, so they count as a crash."""
+        """The index in RANKS of the status that this verdict means. Missing weights are the validator's fault and rank as "crashed"."""
         return {"ok": 0, PARTIAL: 1, "weights": 2}.get(self.verdict.reason, REJECT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The status of a file, or of a request; field names are those of the HTTP reply."""
+    """The reported status of one file (indices are of its rollouts) or of a request (of its files); the fields of the HTTP reply."""
 
     status: str
     reason: str = ""
@@ -54,7 +54,7 @@ class Status:
 
     @property
     def final(self) -> bool:
-        """True if other files of a request could not change it: it was accepted, or has a fault of its own."""
+        """True if no other file could change this file's status: the file was accepted, or has a fault of its own."""
         return self.status == "accept" or (self.status == "reject" and bool(self.reasons))
 
 
@@ -63,12 +63,12 @@ UNKNOWN = Status("unknown", "it was never submitted, or too long ago")
 
 
 def rejected(reason: str, num_rollouts: int = 1, signers: tuple[str, ...] = ()) -> Status:
-    """Returns the final status of a file that is rejected as a whole."""
+    """Returns the final status of a file whose rollouts are all rejected for one reason."""
     return Status("reject", reason, tuple(range(num_rollouts)), {0: reason}, signers=signers)
 
 
 def of_work(work: balances.Work) -> Status | None:
-    """Returns the status of work that the ledger has settled; None for pending work."""
+    """Returns the status of a file whose work was accepted or invalidated in the ledger, or None while the work is pending."""
     if work.status == "accepted":
         units = work.units + work.invalidated + work.forfeited
         return Status("accept", output_flops=units, signers=(work.node,))
@@ -78,7 +78,7 @@ def of_work(work: balances.Work) -> Status | None:
 
 
 def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: int, checked: bool) -> Status:
-    """Combines the verdicts of a file; `least` is a lower bound of the rank for the request."""
+    """Combines the verdicts of a file's rollouts into the file's status: the worst of them, and at least as bad as RANKS[`least`]."""
     worst = max(least, *(one.group_rank for one in rollouts))
     own = [str(one.verdict).removeprefix(f"{PARTIAL}: ") for one in rollouts if worst and one.rank == worst]
     flops = [flops_of(model, one.rollout) for one in rollouts]
@@ -97,10 +97,10 @@ def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: i
 
 
 def flops_of(model: config_lib.ModelConfig, rollout: rollout_lib.Rollout) -> tuple[int, int]:
-    """Returns (prompt, output) FLOPs, the work units that workers claim and validators count.
+    """Returns (prompt FLOPs, output FLOPs) of one rollout; output FLOPs are the work units that workers claim.
 
-    They are those of the model's definition, not of an engine's program (`models.flops.ModelFlops`). The output head counts per
-    sampled token, as in INTELLECT-2: other logits are not asked for.
+    FLOPs are counted from the model's definition (`models.flops.ModelFlops`), not from the engine's program. The output head counts
+    once per sampled token, as in INTELLECT-2, since no other position needs logits.
     """
     counted = _model_flops(model)
     prompt = counted.prefix_flops(rollout.prompt_length)
@@ -109,16 +109,16 @@ def flops_of(model: config_lib.ModelConfig, rollout: rollout_lib.Rollout) -> tup
 
 
 def is_offense(reason: str) -> bool:
-    """Returns True if an honest worker cannot cause this rejection.
+    """Returns True if only a dishonest worker can cause a rejection with this reason, which is then penalized.
 
-    Honest workers repeat a task (a lease expired, a batch was stale), may score quickly on a fast machine, and may write large
-    files: they are not paid for it, and not penalized.
+    Honest workers may repeat a task (an expired lease, a stale batch), score faster than the validator, or write too large files:
+    such work is neither paid nor penalized.
     """
     return not reason.startswith(("duplicate", "unscored", TOO_MANY))
 
 
 def with_units(file: Status, units: int) -> Status:
-    """Rejects an accepted file if its claimed units are not its output FLOPs, within 1."""
+    """Returns the accepted status `file`, or a rejection if the claimed `units` differ from its output FLOPs by more than 1."""
     if abs(units - file.output_flops) <= 1:
         return file
     reason = f"units: {units} were claimed, {file.output_flops} measured"
@@ -126,7 +126,7 @@ def with_units(file: Status, units: int) -> Status:
 
 
 def combined(files: Sequence[Status]) -> Status:
-    """Returns the status of a request; its indices are of files."""
+    """Combines the statuses of a request's files into the status of the request: the worst one, with indices of files."""
     worst = max(files, key=lambda file: (RANKS.index(file.status), bool(file.reasons)))
     return Status(
         worst.status,
@@ -141,5 +141,5 @@ def combined(files: Sequence[Status]) -> Status:
 
 
 def ledger_reason(status: Status) -> str:
-    """Returns the reason as the ledger accepts it: 1 to 1024 printable characters."""
+    """Returns the reason of a status as the ledger accepts it: cut to 1024 characters, others than printable replaced by "?"."""
     return "".join(c if c.isprintable() else "?" for c in status.reason)[:1024] or "rejected"

@@ -35,7 +35,7 @@ Subject = TypeVar("Subject")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a check: "ok", or a reason code with details.
+    """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
     Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
     (our scorer timed out), termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics.
@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """True if the check found nothing wrong."""
+        """True if the check accepts the rollout."""
         return self.reason == "ok"
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ Check = Callable[[Subject, rules_lib.Rules], Verdict]
 
 
 def first_failure(checks: Iterable[Check[Subject]], subject: Subject, rules: rules_lib.Rules) -> Verdict:
-    """Returns the verdict of the first check that rejects the subject, or OK. Later checks do not run."""
+    """Runs checks in order on a subject (a rollout, group, or replay). Returns the first verdict that rejects it, or OK if none does."""
     return next((verdict for check in checks if not (verdict := check(subject, rules)).accepted), OK)
 
 
 def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks well-formed rollouts submitted for one lease; `rules` are `Rules.at_lease`. Takes microseconds per rollout."""
+    """Checks well-formed rollouts of one lease by `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds per rollout."""
     verdict = first_failure(WHOLE_GROUP, rollouts, rules)
     each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
     return next((found for found in each if not found.accepted), OK) if verdict.accepted else verdict
@@ -83,13 +83,13 @@ def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.R
 
 
 def same_prompt(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks that all rollouts have the same prompt."""
+    """Checks that all rollouts of a group have the same prompt."""
     prompts = {rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}
     return _accept_if(len(prompts) == 1, "prompt", "the samples of one group have different prompts")
 
 
 def same_worker(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks that one worker made all rollouts."""
+    """Checks that all rollouts of a group name the same worker."""
     workers = {rollout.worker for rollout in rollouts}
     return _accept_if(len(workers) == 1, "signature", "the samples of one group come from different workers")
 
@@ -101,17 +101,17 @@ WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
 
 
 def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks every field's type and range, for any object. The other checks rely on it."""
+    """Checks the type and range of every field of a rollout, which may be any object. Must pass before the other checks run."""
     return _reject_for("schema", rollout_lib.validate(rollout))
 
 
 def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the key named in `worker` signed the rollout."""
+    """Checks that the rollout is signed by the public key in its field `worker`."""
     return _accept_if(rollout_lib.signature_ok(rollout), "signature", "the key in `worker` did not sign this")
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks step, group, task, and sample number, which follow from the run's seed (rl/protocol/task_schedule.py)."""
+    """Checks that step, group, task, and sample number of a rollout are those that the run's task schedule prescribes."""
     if not rules.groups(rollout.step):
         return Verdict("step", f"{rollout.step} is not a step of this run")
     group = _prescribed(rollout, rules)
@@ -126,21 +126,21 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def seed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the seed of the sampling noise: a worker cannot sample again until it likes the result."""
+    """Checks that the sampling noise has the prescribed seed, so that a worker cannot choose among several samples."""
     expected = (_group(rollout, rules).seed + rollout.sample) % 2**32
     detail = f"expected {expected} for sample {rollout.sample}, got {rollout.seed}"
     return _accept_if(rollout.seed == expected, "seed", detail)
 
 
 def temperature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the sampling temperature."""
+    """Checks that the sampling temperature is the one prescribed for the rollout's group."""
     expected = _group(rollout, rules).temperature
     detail = f"expected {expected}, got {rollout.temperature}"
     return _accept_if(abs(rollout.temperature - expected) <= 1e-6, "temperature", detail)
 
 
 def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the number of sampled tokens, and of all tokens: packing and replay cannot take more than `max_model_len`."""
+    """Checks that a rollout has at most `max_tokens` sampled tokens and at most `max_model_len` tokens in all."""
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
@@ -149,15 +149,15 @@ def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def vocabulary(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that every token ID is in the vocabulary."""
+    """Checks that every token ID of a rollout is in the vocabulary."""
     top = int(rollout.tokens.max())
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the policy versions, also of the prompt's keys: ascending, not too old, and published.
+    """Checks the policy versions that computed each token, prompt included: they must ascend, be recent enough, and be published.
 
-    Step n trains on versions up to n - 1, since it makes version n itself.
+    Step n trains on rollouts of versions up to n - 1, since the step itself makes version n.
     """
     group, versions = _group(rollout, rules), rollout.versions
     if (low := int(versions.min())) < group.min_version:
@@ -172,27 +172,27 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a training rollout names its experts, where the run replays them, in an array that packing can take."""
+    """Checks that a training rollout names the MoE experts that ran, in the right shape. OK if the run uses no router replay."""
     required = rules.router_replay and _group(rollout, rules).split == "train"
     return _reject_for("routing", rules.experts.misfit(rollout) if required else None)
 
 
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the model has the experts that the rollout names, if it names any."""
+    """Checks that the model has the MoE experts that a rollout names. OK if the rollout names none."""
     return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the noise can have drawn a token of so small a claimed log-probability."""
+    """Checks that the smallest claimed log-probability is not too small for any sampling noise to have drawn its token."""
     least = float(rollout.logprobs.min())
     is_possible = least >= -(math.log(rules.vocab_size) + NOISE_SPAN)
     return _accept_if(is_possible, "logprob", f"{least} of a token is less than the noise can make up for")
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the finish reason: "stop" ends with the first stop token, "length" has none and reached a limit.
+    """Checks the finish reason: a "stop" rollout must end with its first stop token, a "length" rollout must reach a length limit.
 
-    A rollout of several turns has a stop token at the end of each.
+    Only a rollout of several turns may contain earlier stop tokens, one at the end of each turn.
     """
     sampled = rollout.tokens[rollout.sampled_mask]
     stops = np.isin(sampled, rules.stop_ids)
@@ -211,7 +211,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the prompt against the environment's, and that all tokens after it were sampled (native ones have one turn)."""
+    """Checks that the prompt is the one that the environment makes for the task, and that all tokens after the prompt were sampled."""
     if rules.prompt is None:
         return OK
     if not _has_one_turn(rollout):
@@ -226,10 +226,9 @@ WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, end
 
 
 def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:
-    """Returns per rollout y [N] = exp(-(claimed log-probability + noise)) of its sampled tokens.
+    """Returns, for each rollout, y [N] = exp(-(claimed log-probability + sampling noise)) of its sampled tokens.
 
-    y is exponentially distributed if the noise of the seed drew each token and the claims are true, for any distribution of
-    the policy (rl/verification/sequential_test.py).
+    If the claims are true and the seed's noise drew the tokens, y is exponentially distributed with rate 1, for any policy.
     """
     if not rollouts:
         return []
@@ -242,7 +241,7 @@ def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarra
 
 
 def claimed_logprobs(rollouts: Sequence[rollout_lib.Rollout]) -> list[Verdict]:
-    """Checks claimed log-probabilities against the noise that drew the tokens. A greedy rollout has no noise and passes."""
+    """Checks claimed log-probabilities against the sampling noise. Returns a verdict per rollout; a greedy one has no noise and passes."""
     noise = exponential_noise(rollouts)
     return [_claimed_logprob(*one) if one[0].temperature else OK for one in zip(rollouts, noise, strict=True)]
 
@@ -261,11 +260,11 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
 
 
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
-    """Checks the rewards of one group's rollouts against our own scores, every component.
+    """Checks every claimed reward component of one group's rollouts against our own scores. Returns a verdict per rollout.
 
-    Scorers have a time limit, ours five times that of a worker, and a completion that exceeds it is worth 0. A claim of 0 is
-    believed if ours took so long that the worker's may have timed out. If ours timed out and the claim is not 0, the verdict
-    is "unscored", which is not the worker's fault: its machine may be much faster than ours.
+    A completion whose scorer times out is worth 0; our time limit is five times that of a worker. A claim of 0 is accepted if
+    our scorer was so slow that the worker's may have timed out. If our scorer timed out and the claim is not 0, the verdict is
+    "unscored", which is not the worker's fault: its machine may be much faster than ours.
     """
     if rules.score is None or not rollouts:
         return [OK] * len(rollouts)
@@ -287,7 +286,7 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
 
 
 def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
-    """Checks that neither this rollout nor its sample is in `seen`. Equal tokens of two samples are allowed."""
+    """Checks that neither this rollout nor another one of the same sample was accepted before (`seen`)."""
     if seen.is_over(rollout.step):
         return Verdict(
             "duplicate", f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
@@ -300,7 +299,7 @@ def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
 
 
 def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, int]]:
-    """Returns the entries of an accepted rollout in a seen set: its digest and (environment, group, sample)."""
+    """Returns the two entries that mark a rollout as accepted in a seen set: its digest, and (environment, group, sample)."""
     return rollout_lib.digest(rollout), (rollout.task.env, rollout.task.group, rollout.sample)
 
 
@@ -309,7 +308,7 @@ def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, i
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One rollout with its replay; arrays have a row per sampled token."""
+    """One rollout and the values that our replay recomputed for it; arrays [N, ...] have a row per sampled token."""
 
     rollout: rollout_lib.Rollout
     positions_N: np.ndarray
@@ -322,12 +321,12 @@ class Replayed:
 
     @property
     def error_N(self) -> np.ndarray:
-        """Claimed minus replayed log-probabilities, absolute."""
+        """The absolute difference of the claimed and the replayed log-probability of each sampled token, [N]."""
         return np.abs(self.rollout.logprobs[self.positions_N] - self.logp_N)
 
 
 def replayed(rollouts: Sequence[rollout_lib.Rollout], replay, thresholds: toploc.Thresholds) -> list[Replayed]:
-    """Splits a `replay.Replay` into its rollouts, and verifies their proofs together."""
+    """Splits the arrays of a `replay.Replay` by rollout and verifies the TOPLOC proofs. Returns one `Replayed` per rollout."""
     found = []
     for row, rollout in enumerate(rollouts):
         sampled = np.flatnonzero(rollout.sampled_mask)
@@ -350,7 +349,7 @@ def replayed(rollouts: Sequence[rollout_lib.Rollout], replay, thresholds: toploc
 
 
 def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the routers choose the claimed experts, or nearly."""
+    """Checks that the MoE routers choose the claimed experts, within the tolerance. OK if the rollout names no experts."""
     if one.gap_T is None:
         return OK
     gap_T = np.where(np.isnan(one.gap_T), np.inf, one.gap_T)
@@ -361,7 +360,7 @@ def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the noise of the seed draws the claimed tokens."""
+    """Checks that the seed's sampling noise draws the claimed tokens, within the tolerance."""
     margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
     wrong = int((margin_N > rules.tolerance.margin).sum())
     worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
@@ -370,13 +369,13 @@ def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def logprob(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks claimed against replayed log-probabilities."""
+    """Checks that no claimed log-probability differs from the replayed one by more than the tolerance."""
     error, limit = float(one.error_N.max()), rules.tolerance.logprob
     return _accept_if(error <= limit, "logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
 def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the closing stop token was not too unlikely. A greedy rollout stops at the argmax: see `sampling`."""
+    """Checks that the stop token at the end was not too unlikely. OK for greedy rollouts and those without a stop token."""
     if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
         return OK
     floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
@@ -386,7 +385,7 @@ def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the tokens were drawn at the claimed temperature."""
+    """Checks that the tokens do not fit a distribution hotter or colder than at the claimed temperature. OK for greedy rollouts."""
     odds = sequential_test.log_mean_exp(one.tilt_K)
     best = sequential_test.TILTS[int(one.tilt_K.argmax())]
     detail = f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1"
@@ -394,7 +393,7 @@ def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks the TOPLOC proofs of the hidden states."""
+    """Checks that the TOPLOC proofs fit the hidden states of the replay."""
     failed = [result for result in one.proofs if not result.accepted]
     if not failed:
         return OK
@@ -405,7 +404,7 @@ WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
 
 
 def evidence(one: Replayed) -> sequential_test.Evidence:
-    """Returns the contribution of an accepted rollout to the sequential test of its worker."""
+    """Returns the contribution of an accepted rollout to the sequential test of its worker: mean differences from the replay."""
     k = min(128, one.hidden_ND.size)
     proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]
     return sequential_test.Evidence(
@@ -426,14 +425,14 @@ def _reject_for(reason: str, detail: str | None) -> Verdict:
 
 
 def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:
-    """Returns the group that the rollout claims to belong to, or None if its step has no such group."""
+    """Returns the scheduled group that a rollout claims to belong to, or None if its step has no such group."""
     groups = rules.groups(rollout.step)
     at = rollout.task.group - groups[0].group if groups else -1
     return groups[at] if 0 <= at < len(groups) else None
 
 
 def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group:
-    """Returns the group of a rollout that passed `task`."""
+    """Returns the scheduled group of a rollout that passed the check `task`."""
     group = _prescribed(rollout, rules)
     assert group is not None
     return group

@@ -8,12 +8,12 @@ from rl.verification import checks, seen_set, sequential_test
 
 
 class EvidenceLog:
-    """The sequential tests of all workers; any thread may call it.
+    """The evidence that workers cheat: one sequential test per worker, which adds up deviations over rollouts. Thread-safe.
 
     Args:
-      bands: of honest means; without them only claims are summed up.
-      count_once: ignores a sample that was added before. An orchestrator repeats a group that became stale, whose other
-        members were rejected, or that a restart lost; the noise, and so the evidence, is the same.
+      bands: tolerance bands (largest mean deviations of honest workers); None: replays are ignored, only claims count.
+      count_once: ignore a sample that was added before. An orchestrator repeats a group that became stale, was rejected for
+        another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
     """
 
     def __init__(self, bands: sequential_test.Bands | None, *, count_once: bool = False):
@@ -23,7 +23,7 @@ class EvidenceLog:
         self.tests: dict[str, sequential_test.SequentialTest] = {}
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
-        """Adds the claimed log-probabilities, replayed or not. The verdict rejects every rollout of a flagged worker."""
+        """Adds claimed log-probabilities. Returns a verdict per rollout: OK, or "statistics" if its worker is flagged as a cheat."""
         out = []
         for rollout, y_N in zip(rollouts, checks.exponential_noise(rollouts), strict=True):
             ratio_K = sequential_test.claims_ratio(y_N) * (rollout.temperature > 0)
@@ -34,7 +34,7 @@ class EvidenceLog:
         return out
 
     def add_replay(self, one: checks.Replayed) -> checks.Verdict:
-        """Adds a rollout whose replay was accepted. The verdict is as for `add_claims`; without bands it accepts."""
+        """Adds a rollout whose replay was accepted, if there are bands. Returns OK, or "statistics" if its worker is flagged as a cheat."""
         if self._bands is None:
             return checks.OK
         with self._lock:
@@ -43,24 +43,24 @@ class EvidenceLog:
             return self._verdict(one.rollout.worker)
 
     def states(self, workers: Iterable[str]) -> dict[str, dict]:
-        """Returns the tests of those workers that have one, as plain JSON for `restore`."""
+        """Returns {worker: its sequential test as plain JSON} for `restore`. Workers without a test are left out."""
         with self._lock:
             return {worker: self.tests[worker].state() for worker in workers if worker in self.tests}
 
     def forget(self, workers: Iterable[str]) -> None:
-        """Removes the tests of these workers."""
+        """Removes the sequential tests of these workers; their evidence starts again from nothing."""
         with self._lock:
             for worker in workers:
                 self.tests.pop(worker, None)
 
     def state(self, after: int) -> dict:
-        """Returns the evidence so far as plain JSON for `restore`, if rollouts of steps after `after` may be repeated."""
+        """Returns all tests ("records") and the counted samples of steps after `after` ("counted") as plain JSON for `restore`."""
         with self._lock:
             tests = {worker: test.state() for worker, test in self.tests.items()}
             return {"records": tests, "counted": [[step, *entry] for step, entry in sorted(self._seen) if step > after]}
 
     def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = ()) -> None:
-        """Replaces all tests by results of `states`, and the samples that were counted by those of `state`."""
+        """Replaces all tests by `records` (from `states` or `state`), and the samples counted so far by `counted` (from `state`)."""
         with self._lock:
             self.tests = {w: sequential_test.SequentialTest.restored(self._bands, s) for w, s in records.items()}
             self._seen = seen_set.SeenSet()
@@ -68,7 +68,7 @@ class EvidenceLog:
                 self._seen.add(step, tuple(entry))
 
     def _mark(self, stream: str, rollout: rollout_lib.Rollout) -> bool:
-        """Marks the sample as counted; returns False if it is not to be counted again."""
+        """Marks a rollout's sample as counted. Returns False if `count_once` is set and the sample was counted before."""
         item = rollout.step, (stream, rollout.worker, rollout.task.group, rollout.sample)
         if self._count_once and item in self._seen:
             return False

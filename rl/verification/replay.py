@@ -43,7 +43,7 @@ Array = Any  # np.ndarray on the host, jax.Array in a program
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Host arrays [G, T]; column t is about token t if it was sampled (hidden: [G, T, D] bfloat16, tilt: [G, T, K])."""
+    """The recomputed values of G rollouts as host arrays [G, T, ...]; column t is about token t if that token was sampled, else 0."""
 
     margin: np.ndarray  # largest noised logit minus that of the token, nats
     logp: np.ndarray  # of the token, in the distribution sampled from
@@ -54,7 +54,7 @@ class Replay:
 
 @struct.dataclass
 class _Targets:
-    """Sampled tokens in any order, [..., N]."""
+    """The N sampled tokens to score, in any order; every field is an array [N]."""
 
     column: Array  # where the hidden state that predicts the token is
     token: Array
@@ -70,9 +70,10 @@ def replay(
     rollouts: Sequence[rollout_lib.Rollout],
     max_model_len: int,
 ) -> Replay:
-    """Recomputes well-formed rollouts of at most `max_model_len` tokens; `filters` are top_k, top_p, min_p.
+    """Recomputes rollouts with the weights of the policy versions that they name, and returns the values to compare with.
 
-    Raises the error that `weights` raises for a version.
+    Rollouts must be well-formed, with at most `max_model_len` tokens. `filters` are the sampling filters top_k, top_p, and min_p.
+    `weights` returns the params of a version; an error that it raises is passed on.
     """
     longest = max(len(r.tokens) for r in rollouts)
     assert longest <= max_model_len
@@ -100,7 +101,7 @@ def replay(
 
 
 def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
-    """Returns the version that ran each position but the last: it sampled the next token, or else prefilled it."""
+    """Returns the policy version that ran each position except the last: the one that sampled the next token, or prefilled this one."""
     return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
 
 
@@ -139,12 +140,12 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -
 
 
 def _padded_to(N: int, sampled: _Targets, mine: np.ndarray) -> _Targets:
-    """Returns N targets, which begin with those of `mine`."""
+    """Returns N targets: those with indices `mine`, repeated to fill up."""
     return jax.tree.map(lambda x: np.resize(x[mine], N), sampled)
 
 
 def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray, out: Replay) -> None:
-    """Copies the first scores to these places. As uint16, numpy copies bfloat16 faster."""
+    """Copies the first len(rows) scores to (rows, positions) in `out`. As uint16, numpy copies bfloat16 faster."""
     for name, values in scores.items():
         found, into = np.asarray(values)[: len(rows)], getattr(out, name)
         if into.dtype == jnp.bfloat16:
@@ -155,7 +156,7 @@ def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray
 def _pack(
     rollouts: Sequence[rollout_lib.Rollout], model: config_lib.ModelConfig
 ) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
-    """Returns blocks [M, B, T] as in rl/batch/packing.py; and for each rollout its block, and the flat column of each token in it."""
+    """Packs rollouts. Returns (blocks of arrays [M, B, T], the block of each rollout, the flat columns of each rollout's tokens)."""
     longest = max(len(r.tokens) for r in rollouts)
     step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little padding
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
@@ -190,9 +191,9 @@ def _pack(
 
 
 def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[int]]]:
-    """Returns (length, rollouts) per prompt.
+    """Groups rollouts by prompt. Returns (length of the shared prompt, indices of its rollouts) per prompt.
 
-    With named experts, the shared prompt ends before its last token, which each sample ran separately.
+    For rollouts that name their experts, the shared prompt ends before its last token, which each sample ran separately.
     """
     groups: dict[tuple[bytes, bytes | None], tuple[int, list[int]]] = {}
     for i, rollout in enumerate(rollouts):
@@ -205,7 +206,7 @@ def _by_prompt(rollouts: Sequence[rollout_lib.Rollout]) -> list[tuple[int, list[
 
 
 def _rows(rollouts, groups: list[tuple[int, list[int]]], T: int) -> list[list[tuple[int, list[int]]]]:
-    """Returns rows of trees (prompt length, rollouts); a tree that is longer than a row is split."""
+    """Packs groups of one prompt into rows of T tokens. Returns the (prompt length, rollouts) in each row; long groups are split."""
     trees, sizes = [], []
     for prompt_len, members in groups:
         size = T + 1
@@ -224,7 +225,7 @@ def _rows(rollouts, groups: list[tuple[int, list[int]]], T: int) -> list[list[tu
 def _sampled_tokens(
     rollouts: Sequence[rollout_lib.Rollout], columns: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, _Targets]:
-    """Returns the rollout of each sampled token [N], and all of them as targets, in order. `columns` are of every token."""
+    """Returns (rollout index of each sampled token [N], the sampled tokens as targets). `columns` has those of every token per rollout."""
     positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
     which = np.repeat(np.arange(len(rollouts)), [len(position) for position in positions])
     tokens = np.concatenate([rollout.tokens[rollout.sampled_mask] for rollout in rollouts])
@@ -237,7 +238,7 @@ def _sampled_tokens(
 
 
 def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
-    """Returns N, so that each part that is scored together is a multiple of SCORED_MULTIPLE."""
+    """Rounds a number of targets up, so that each part that is scored together is a multiple of SCORED_MULTIPLE."""
     parts = _num_parts(num_targets, model)
     return parts * SCORED_MULTIPLE * -(-num_targets // (parts * SCORED_MULTIPLE))
 
@@ -249,7 +250,7 @@ def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_block(model, params, block: dict, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
-    """Returns one block's scores [N, ...], and the gap of every token [B, T] if experts are named."""
+    """Runs the model on one block. Returns the scores of its targets [N, ...], and "gap" (router margins [B, T]) if experts are named."""
     hidden_BTD, routing = transformer.apply(
         params,
         model,
@@ -265,7 +266,7 @@ def _run_block(model, params, block: dict, targets: _Targets, num_targets, filte
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
-    """Returns the scores of the first `num_targets` of N tokens, computed S at a time; `hidden_CD` are of all columns."""
+    """Returns the scores of the first `num_targets` of N targets, computed S at a time; `hidden_CD` has the states of all columns."""
     hidden_ND = hidden_CD[targets.column]
     N = len(targets.token)
     S = N // _num_parts(N, model)
@@ -336,9 +337,9 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
-    """Runs one version: its keys go where it wrote, other positions keep theirs.
+    """Runs one policy version over all tokens. It writes keys to the KV cache only at its own positions (`written_GT`).
 
-    Returns the hidden states of all positions [G T, D], the cache, and the gap of every token [G, T] if experts are named.
+    Returns (hidden states [G T, D] of all positions, the cache, router margins [G, T] or None if no experts are named).
     """
     G, T = tokens_GT.shape
     attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)

@@ -12,7 +12,7 @@ from rl.protocol import task_schedule
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Allowed differences between a claim and its replay: 0 in exact arithmetic, more across backends and dtypes."""
+    """The allowed differences between one rollout's claims and our replay: 0 in exact arithmetic, more across backends and dtypes."""
 
     margin: float  # nats by which the noised logit of a claimed token may be below the largest
     max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`
@@ -22,13 +22,13 @@ class Tolerance:
 
     @classmethod
     def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":
-        """Returns the limits of the config section `trust`."""
+        """Returns the tolerance set in `trust` (the config section of that name), with these limits on TOPLOC proofs."""
         return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """Reward components of one completion, scored by us."""
+    """The reward components of one completion as the verifier's own scorer computed them, to compare with a worker's claim."""
 
     scores: dict[str, float]
     slow: bool = False  # an honest worker's scorer, with its shorter limit, may have timed out
@@ -37,7 +37,7 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Everything that the run prescribes for a rollout; a worker's claims change none of it."""
+    """The rules of a run that rollouts are checked against: tasks, seeds, limits, and tolerances; independent of workers' claims."""
 
     env: str
     env_seed: int
@@ -58,7 +58,7 @@ class Rules:
 
     @classmethod
     def of(cls, config) -> "Rules":
-        """Returns the rules that follow from a resolved config alone: those of AT_LEASE and of a replay."""
+        """Returns the rules that follow from a resolved config alone: enough for `checks.AT_LEASE` and for a replay."""
 
         @functools.lru_cache(16)
         def groups(step: int) -> list[task_schedule.Group]:
@@ -78,5 +78,5 @@ class Rules:
         )
 
     def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
-        """Returns the rules for rollouts of one leased group, while `newest` is the newest published version."""
+        """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
         return dataclasses.replace(self, groups=lambda step: [group], newest=newest)

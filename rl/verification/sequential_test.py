@@ -34,7 +34,7 @@ MAX_LOG_EVIDENCE = 700.0  # so that exp is finite
 
 @dataclasses.dataclass(frozen=True)
 class Bands:
-    """Upper bounds on the means that honest rollouts show, for one pair of backends (worker, validator)."""
+    """Tolerance bands: largest mean replay differences of honest workers, calibrated for one pair of backends (worker, validator)."""
 
     margin: float  # mean over tokens of min(margin, 1), nats
     logprob: float  # mean over tokens of min(|claimed - replayed|, 1), nats
@@ -44,7 +44,7 @@ class Bands:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """The contribution of one rollout; `shape` is the log-likelihood ratio per tilt, [K] float64."""
+    """The contribution of one replayed rollout to its worker's test; `shape` is the log-likelihood ratio per tilt in TILTS, [K] float64."""
 
     margin: float
     logprob: float
@@ -54,9 +54,10 @@ class Evidence:
 
 
 class SequentialTest:
-    """The e-processes against one worker, by stream. Add every rollout of that worker once, in any order.
+    """The test whether one worker cheats: an e-process (running bet against honesty) per statistic in STREAMS.
 
-    Without bands it takes claims only.
+    Add every rollout of the worker once, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims`
+    may be called.
     """
 
     def __init__(self, bands: Bands | None, *, alpha: float = ALPHA, epoch: int = EPOCH):
@@ -68,7 +69,7 @@ class SequentialTest:
         self._log_evidence = {name: np.zeros(sizes.get(name, len(BETS))) for name in STREAMS}
 
     def add(self, evidence: Evidence) -> str | None:
-        """Adds one replayed rollout; returns `flag`."""
+        """Adds the evidence of one replayed rollout. Returns the flag: None, or why the worker counts as a cheat."""
         assert self._bands is not None
         gains = {}
         for name in ("margin", "logprob", "proof"):
@@ -80,13 +81,13 @@ class SequentialTest:
         return self.flag
 
     def add_claims(self, ratio_K: np.ndarray) -> str | None:
-        """Adds the `claims_ratio` of one rollout; returns `flag`."""
+        """Adds one rollout's `claims_ratio`, which needs no replay. Returns the flag: None, or why the worker counts as a cheat."""
         self._add({"claims": ratio_K}, self.num_claims)
         self.num_claims += 1
         return self.flag
 
     def _add(self, gains: dict[str, np.ndarray], count: int) -> None:
-        """Adds the gains of a rollout to their streams, after `count` others."""
+        """Adds the log gains of one rollout to the statistics that they are named for; `count` rollouts were added before."""
         epoch, place = divmod(count, self._epoch_length)
         limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * (epoch + 1) ** 2)
         for name, gain_K in gains.items():
@@ -97,18 +98,18 @@ class SequentialTest:
                 self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} rollouts, e^{limit:.1f} is enough"
 
     def log_evidence(self) -> dict[str, float]:
-        """Returns the log of the e-process of each stream."""
+        """Returns {statistic: log of its e-process}, the evidence against the worker in nats; a large value means a cheat."""
         return {name: log_mean_exp(values) for name, values in self._log_evidence.items()}
 
     def state(self) -> dict:
-        """Returns all that `restored` needs, as plain JSON."""
+        """Returns the counts, the flag, and the evidence of this test as plain JSON, for `restored`."""
         evidence = {name: values.tolist() for name, values in self._log_evidence.items()}
         counts = {"num_rollouts": self.num_rollouts, "num_claims": self.num_claims}
         return counts | {"accused": self.flag, "log_wealth": evidence}
 
     @classmethod
     def restored(cls, bands: Bands | None, state: dict) -> "SequentialTest":
-        """Returns a test that continues from `state`. Under other bands the evidence so far stays valid: its bets were fair."""
+        """Returns a test that continues from the result of `state`. `bands` may differ from before: earlier evidence stays valid."""
         test = cls(bands)
         test.num_rollouts, test.num_claims, test.flag = state["num_rollouts"], state["num_claims"], state["accused"]
         test._log_evidence = {name: np.array(state["log_wealth"][name], np.float64) for name in STREAMS}
@@ -116,12 +117,12 @@ class SequentialTest:
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:
-    """Returns log-likelihood ratios [K] of y (`checks.exponential_noise`) under exponentials of the RATES and of rate 1."""
+    """Returns log-likelihood ratios [K] of y (`checks.exponential_noise`), each rate in RATES against rate 1; large if claims are wrong."""
     rates = np.array(RATES)
     return len(y_N) * np.log(rates) + (1 - rates) * y_N.sum()
 
 
 def log_mean_exp(values: np.ndarray) -> float:
-    """Returns log(mean(exp(values))) without overflow."""
+    """Returns log(mean(exp(values))), computed without overflow."""
     top = values.max()
     return float(top + np.log(np.exp(values - top).mean()))

@@ -39,13 +39,13 @@ MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states 
 
 
 class Validator:
-    """Checks rollouts against the rules of a run and its published weights; any thread may call it.
+    """Verifies rollouts of workers against the rules of a run and its published weights. Any thread may call the methods.
 
     Args:
       model: config of the policy.
-      weights: version -> params; raises ValueError or OSError for a version that is not available.
+      weights: function from policy version to params; raises ValueError or OSError for a version that is not available.
       rules: the rules of the run.
-      evidence: the sequential tests to add accepted rollouts to; by default those of claims only.
+      evidence: sequential tests per worker, to which accepted rollouts are added; by default they take claims only.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Validator:
     def check_without_weights(
         self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None, split: str = "train"
     ) -> list[checks.Verdict]:
-        """Returns a verdict per rollout, of all checks that need no weights. Calls the environment's scorer.
+        """Runs all checks that need no model, including the environment's scorer. Returns a verdict per rollout.
 
         Args:
-          rollouts: of any groups, complete or not; malformed ones are rejected.
-          newest: the newest published version; None checks no bound but that of the step.
-          split: "train" or "held_out".
+          rollouts: rollouts of any groups, complete or not; malformed rollouts are rejected.
+          newest: the newest published policy version; None: versions are limited by the rollout's step only.
+          split: "train" or "held_out": the tasks that the rollouts must belong to.
         """
         rules = dataclasses.replace(self.rules, newest=newest)
         if split == "held_out" and rules.held_out:
@@ -84,9 +84,10 @@ class Validator:
         return out
 
     def check_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
-        """Returns a verdict per rollout, of a replay. All must have passed `check_without_weights`.
+        """Recomputes rollouts with the published weights and returns a verdict per rollout. Accepted ones are added to the evidence.
 
-        The verdict is "weights" if a version is not available, which is not the worker's fault.
+        All rollouts must have passed `check_without_weights`. The verdict is "weights" (not the worker's fault) if the weights
+        of a policy version that the rollout names are not available.
         """
         out: list[checks.Verdict] = []
         while len(out) < len(rollouts):
@@ -113,11 +114,11 @@ class Validator:
         return _first_reason(self.evidence.add_claims(rollouts)) if split == "train" else None, timed_out
 
     def reject_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
-        """Replays a group that passed `reject_without_weights`. Returns why it is rejected, or None."""
+        """Replays a group that passed `reject_without_weights`. Returns the reason to reject the group, or None to accept it."""
         return _first_reason(self.check_with_weights(rollouts))
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Replayed]:
-        """Recomputes the rollouts. Raises ValueError or OSError if a version is not available."""
+        """Recomputes rollouts and verifies their proofs, without verdicts. Raises ValueError or OSError if weights are not available."""
         found = replay_lib.replay(self.model, self._weights, self.rules.filters, rollouts, self.rules.max_model_len)
         return checks.replayed(rollouts, found, self.rules.tolerance.proofs)
 
@@ -140,7 +141,7 @@ def _first_reason(found: Sequence[checks.Verdict]) -> str | None:
 
 
 def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:
-    """Returns a function from version to weights, which pulls and verifies them and keeps the last `keep` in memory."""
+    """Returns a function from policy version to params, which pulls and verifies weights published in `root` and caches `keep` versions."""
     cached: dict[int, transformer.Params] = {}
 
     def weights(version: int) -> transformer.Params:
@@ -155,9 +156,9 @@ def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transform
 
 
 def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_error) -> rules_lib.Rules:
-    """Returns all rules of a run, from its resolved config: tasks, prompts, and rewards are made by its environment.
+    """Returns all rules of a run from its resolved config. The run's environment makes the tasks, prompts, and rewards.
 
-    `on_error` is called with a line about completions that cannot be scored.
+    `on_error` is called with a line of text if completions cannot be scored.
     """
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
@@ -190,12 +191,12 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_e
 
 
 def recomputed(scored: scorer.Scored) -> rules_lib.Recomputed:
-    """Returns a score of ours for `checks.rewards`: slow, where a worker's machine may have exceeded its shorter limit."""
+    """Converts the scorer's result for `checks.rewards`; `slow` is True if a worker, whose time limit is shorter, may have timed out."""
     return rules_lib.Recomputed(scored.scores, scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD, not scored.in_time)
 
 
 def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Reads the file that `python -m rl.validator calibrate` wrote. Raises ValueError for any other, OSError without one."""
+    """Reads the bands file that `python -m rl.validator calibrate` wrote. Raises OSError without a file, ValueError for a malformed one."""
     try:
         body = json.loads(pathlib.Path(path).read_text())
         tolerance = dict(body["tolerance"])
@@ -203,9 +204,9 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
         bands = sequential_test.Bands(**body["bands"])
         values = [*tolerance.values(), *vars(proofs).values(), *vars(bands).values()]
         if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values):
-            raise ValueError("a limit is not a number from 0 to 1e9")
+            raise ValueError("a limit in it is not a number from 0 to 1e9")
         if min(vars(bands).values()) <= 0:
-            raise ValueError("a band is not above 0")
+            raise ValueError("a band in it is not above 0")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
@@ -216,6 +217,6 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
 def save_bands(
     path: str | pathlib.Path, tolerance: rules_lib.Tolerance, bands: sequential_test.Bands, measured: dict
 ) -> None:
-    """Writes the file that `load_bands` reads; `measured` is for people."""
+    """Writes tolerance and bands to a JSON file for `load_bands`. `measured` is stored for people to read, and ignored by `load_bands`."""
     body = {"tolerance": dataclasses.asdict(tolerance), "bands": dataclasses.asdict(bands), "measured": measured}
     pathlib.Path(path).write_text(json.dumps(body, indent=1) + "\n")
