@@ -28,7 +28,7 @@ START_S = 600.0
 
 
 def stream_reply(http: httpx.Client, messages: list[dict], options: dict) -> Iterator[dict]:
-    """Yields the deltas of a streamed reply. Raises ValueError with the server's message."""
+    """Yields the deltas (new pieces of the message) of a streamed chat reply. Raises ValueError with the server's error message."""
     body = {"messages": messages, "stream": True} | options
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
@@ -46,7 +46,7 @@ def stream_reply(http: httpx.Client, messages: list[dict], options: dict) -> Ite
 
 
 def talk(http: httpx.Client, options: dict, system: str | None) -> None:
-    """Runs the chat until the end of the input. `system` opens every conversation."""
+    """Reads user messages from the terminal and prints replies until the end of input. `system` is the system prompt or None."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -79,7 +79,7 @@ def talk(http: httpx.Client, options: dict, system: str | None) -> None:
 
 @contextlib.contextmanager
 def served(arguments: list[str]) -> Iterator[str]:
-    """Starts a server with these command-line arguments and yields its URL. Ends it with the block."""
+    """Starts an inference server with these command-line arguments and yields its URL. The server stops when the `with` block ends."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "address"
         command = [sys.executable, "-m", "inference.serve", *arguments, "--port", "0", "--address_file", str(file)]
@@ -101,7 +101,7 @@ def served(arguments: list[str]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit code."""
+    """Runs the chat command of the terminal. Returns the exit code."""
     parser = cli.Parser(prog="python -m inference.chat", description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="root of a weight broadcast, whose newest version is served")

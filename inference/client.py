@@ -23,7 +23,7 @@ MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float3
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion, as a server reported it. Lists have one entry per new token, the stop token included."""
+    """One completion that an inference server returned. Lists have one entry per generated token, the stop token included."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -40,11 +40,11 @@ class Unavailable(RuntimeError):
 
 
 class MalformedReply(ValueError):
-    """Raised when a server replied 200 with an invalid body."""
+    """Raised when an inference server replied with status 200 but an invalid body; `Client` then tries another server."""
 
 
 class Client:
-    """A client of several servers, for use as `async with Client(urls) as client`."""
+    """A client that spreads requests over several inference servers. Use it as `async with Client(urls) as client`."""
 
     def __init__(
         self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0, api_key: str | None = None
@@ -52,10 +52,10 @@ class Client:
         """Creates a client.
 
         Args:
-          urls: of the servers, at least one.
-          timeout_s: for one attempt of a request.
+          urls: URLs of the inference servers, at least one.
+          timeout_s: limit for one attempt of a request.
           give_up_s: how long a request is retried.
-          api_key: of all servers; $INTELLAX_API_KEY if None.
+          api_key: the key sent to all servers; $INTELLAX_API_KEY if None.
         """
         if not urls:
             raise ValueError("the list of inference servers is empty; pass at least one URL")
@@ -77,9 +77,9 @@ class Client:
         await self._http.aclose()
 
     async def generate(self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False) -> list[Sample]:
-        """Returns `sampling["n"]` samples of one prompt. `sampling` has the fields of vLLM's sampling_params.
+        """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Raises ValueError if a server rejects the request, and Unavailable if none sends a valid reply within `give_up_s`.
+        Raises ValueError if a server rejects the request, and Unavailable if no server sends a valid reply within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         tried: collections.Counter = collections.Counter()
@@ -104,13 +104,13 @@ class Client:
             if asyncio.get_running_loop().time() > deadline:
                 raise Unavailable(
                     f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {url}: "
-                    f"{reason}; check that the servers run"
+                    f"{reason}; check that the servers run, in the release of this client"
                 )
             if all(tried[u] for u in self._urls):
                 await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
 
     async def update_weights(self, version: int) -> None:
-        """Makes every server swap in `version`. Returns once all serve it; raises ValueError if one cannot."""
+        """Makes every server load the weights of `version`. Returns once all serve that version; raises ValueError if a server rejects it."""
 
         async def update(url):
             response = await self._http.post(f"{url}/update_weights", json={"version": version})
@@ -120,7 +120,7 @@ class Client:
 
 
 def error_message(response: httpx.Response) -> str:
-    """Returns the message of a server's error reply, or the start of a body of another kind."""
+    """Returns the error message in a server's JSON reply; of a reply in another format, the start of its body."""
     try:
         return response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -133,7 +133,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> list[Sample]:
-    """Returns the samples that `sampling` requested. Raises MalformedReply for any other reply."""
+    """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
     try:
         samples = [_read_choice(choice, sampling, num_prompt) for choice in response.json()["choices"]]
     except (KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -146,13 +146,13 @@ def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> li
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
-    """Returns a choice as a sample that fits a signed rollout. Raises ValueError that names the server's mistake."""
+    """Converts one entry of the reply's `choices` to a Sample. Raises ValueError, which describes the server's mistake, if it is invalid."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     runs = choice["policy_versions"]
     integers = [*tokens, *(value for run in runs for value in run), choice["prompt_policy_version"]]
     if any(type(value) is not int or not 0 <= value < 2**31 for value in integers):
-        raise ValueError("server sent a token id or a policy version that is not an integer in 0..2^31 - 1")
+        raise ValueError("server sent a token ID or a policy version that is not an integer in 0..2^31 - 1")
     if sum(count for _, count in runs) > len(tokens):  # before they are expanded: a count may be huge
         raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
     versions = [version for version, count in runs for _ in range(count)]

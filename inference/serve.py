@@ -52,7 +52,7 @@ ERRORS = {
 
 
 def make_app(server: inference_server.InferenceServer, *, api_key: str | None = None) -> fastapi.FastAPI:
-    """Returns the app with all routes. `api_key` is required of clients; None requires no key."""
+    """Returns the HTTP app of an inference server with all its routes. Clients must send `api_key`; None requires no key."""
     app = fastapi.FastAPI(title="Intellax inference server", docs_url=None, redoc_url=None, openapi_url=None)
     generate_routes.add(app, server, MAX_BODY_BYTES)
     openai_routes.add(app, server, MAX_BODY_BYTES)
@@ -81,7 +81,7 @@ async def _reply_no_route(request: fastapi.Request, error: Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command until SIGTERM or Ctrl-C. Returns the exit code."""
+    """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
     args = _parse(argv)
     try:
         _check(args)

@@ -43,9 +43,9 @@ def held_out(
     progress: metrics.Progress,
     changed: dict | None = None,
 ) -> dict[str, float]:
-    """Scores a policy version that the servers run; returns `scores` and saves them, with samples, for the report.
+    """Samples held-out tasks with a policy version that the servers run, saves scores and samples for the report, returns `scores`.
 
-    With `changed`, fields in which the config differs from the run's, they are saved separately.
+    If the config differs from the run's, `changed` has the differing fields, and the result is saved in a file of its own.
     """
     begun = time.perf_counter()
     progress.note(f"evaluating version {version} on {exp.config.evaluation.num_tasks} held-out tasks")
@@ -66,7 +66,7 @@ def held_out(
 
 
 def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
-    """Returns avg@k, the mean reward, and pass@j, the probability that one of j samples has the full reward of 1.
+    """Returns the scores of groups of k samples: avg@k, the mean reward; pass@j, the probability that one of j has reward 1.
 
     pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
     of two up to k.
@@ -80,17 +80,17 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
 
 
 def is_done(workdir: pathlib.Path, step: int) -> bool:
-    """Returns True if `step` was scored before. A run may end between a checkpoint and its evaluation."""
+    """Returns True if evaluations.json has scores of `step`. A run may end between a checkpoint and its evaluation."""
     return any(entry["step"] == step for entry in _entries(workdir / "evaluations.json"))
 
 
 def headline(result: dict[str, float]) -> float:
-    """Returns avg@k of `scores`, by which checkpoints are ranked."""
+    """Returns avg@k, the score by which checkpoints are ranked, from the result of `scores`."""
     return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
-    """Returns one line per held-out score: its first and last value."""
+    """Returns one line of text per held-out score of a run: its value at the first and the last evaluation."""
     entries = _entries(workdir / "evaluations.json")
     return [
         f"held-out {name}: {entries[0]['scores'][name]:.3f} (version {entries[0]['step']}) -> "
@@ -101,14 +101,14 @@ def summary(workdir: pathlib.Path) -> list[str]:
 
 
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
-    """The prompt and completion of a rollout as text."""
+    """Returns a rollout as shown in the report: {prompt, completion, reward}, tokens decoded to text."""
     masks = {"prompt": ~rollout.sampled_mask, "completion": rollout.sampled_mask}
     texts = {name: exp.tokenizer.decode(rollout.tokens[mask_T].tolist()) for name, mask_T in masks.items()}
     return texts | {"reward": rollout.reward}
 
 
 def _keep(path: pathlib.Path, entry: dict) -> None:
-    """Adds an evaluation to a file; replaces one of the same step and the same changed fields."""
+    """Adds an evaluation to a JSON file; replaces an earlier one of the same step and the same changed fields."""
     others = [e for e in _entries(path) if (e["step"], e.get("changed")) != (entry["step"], entry.get("changed"))]
     entries = sorted([*others, entry], key=lambda e: e["step"])
     atomic_file.write(path, (json.dumps(entries, indent=1) + "\n").encode())
@@ -121,9 +121,9 @@ def _entries(path: pathlib.Path) -> list[dict]:
 def restore_policy(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, wanted: str
 ) -> tuple[int, transformer.Params]:
-    """Returns (step, parameters of the whole model) of a run's checkpoint; `wanted` is a step, "newest" or "best".
+    """Loads a run's checkpoint and returns (step, the model's parameters). `wanted` is a step, "newest" or "best".
 
-    Best is the checkpoint with the highest held-out score. Adapters are merged.
+    "best" is the checkpoint with the highest held-out score. LoRA adapters are merged into the parameters.
 
     Raises:
       ValueError: `wanted` is none of these.
@@ -135,7 +135,7 @@ def restore_policy(
     elif re.fullmatch("[0-9]+", wanted):
         step = int(wanted)
     else:
-        raise ValueError(f"--step={wanted} is not a checkpoint; give a step, newest, or best")
+        raise ValueError(f"--step={wanted} does not name a checkpoint; set it to a step, newest, or best")
     if not exp.lora:
         return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
     learner = exp.learner(mesh)
@@ -153,7 +153,7 @@ def check_run(workdir: str) -> None:
 
 
 def main() -> None:
-    """Scores one checkpoint of a run."""
+    """Runs the command that scores one checkpoint of a run on held-out tasks."""
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     check_run(flags.FLAGS.workdir)

@@ -20,7 +20,7 @@ from sharding import mesh as mesh_lib
 
 
 def main() -> None:
-    """Exports one checkpoint of a run."""
+    """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
     exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     evaluate.check_run(flags.FLAGS.workdir)

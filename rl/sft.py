@@ -45,7 +45,7 @@ def train(
     progress: metrics.Progress,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> transformer.Params:
-    """Runs or resumes the warm-up and returns its parameters; with 0 steps, the initial ones. All hosts must call it."""
+    """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it."""
     config = exp.config
     rates = {"learning_rate": config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
     rates = dataclasses.replace(exp.optimizer, **rates)
@@ -106,7 +106,7 @@ def train(
 
 
 def check_initial(exp: experiment.Experiment) -> None:
-    """Raises ValueError if the checkpoint `init_from` has other model fields than the config."""
+    """Raises ValueError if the model of the checkpoint in `init_from` differs from the config's in a field that changes parameters."""
     path, model = exp.config.init_from, exp.model
     found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
     free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
@@ -121,7 +121,7 @@ def check_initial(exp: experiment.Experiment) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Early stopping after `limit` losses in a row without a new best; never with a limit of 0."""
+    """The state of early stopping: training ends after `limit` held-out losses in a row without a new best; 0 disables it."""
 
     limit: int = 0
     best: float = 1e30  # JSON has no infinity
@@ -129,11 +129,11 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """True if training should stop."""
+        """True if `num_worse` has reached the limit, so that training should stop."""
         return 0 < self.limit <= self.num_worse
 
     def after(self, loss: float) -> "Patience":
-        """Returns the patience after another held-out loss."""
+        """Returns the state of early stopping after one more held-out loss."""
         if loss < self.best:
             return dataclasses.replace(self, best=loss, num_worse=0)
         return dataclasses.replace(self, num_worse=self.num_worse + 1)
@@ -147,11 +147,11 @@ def stream(
     roles: Sequence[str] = ("assistant",),
     max_length: int,
 ) -> packing.Tree:
-    """Returns a conversation as a stream, cut after the last token that trains; the loss is on messages of `roles`.
+    """Returns a conversation as one token sequence to train on. Only messages of `roles` train; tokens after them are cut off.
 
     Raises:
-      ValueError: it is longer than `max_length`, no token trains, or its template renders a message differently when
-        others follow, so that the tokens of a role are unknown.
+      ValueError: the conversation is longer than `max_length`, no token trains, or the chat template renders a message
+        differently when other messages follow, so that the tokens of a role are unknown.
     """
     rendered = tokenizer.render(messages, tools=tools)
     mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
@@ -168,7 +168,7 @@ def stream(
     if not mask.any():
         raise ValueError(
             f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
-            f"add a role of it to warmup.roles"
+            f"add one of its roles to warmup.roles"
         )
     end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
     if end > max_length:
@@ -181,18 +181,18 @@ def stream(
 
 
 def read_conversations(path: str) -> list[dict]:
-    """Reads a JSONL file, each line {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
+    """Reads conversations from a JSONL file with lines {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
 
     Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
 
     Raises:
-      ValueError: the file cannot be read, or a line has another format; the message has its number.
+      ValueError: the file cannot be read, or a line has another format; the error has the line's number.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"warmup.data = {path!r} cannot be read: {error}; give a JSONL file of conversations"
+            f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file of conversations"
         ) from error
     found = []
     for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
@@ -203,7 +203,7 @@ def read_conversations(path: str) -> list[dict]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not found:
-        raise ValueError(f"warmup.data = {path!r} is empty; give a JSONL file of conversations")
+        raise ValueError(f"warmup.data = {path!r} is empty; set it to a JSONL file of conversations")
     return found
 
 
@@ -228,7 +228,9 @@ def _plain(message: Mapping) -> dict:
             raise ValueError("a message has a part that is not text; remove it")
         content = "".join(parts)
     if not isinstance(content, str | None):
-        raise ValueError(f"the content of a message is {json.dumps(content)[:60]}; make it a string, or parts of text")
+        raise ValueError(
+            f"the content of a message is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
+        )
     plain = dict(message) | {"content": content or ""}
     if calls is None:
         return plain
@@ -267,7 +269,7 @@ def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.
 
 
 def _from_tasks(exp: experiment.Experiment) -> _Source:
-    """Returns the source of tasks of the run's environment with their answers."""
+    """Returns a source of training conversations: tasks of the run's environment with their answers."""
     config = exp.config
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
@@ -287,14 +289,14 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
 
 def _from_file(exp: experiment.Experiment) -> _Source:
-    """Returns the source of conversations in `warmup.data`, in a new order every epoch; the last `eval_tasks` may be held out."""
+    """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last `eval_tasks`."""
     warmup, seed = exp.config.warmup, exp.config.seed
     path, count, records = warmup.data, warmup.tasks_per_step, read_conversations(warmup.data)
     cut = len(records) - (warmup.eval_tasks if warmup.eval_every else 0)
     if cut < 1:
         raise ValueError(
             f"warmup.data = {path} has {len(records)} conversations, all of them held out (warmup.eval_tasks = "
-            f"{warmup.eval_tasks}); give more, or set warmup.eval_tasks lower"
+            f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
         )
 
     def tree(index):
@@ -311,7 +313,7 @@ def _from_file(exp: experiment.Experiment) -> _Source:
 def _evaluator(
     exp: experiment.Experiment, learner: train_step.Learner, source: _Source | None, hosts: hosts_lib.Hosts
 ) -> Callable[[transformer.Params], float]:
-    """Returns a function of parameters: the mean negative log-likelihood of the held-out trained tokens, in nats."""
+    """Returns a function from parameters to the held-out loss: the mean negative log-likelihood per trained token, in nats."""
     layout = exp.layout(learner.mesh, exp.config.warmup.eval_tasks)
     batch = host_feed.place(source.held_out() if source else None, layout, learner.mesh, hosts)
 
@@ -323,7 +325,7 @@ def _evaluator(
 
 
 def _demonstration(task: environment.Task, config) -> str:
-    """Returns the answer to imitate: the right one, or a decoy for a fixed fraction of the tasks, drawn by index."""
+    """Returns the answer to imitate: the right one, or, for the fraction `decoy_fraction` of the tasks, a wrong one (decoy)."""
     lot = environment.stable_hash(f"decoy/{config.seed}/{task.index}") / 2**64
     if lot >= config.warmup.decoy_fraction:
         return task.answer
@@ -333,19 +335,19 @@ def _demonstration(task: environment.Task, config) -> str:
 
 
 def _span(tokenizer, messages, index, tools, ids) -> slice:
-    """The columns of one message: those that rendering it adds."""
+    """Returns the slice of a conversation's token IDs that belongs to message `index`. Raises ValueError if it is unknown."""
     before = tokenizer.render(messages[:index], tools=tools).token_ids if index else []
     through = tokenizer.render(messages[: index + 1], tools=tools).token_ids
     if ids[: len(through)] != through or through[: len(before)] != before:
         raise ValueError(
-            f"the chat template renders message {index + 1} differently when others follow; set warmup.roles to the "
+            f"the chat template renders message {index + 1} differently when other messages follow; set warmup.roles to the "
             f"assistant alone, or use a template that only appends"
         )
     return slice(len(before), len(through))
 
 
 def main() -> None:
-    """Runs the warm-up of an experiment alone."""
+    """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.config.mesh.to_dict())

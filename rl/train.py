@@ -39,7 +39,7 @@ from sharding.system import sockets
 
 
 def main() -> None:
-    """Runs the experiment of the command line, on this host alone or together with the others that its config names."""
+    """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
         mesh = mesh_lib.create(exp.config.mesh.to_dict())
@@ -56,7 +56,7 @@ def train(
     workdir: pathlib.Path,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> pathlib.Path | None:
-    """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than the first."""
+    """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
     config, num_steps, weights = exp.config, exp.config.rl.num_steps, workdir / "weights"
     learner, layout = exp.learner(mesh), exp.rollout_layout(mesh)
     step_fn, rate = train_step.jit_train_step(learner), optimizers.learning_rate(exp.optimizer)
@@ -143,7 +143,7 @@ def train(
 
 
 def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
-    """Raises ValueError for mistakes that show before the working directory is claimed and minutes of warm-up are spent."""
+    """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent."""
     config = exp.config
     exp.rows(mesh)
     config_rules.check_trainable(config)
@@ -172,7 +172,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
 
 def _check_file(field: str, path: str, kind: str) -> None:
     if path and not pathlib.Path(path).is_file():
-        raise ValueError(f"{field} = {path!r} does not exist or is not a file; give {kind}")
+        raise ValueError(f"{field} = {path!r} does not exist or is not a file; set it to {kind}")
 
 
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
@@ -183,7 +183,7 @@ def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_l
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
-    """(train state to start from, its step, state of the rollout system or None): a checkpoint, or the warm-up as step 0."""
+    """Restores the newest checkpoint, or runs the warm-up (step 0). Returns (train state, its step, state of the rollouts or None)."""
     restored = checkpointer.restore(train_step.abstract_state(learner))
     if restored:
         step, state, host_state = restored
@@ -200,19 +200,19 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
 
 
 def _forget_versions(weights: pathlib.Path, start: int) -> None:
-    """Deletes versions published after the checkpoint, and the checkpoint's own: a power failure may have torn it."""
+    """Deletes published weight versions from `start` (the checkpoint's step) on: a power failure may have torn the newest."""
     for version in broadcast.versions(str(weights)) if weights.exists() else ():
         if version >= start:
             broadcast.remove(str(weights), version)
 
 
 def _is_scored(config, step: int) -> bool:
-    """True if the held-out tasks are scored after `step`; they always are after the last."""
+    """Returns True if the held-out tasks are scored after `step` by the config's interval; step 0 always is."""
     return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
 def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
-    """Saves the batch and, after a single optimizer step, the state before it, for a replay; then raises ValueError."""
+    """Saves the failed batch, and the state before it if one optimizer step was taken, for a replay; then raises ValueError."""
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
@@ -228,7 +228,7 @@ def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: check
 
 
 class _Clock:
-    """Measures the parts of one step in seconds: `with clock("publish"): ...`."""
+    """Measures the duration of the parts of one train step in seconds: `with clock("publish"): ...`."""
 
     def __init__(self):
         self._begun, self._parts = time.perf_counter(), {}
@@ -240,13 +240,13 @@ class _Clock:
         self._parts[f"time/{part}_s"] = time.perf_counter() - begun
 
     def seconds(self, *, num_tokens: float) -> dict[str, float]:
-        """Returns time/<part>_s, time/step_s, and time/tokens_per_s of sampled tokens."""
+        """Returns the metrics time/<part>_s, time/step_s, and time/tokens_per_s, which counts `num_tokens` sampled tokens."""
         total = time.perf_counter() - self._begun
         return self._parts | {"time/step_s": total, "time/tokens_per_s": num_tokens / total}
 
 
 def _shown(values: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step that the terminal shows, by a short name; a user's own loss need not compare policies."""
+    """Returns the metrics of a step that the terminal shows, as {short name: value}; absent metrics are left out."""
     names = {
         "reward": "rollout/reward",
         "loss": "loss/total",

@@ -16,7 +16,7 @@ from inference.server import inference_server, schemas, web
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
-    """Adds the routes to an app."""
+    """Adds the inference server's routes for weight updates, pausing, health and metrics to an app."""
     scheduler = server.scheduler
 
     @app.post("/update_weights")
@@ -65,7 +65,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
 
 
 class _Collector:
-    """Collects the metrics that prime-rl's concurrency controller reads, which have vLLM's names, then further ones."""
+    """The Prometheus collector of the server: metrics that prime-rl's concurrency controller reads, under vLLM's names, and others."""
 
     def __init__(self, server: inference_server.InferenceServer):
         self._server = server

@@ -14,7 +14,7 @@ from concurrent import futures
 
 
 class FairPool:
-    """A pool of `num_threads` threads, which end with `close` or with the process. All methods are thread-safe."""
+    """A pool of `num_threads` threads that clients share fairly: a client gets no more than it leaves free. Thread-safe."""
 
     def __init__(self, num_threads: int, name: str):
         self._changed = threading.Condition()
@@ -25,7 +25,7 @@ class FairPool:
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True).start()
 
     def submit(self, client: str, function: Callable, *args) -> futures.Future:
-        """Queues `function(*args)` and returns a future of its result or exception; cancelled if the pool is closed."""
+        """Queues `function(*args)` for a client and returns the future of its result. The future is cancelled if the pool is closed."""
         future = futures.Future()
         with self._changed:
             if self._is_closed:
@@ -36,7 +36,7 @@ class FairPool:
         return future
 
     def close(self) -> None:
-        """Cancels queued calls. Does not wait for running ones."""
+        """Cancels queued calls and ends the threads. Does not wait for running calls."""
         with self._changed:
             self._is_closed = True
             for queue in self._queues.values():
@@ -72,5 +72,5 @@ class FairPool:
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """Returns the client whose call is next, or None if no client may occupy another thread."""
+        """Returns the client whose call runs next, or None if every waiting client already has its fair share of threads."""
         return next((client for client in self._queues if self._num_running[client] < max(1, self._num_free)), None)

@@ -21,7 +21,7 @@ from inference.server import inference_server, schemas, web
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
-    """Adds the route to an app."""
+    """Adds the route POST /inference/v1/generate (vLLM's API with token IDs) to an app."""
 
     @app.post("/inference/v1/generate")
     async def generate(http_request: fastapi.Request):
@@ -39,7 +39,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
 
 
 def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[scheduler_lib.Completion]]]) -> dict:
-    """Returns OpenAI's token counts over several prompts; `cached_tokens` are the prompt tokens found in the prefix cache."""
+    """Returns OpenAI's `usage` object, the token counts over several prompts; `cached_tokens` are prompt tokens found in the prefix cache."""
     num_prompt = sum(len(request.tokens) for request, _ in answered)
     num_new = sum(len(completion.tokens) for _, completions in answered for completion in completions)
     return {
@@ -51,7 +51,7 @@ def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[sched
 
 
 def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: scheduler_lib.Completion) -> dict:
-    """Returns vLLM's field `prompt_logprobs` if it was requested, else {}. Its first entry is None: no token precedes."""
+    """Returns {"prompt_logprobs": vLLM's list} if requested, else {}. The first token has None: no token precedes it."""
     if not request.prompt_logprobs or completion.prompt_logprobs is None:
         return {}
     scored = zip(request.tokens, completion.prompt_logprobs, strict=True)
@@ -61,7 +61,7 @@ def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: schedule
 def extra_fields(
     server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int
 ) -> dict:
-    """Returns the fields of a choice that OpenAI's API does not have. Routed experts start at token `experts_start`."""
+    """Returns the fields of a completion that OpenAI's API lacks: policy versions, proofs, routed experts from token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
         "policy_versions": [[version, len(list(run))] for version, run in runs],

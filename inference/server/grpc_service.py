@@ -27,9 +27,9 @@ MESSAGES: Any = jetstream_pb2  # its classes exist only at run time
 
 
 def start(server: inference_server.InferenceServer, host: str, port: int) -> tuple[int, grpc.Server]:
-    """Starts to listen on `port`; 0 takes a free one. Returns (the port, the running gRPC server).
+    """Starts the gRPC service on `port`, or on a free port if 0. Returns (the port, the running gRPC server).
 
-    Raises ValueError if the port is taken. `.stop(grace_s).wait()` gives running calls some seconds and blocks until they end.
+    Raises ValueError if the port is taken. `.stop(grace_s).wait()` on the server gives running calls `grace_s` seconds and blocks until they end.
     """
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     options = [("grpc.so_reuseport", 0)]  # or two servers could share one port, each with some of the clients

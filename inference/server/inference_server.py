@@ -35,7 +35,7 @@ NOTICE_S = 5.0  # and before a line about it is logged
 
 @dataclasses.dataclass
 class InferenceServer:
-    """A running engine and the source of its weights."""
+    """One running inference server: the engine, its scheduler, and the source of new weights. The HTTP routes call its methods."""
 
     weights: source_lib.Source | None  # None if updates name their folder
     scheduler: scheduler_lib.Scheduler
@@ -57,12 +57,12 @@ class InferenceServer:
         return self.engine.config.max_model_len
 
     def update(self, version: int | None, source: str | None = None) -> int:
-        """Swaps in other weights and returns the version in use. Blocks until they serve.
+        """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
 
         Args:
-          version: a version of `source`, the newest if None. For a Hugging Face folder, the number to serve it as, one more
-            than that in use if None.
-          source: a broadcast, the server's own if None; or the folder of one version; or a Hugging Face folder.
+          version: a version of `source`, the newest if None. For a Hugging Face folder, the version number to give its weights;
+            None takes the current number + 1.
+          source: a weight broadcast (None: the one the server started with), the folder of one version, or a Hugging Face folder.
 
         Raises ValueError for weights of another model, and OSError or CorruptBroadcast if they cannot be read.
         """
@@ -90,7 +90,7 @@ class InferenceServer:
             return version
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> scheduler_lib.GenerateRequest:
-        """Returns the scheduler's request for a prompt. Raises ValueError for unsupported fields.
+        """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
 
         `extra` are fields of `GenerateRequest` that the route sets.
         """
@@ -127,7 +127,7 @@ class InferenceServer:
         )
 
     def close(self) -> None:
-        """Stops the scheduler and closes the connections to relays."""
+        """Stops the server's scheduler and closes its connections to relays."""
         self.scheduler.close()
         if self.weights is not None:
             self.weights.close()
@@ -137,7 +137,9 @@ class InferenceServer:
 
         config = hf.read_config(folder)
         if config != self.engine.model:
-            raise ValueError(f"{folder} has another model than this server; start another server for it")
+            raise ValueError(
+                f"{folder} has another model than this server, and update needs the same one; start another server for it"
+            )
         params = _load_folder(folder, self.store)
         return self._swap(params, self.scheduler.version + 1 if version is None else version)
 
@@ -156,16 +158,16 @@ def start(
     log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
-    """Starts a server with the newest version of a broadcast. Blocks until there is one and the engine is compiled.
+    """Starts a server with the newest version of a weight broadcast. Blocks until a version exists and the engine is compiled.
 
     Args:
-      weights: a directory, a bucket URL, or the URLs of relays. TimeoutError is raised if they have no version for START_S.
+      weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
       config: sizes of the engine.
       key: hex of the public key that must have signed the weights; None accepts any.
-      mesh: sizes of the axes of a mesh over this host's devices; None for one device.
+      mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       log: called with a line of text before each slow step.
-      **options: `every_length` to compile for prompts of every length now; and the options of `Scheduler`.
+      **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
@@ -197,7 +199,7 @@ def start_model(
     log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
-    """Starts a server with a Hugging Face folder or hub ID, as version 0. The arguments are those of `start`."""
+    """Starts a server with the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `start`."""
     from models import hf, hub
 
     log(f"loading {folder}")
@@ -207,7 +209,10 @@ def start_model(
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
-    """Returns a mesh over all devices of this process, or over the first if `sizes` is empty. Raises ValueError if it cannot serve."""
+    """Returns a mesh over all devices of this process, or over its first device if `sizes` is empty.
+
+    Raises ValueError if the engine of `config` cannot run on that mesh.
+    """
     devices = jax.local_devices()
     mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
     engine_lib.check_mesh(config, mesh)
@@ -215,7 +220,7 @@ def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> 
 
 
 def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
-    """Raises ValueError that names the first tensor that does not fit the model."""
+    """Raises ValueError, naming the first wrong tensor, if the names, shapes or dtypes of `params` do not fit the model."""
     expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
     for path in sorted(expected.keys() | given.keys()):
         if given.get(path) != expected.get(path):
@@ -254,7 +259,7 @@ def _run(
 
 
 def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
-    """Returns the weights of a Hugging Face folder, placed as the store requires."""
+    """Reads the weights of a Hugging Face folder and places them on the devices as the engine's weight store requires."""
     from models import hf
 
     if store.load_shardings is not None:

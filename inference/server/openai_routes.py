@@ -30,7 +30,7 @@ GenerateRequest, Completion = scheduler_lib.GenerateRequest, scheduler_lib.Compl
 
 
 def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> None:
-    """Adds the routes to an app."""
+    """Adds the OpenAI-compatible routes (chat, completions, tokenize, models) to an app."""
 
     @app.post("/v1/chat/completions")
     async def chat(http_request: fastapi.Request):
@@ -113,7 +113,7 @@ async def _complete_text(
 
 
 def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
-    """Returns the prompt of a conversation. Raises ValueError if the chat template rejects it."""
+    """Returns the prompt's token IDs of a conversation. Raises ValueError if the chat template rejects its messages."""
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -127,7 +127,7 @@ def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> l
 
 
 def _template_message(message: schemas.Message) -> dict:
-    """Returns the message as chat templates expect it: content is a string, arguments of tool calls are objects."""
+    """Converts a request's message to the form of chat templates: content is a string, arguments of tool calls are objects."""
     content = message.content
     if isinstance(content, list):
         if bad := [part.type for part in content if part.type != "text" or part.text is None]:
@@ -164,7 +164,7 @@ def _prompt_ids(server: InferenceServer, body: schemas.Completions | schemas.Tok
 
 
 class _TextFormat:
-    """Formats the completions of one request, whole or piece by piece. A piece is a Completion with only its new tokens."""
+    """Formats the completions of one request as OpenAI's `choices`, whole or, in a stream, by pieces (Completions of the new tokens)."""
 
     is_chat, prefix, kind, chunk_kind = False, "cmpl", "text_completion", "text_completion"
     opening: dict | None = None
@@ -185,7 +185,7 @@ class _TextFormat:
         return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
 
     def _grow(self, index: int, piece: Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
-        """Adds a piece to sample `index`. Returns its text before and after, parsed."""
+        """Appends a streamed piece to sample `index`. Returns the sample's parsed text (before, after) the piece."""
         final = bool(piece.finish_reason)
         self._texts[index] += self._streams[index].push(piece.tokens, final=final)
         before, self._sent[index] = self._sent[index], self._parse(self._texts[index], final)
@@ -301,7 +301,7 @@ async def _reply(
 
 
 async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-    """Returns the completions of every request. All are cancelled when one fails or the caller is cancelled."""
+    """Runs the requests in the scheduler and returns a list of completions for each. If one fails or the caller is cancelled, all are cancelled."""
     futures = []
     try:
         for request in requests:
@@ -317,7 +317,7 @@ def _call(call: parsers.ToolCall) -> dict:
 
 
 def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
-    """Returns the text before the first stop string, without a tail that may become one unless `final`."""
+    """Returns the text before the first stop string. Unless `final`, also drops an end that could grow into a stop string."""
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     if ends:
         return text[: min(ends)]
@@ -325,10 +325,10 @@ def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
 
 
 class _EventStream(responses.StreamingResponse):
-    """Server-sent events with the pieces of one request.
+    """A streamed HTTP reply: server-sent events with the pieces of one request's completions.
 
-    The request is submitted when the reply is created, so a rejection still gets its own status. It is cancelled when the
-    client disconnects, also before the first event.
+    Creating the reply submits the request to the scheduler, so a rejection still gets an error status. The request is
+    cancelled when the client disconnects, also before the first event.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class _EventStream(responses.StreamingResponse):
             self._future.cancel()
 
     def _listen(self, index: int, completion: Completion) -> None:
-        """Called in the scheduler's thread."""
+        """Queues the new tokens of sample `index` for sending. The scheduler calls it in its own thread after each decode."""
         start, self._num_sent[index] = self._num_sent[index], len(completion.tokens)
         lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
         self._put((index, dataclasses.replace(completion, **lists)))

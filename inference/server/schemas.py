@@ -12,19 +12,19 @@ Ids = Annotated[list[int], pydantic.Field(fail_fast=True)]  # stops at the first
 
 
 class Body(pydantic.BaseModel):
-    """The base of all request bodies."""
+    """The base class of all schemas of request bodies."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def drop_nulls(cls, values: Any) -> Any:
-        """Removes fields that are null, so that they get their defaults."""
+        """Removes fields that are null from a request body, so that they get their defaults."""
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
 
 class Sampling(Body):
-    """Sampling fields, which all generating routes share."""
+    """Request fields for sampling, which all generating routes accept."""
 
     n: int = 1
     max_tokens: int | None = None  # None: the rest of the context
@@ -47,7 +47,7 @@ class Sampling(Body):
 
 
 class SamplingParams(Sampling):
-    """The field `sampling_params` of vLLM's generate route."""
+    """The field `sampling_params` in a request to vLLM's generate route."""
 
     logprobs: int | None = None
 
@@ -62,14 +62,14 @@ class Generate(Body):
 
 
 class Part(Body):
-    """A part of a message's content."""
+    """One typed part of a chat message's content, such as a text."""
 
     type: str
     text: str | None = None
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """One message of a chat conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -87,7 +87,7 @@ class StreamOptions(Body):
 
 
 class Template(Body):
-    """Inputs of the chat template, in addition to the messages."""
+    """Request fields that the chat template receives in addition to the messages."""
 
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -96,7 +96,7 @@ class Template(Body):
 
 
 class OpenAI(Sampling):
-    """Fields that OpenAI's routes for completions share."""
+    """Request fields that both of OpenAI's completion routes (chat and text) accept."""
 
     model: str | None = None
     stream: bool = False
@@ -153,7 +153,7 @@ class UpdateWeights(Body):
 
 
 def describe(error: pydantic.ValidationError) -> str:
-    """Returns the first mistake in a body as one line: the field, the rule, the value."""
+    """Returns the first mistake in a request body as one line: the field, the rule, the value."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"the request body is not JSON: {first['msg']}"

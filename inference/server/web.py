@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class RequestError(Exception):
-    """A request that ends with an error reply of this status."""
+    """Raised in a route to end the request with an error reply of this HTTP status."""
 
     def __init__(self, status: int, kind: str, message: str, headers: dict[str, str] | None = None):
         super().__init__(message)
@@ -63,7 +63,7 @@ def server(
     """Returns a uvicorn server of `app` without log output. Start it by `.run(sockets=[sock])`, which blocks.
 
     Setting `should_exit = True`, or SIGTERM, stops it: it accepts no more connections, and running requests get `drain_s`
-    seconds. `max_connections` is three quarters of the files that the process may open if None.
+    seconds. `max_connections` defaults to three quarters of the files that the process may open.
     """
     app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
     app.add_exception_handler(RequestError, _reply_error)
@@ -84,9 +84,9 @@ def server(
 
 @contextlib.asynccontextmanager
 async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
-    """Reads a request's whole body, whose bytes count against the server's budget until the block ends.
+    """Yields a request's whole body. Its bytes count against the server's memory limit for bodies until the `with` block ends.
 
-    Raises ValueError as soon as the body exceeds `max_bytes`, and RequestError if it comes too slowly or the budget is used up.
+    Raises ValueError if the body exceeds `max_bytes`, and RequestError if it arrives too slowly or the limit is used up.
     """
     budget = getattr(request.app.state, "body_budget", None) or Budget(MAX_BODIES_BYTES)
     network, chunks, size = client_network(request), [], 0
@@ -123,13 +123,13 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
 
 
 async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Returns a request's whole body, which counts against the budget only while it is read. Raises as `open_body`."""
+    """Returns a request's whole body, which counts against the limit for bodies only while it is read. Raises the errors of `open_body`."""
     async with open_body(request, max_bytes) as body:
         return body
 
 
 async def read_json(request: fastapi.Request, max_bytes: int = MAX_JSON_BYTES) -> dict:
-    """Returns the JSON object in a request's body, {} if that is empty. Raises ValueError for other bodies."""
+    """Returns the JSON object in a request's body, {} if the body is empty. Raises ValueError for other bodies."""
     raw = await read_body(request, max_bytes)
     try:
         body = json.loads(raw or b"{}")
@@ -146,14 +146,14 @@ async def read_schema(request: fastapi.Request, schema: type[Schema], max_bytes:
 
 
 class Budget:
-    """A limited resource that networks share, such as connections. Only for use in the server's event loop."""
+    """One limited resource of the server, such as connections, shared fairly by client networks. For use in the event loop only."""
 
     def __init__(self, size: int):
         self.free = size
         self.used: collections.Counter[str] = collections.Counter()
 
     def take(self, network: str, amount: int) -> bool:
-        """Takes `amount` for a network. Returns False, and takes nothing, if it would then use more than it leaves free."""
+        """Takes `amount` of the resource for a network. Returns False, taking nothing, if the network would then use more than is left free."""
         if self.used[network] + amount > self.free - amount:
             return False
         self.free -= amount
@@ -161,7 +161,7 @@ class Budget:
         return True
 
     def give_back(self, network: str, amount: int) -> None:
-        """Frees `amount` that a network took."""
+        """Returns `amount` of the resource, which `take` gave to a network."""
         self.free += amount
         self.used[network] -= amount
         if not self.used[network]:
@@ -169,7 +169,7 @@ class Budget:
 
 
 async def run_until_disconnect(request: fastapi.Request, work: Awaitable[Result]) -> Result:
-    """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
+    """Awaits `work` and returns its result. If the client disconnects first, cancels `work` and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.create_task(_wait_for_disconnect(request))
     try:
@@ -188,7 +188,7 @@ async def _wait_for_disconnect(request: fastapi.Request) -> None:
 
 
 async def handle_disconnect(request: fastapi.Request, error: Exception) -> responses.Response:
-    """Exception handler for a client that disconnected: its reply is not read, and the server logs no error."""
+    """Handles ClientDisconnect by an error reply that no client reads, so that the server logs no error."""
     return responses.Response(status_code=499)
 
 
@@ -198,12 +198,12 @@ async def _reply_error(request: fastapi.Request, problem: Exception) -> response
 
 
 def error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> responses.JSONResponse:
-    """Returns an error reply in OpenAI's format."""
+    """Returns an HTTP error reply with a body in OpenAI's format."""
     return responses.JSONResponse({"error": error_body(status, message, kind)}, status_code=status, headers=headers)
 
 
 def error_body(status: int, message: str, kind: str) -> dict:
-    """Returns OpenAI's error object."""
+    """Returns the inner object of an error body in OpenAI's format."""
     return {"message": message, "type": kind, "code": status, "param": None}
 
 
@@ -216,7 +216,7 @@ class RequireKey:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        """Handles one request."""
+        """Passes a request on to the app, or replies 401 if its key is missing or wrong."""
         if scope["type"] == "http" and scope["path"] not in self.OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
@@ -226,7 +226,7 @@ class RequireKey:
 
 
 def client_network(request: fastapi.Request) -> str:
-    """Returns the network of a request's connection, the unit of all limits."""
+    """Returns the network of a request's client, to which all limits apply: its IPv4 address, or its /64 of IPv6."""
     return _network((request.scope.get("client") or ("",))[0])
 
 
@@ -241,7 +241,7 @@ def _network(host: str) -> str:
 
 
 def stop_at_eof(stop: Callable[[], object]) -> None:
-    """Calls `stop` when standard input closes, which it does when the parent process ends. Exits 5 s later at the latest."""
+    """Starts a thread that calls `stop` when standard input closes (the parent process ended) and exits the process 5 s later."""
 
     def wait():
         while os.read(0, 4096):
@@ -254,7 +254,7 @@ def stop_at_eof(stop: Callable[[], object]) -> None:
 
 
 def _max_files() -> int:
-    """Raises the soft limit of open files, usually 1024, and returns it."""
+    """Raises this process's soft limit of open files (usually 1024) and returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -66,13 +66,13 @@ CHATML = r"""
 
 
 class Generation(jinja2.ext.Extension):
-    """Jinja extension: renders the body of `{% generation %}...{% endgeneration %}` between two marker characters."""
+    """The Jinja extension for `{% generation %}` blocks: renders the assistant's text in a block between two marker characters."""
 
     tags = {"generation"}
     TAG = re.compile(r"{%-?\s*generation\b")
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Returns the body's nodes, between the outputs of `generation_opener` and `generation_closer`."""
+        """Parses one generation block. Returns its nodes between those that output `generation_opener` and `generation_closer`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         opener, closer = (
@@ -84,7 +84,7 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(16)
 def compiled(text: str) -> jinja2.Template:
-    """Returns the compiled template of a text. Raises jinja2.TemplateError if its syntax is wrong."""
+    """Compiles the text of a chat template and returns it. Raises jinja2.TemplateError if its syntax is wrong."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )

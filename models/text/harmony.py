@@ -22,7 +22,7 @@ _END = re.compile("|".join(map(re.escape, ENDS)))
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One harmony message, possibly unfinished."""
+    """One message in harmony, the output format of gpt-oss models; possibly unfinished."""
 
     channel: str  # "" if the header is unfinished or names none
     recipient: str  # of a tool call: "functions.NAME", or a tool that the model was trained with; "" for the user
@@ -32,7 +32,7 @@ class Message:
 
 
 def split(text: str) -> list[Message]:
-    """Returns the messages of a completion. Text that is not in harmony format becomes one message without a channel."""
+    """Splits a completion in harmony format into its messages. Text in another format becomes one message without a channel."""
     *before, last = text.split(START)
     return [*(_message(piece, True) for piece in before), _message(last, False)]
 

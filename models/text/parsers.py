@@ -32,19 +32,19 @@ _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of one of the functions that the request offered."""
+    """One tool call in an assistant's text: a function's name and its arguments."""
 
     name: str
     arguments: str  # JSON of an object
 
     def field(self, id: str) -> dict:
-        """Returns an entry of the field `tool_calls` of a message, in the form of OpenAI's API."""
+        """Returns the call as an entry of a message's field `tool_calls`, in the form of OpenAI's API."""
         return {"id": id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """The parts of an assistant's text."""
+    """An assistant's text, parsed into reasoning, content and tool calls."""
 
     reasoning: str | None  # None if the text has no reasoning
     content: str
@@ -52,7 +52,7 @@ class Parsed:
 
 
 def detect_format(template: str) -> str:
-    """Returns the tool call format of a chat template: one of FORMATS, "chatml" if the template does not mention tools."""
+    """Returns the tool call format of a chat template, one of FORMATS; "chatml" if the template mentions no tools."""
     if harmony.CHANNEL in template:
         return "harmony"
     if "<arg_key>" in template:
@@ -96,7 +96,7 @@ def parse(
 
 
 def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple[str | None, str | None]:
-    """Returns (reasoning, text after it). The second is None while the reasoning has not ended."""
+    """Returns (reasoning or None, the text after the reasoning). The text is None while the reasoning has not ended."""
     stripped = text.lstrip()
     if not final and len(stripped) < len(THINK) and THINK.startswith(stripped):
         return None, None  # may become <think>
@@ -112,7 +112,7 @@ def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple
 
 
 def _split_marked(text: str, read: Callable[[str], ToolCall | None], final: bool) -> tuple[str, list[ToolCall]]:
-    """Returns (content, calls): `read` parses the text between two markers and returns None if it is malformed."""
+    """Returns (content, tool calls). `read` parses the text between two markers; text for which it returns None stays content."""
     content, calls, at = [], [], 0
     while (start := text.find(OPEN, at)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
         call, stop = read(text[start + len(OPEN) : end]), end + len(CLOSE)
@@ -147,7 +147,7 @@ def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
 
 
 def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
-    """Returns (content, calls), one of them empty: the whole text consists of calls, or it has none."""
+    """Returns (content, tool calls) in Llama's format, one of them empty: either the whole text is calls, or all is content."""
     body = text.strip().removeprefix(PYTHON_TAG).strip()
     if not final:
         may_be_call = body.startswith("{") or not body or PYTHON_TAG.startswith(text.strip())
@@ -168,7 +168,7 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
 
 
 def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
-    """Joins messages of one kind with newlines."""
+    """Parses text in harmony format; joins messages of one kind (reasoning or content) with newlines."""
     reasoning, content, calls = [], [], []
     for message in harmony.split(text):
         is_complete = message.is_complete or final
@@ -187,7 +187,7 @@ def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
 
 
 def _tool_call(name: Any, arguments: Any) -> ToolCall | None:
-    """Returns None unless `name` is a string and `arguments` is an object, or a string that spells one."""
+    """Returns the tool call, or None unless `name` is a string and `arguments` is an object or the JSON text of an object."""
     if isinstance(arguments, str):
         arguments = _load(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -196,7 +196,7 @@ def _tool_call(name: Any, arguments: Any) -> ToolCall | None:
 
 
 def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
-    """Returns {function name: schemas of its parameters}, without malformed tools."""
+    """Returns {function name: {parameter: its JSON schema}}, skipping malformed tools."""
     schemas = {}
     for tool in tools or ():
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -206,7 +206,7 @@ def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
 
 
 def _load(text: str) -> Any:
-    """Returns the JSON value, or None for text that is not JSON. A model may write anything, such as 10,000 brackets."""
+    """Returns the JSON value of a text, or None for text that is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _load(text: str) -> Any:
 
 
 def without_partial(text: str, markers: Sequence[str]) -> str:
-    """Returns `text` without the longest tail that could grow into one of `markers`."""
+    """Returns `text` without the longest end that could grow into one of `markers` when more text follows."""
     for size in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
         if any(len(marker) > size and marker.startswith(text[-size:]) for marker in markers):
             return text[:-size]

@@ -20,9 +20,9 @@ CONTROL = re.compile(r"<([|｜]).+\1>", re.DOTALL)
 
 
 class Escaper:
-    """The patterns of one tokenizer's special tokens, and of control tokens among the `ordinary` added ones.
+    """Prevents users' text from being encoded as control tokens of one tokenizer: its `specials`, and those among `ordinary` added tokens.
 
-    `special` matches any special token, as a group.
+    The pattern `special` matches any special token, as a group.
     """
 
     def __init__(self, specials: Collection[str], ordinary: Iterable[str]):
@@ -32,9 +32,9 @@ class Escaper:
         self._prefixes = tuple({name[:size] for name in names for size in range(1, len(name))})
 
     def escape(self, value: Any, escape: str) -> Any:
-        """Returns a copy of nested strings, lists, and mappings with `escape` inside each token that a string spells or could begin.
+        """Inserts the character `escape` into each control token that a string contains or whose beginning it ends with; returns a copy.
 
-        The second case matters because a template may join two of a caller's strings: "...<|im_" and "end|>...".
+        `value` is nested strings, lists and mappings. Beginnings count because a template may join strings: "<|im_" and "end|>".
         """
         if isinstance(value, str):
             value = self._either.sub(lambda match: match[0][0] + escape + match[0][1:], value)
@@ -46,7 +46,7 @@ class Escaper:
         return value
 
     def unescape(self, text: str, escape: str) -> list[str]:
-        """Returns the pieces to encode of a text without special tokens: one, unless joining them would make a control token."""
+        """Removes `escape` from a text. Returns the pieces to encode: the whole text, or several if joining them would form a control token."""
         whole = text.replace(escape, "")
         if len(self._control.findall(whole)) == len(self._control.findall(text)):
             return [whole]

@@ -34,7 +34,7 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A conversation as token IDs."""
+    """A chat conversation rendered to token IDs; `Tokenizer.render` returns it."""
 
     token_ids: list[int]
     assistant_mask: list[bool]  # True for tokens that the assistant would sample, its stop token included
@@ -42,9 +42,9 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer with its chat template.
+    """A Hugging Face tokenizer with its chat template: encodes, decodes, and renders conversations.
 
-    `model` never encodes text as a special token; the methods insert the IDs of `specials` ({text: ID}) themselves.
+    The field `model` never encodes text as a special token; methods insert the IDs of `specials` ({text: ID}) themselves.
     """
 
     model: tokenizers.Tokenizer
@@ -60,11 +60,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest ID plus 1."""
+        """The size of the vocabulary: the largest token ID plus 1."""
         return max(self.model.get_vocab(with_added_tokens=True).values()) + 1  # IDs may have gaps
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Returns the IDs of `text`. A special token in it is plain text, unless `special`.
+        """Returns the token IDs of `text`. The names of special tokens in it are encoded as plain text, unless `special` is True.
 
         Raises ValueError for a string that UTF-8 cannot encode.
         """
@@ -79,26 +79,26 @@ class Tokenizer:
         return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Returns the IDs of a plain-text prompt, with the tokens that the tokenizer adds to a sequence (Llama's first token)."""
+        """Returns the token IDs of a plain-text prompt, with the tokens that begin or end a sequence (such as Llama's first token)."""
         self.encode(text)  # raises ValueError for invalid Unicode
         return self.model.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Returns the text of `ids`. Invalid UTF-8 becomes U+FFFD; IDs past the vocabulary (padded rows) are skipped."""
+        """Returns the text of the token IDs. Invalid UTF-8 becomes U+FFFD; IDs past the vocabulary (padding of the model) are skipped."""
         return self.model.decode(list(ids), skip_special_tokens=skip_special)
 
     def text_stream(self, *, structured: bool = False) -> "TextStream":
-        """Returns an incremental decoder. `structured` keeps the special tokens that `parsers.parse` needs."""
+        """Returns a decoder for token IDs that arrive in pieces. `structured` keeps the special tokens that `parsers.parse` needs."""
         return TextStream(self, self._unstructured_ids if structured else self.special_ids)
 
     def structured_text(self, ids: Sequence[int]) -> str:
-        """Returns the text of a completion for `parsers.parse`: its only special tokens are those of its message format."""
+        """Decodes a completion for `parsers.parse`: the text keeps only the special tokens that structure messages."""
         if self._unstructured_ids == self.special_ids:
             return self.decode(ids)
         return self.decode([id for id in ids if id not in self._unstructured_ids], skip_special=False)
 
     def token_bytes(self, id: int) -> bytes:
-        """Returns the UTF-8 bytes of one token, special tokens included; empty for an ID past the vocabulary."""
+        """Returns the UTF-8 bytes of the token `id`, special tokens included; empty for an ID past the vocabulary."""
         return self._bytes_by_id.get(id, b"")
 
     def render(
@@ -117,7 +117,7 @@ class Tokenizer:
           tools: functions that the model may call, in the form of OpenAI's API.
           variables: further variables for the template, such as `enable_thinking`.
 
-        Raises ValueError if the template rejects the messages, or the tokenizer has none.
+        Raises ValueError if the template rejects the messages, or the tokenizer has no template.
         """
         if not messages:
             raise ValueError("messages is empty; pass at least one {'role': ..., 'content': ...}")
@@ -138,7 +138,7 @@ class Tokenizer:
     def scored_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
         """Returns the text of a completion that an environment scores: its content, without reasoning.
 
-        If the prompt opened a reasoning block (as QwQ's do) and the completion does not close it, that is "".
+        Returns "" if the prompt opened a reasoning block (as QwQ's prompts do) that the completion does not close.
         """
         inside = True if self.opens_reasoning(prompt_ids) else None
         return self.parse(completion_ids, in_reasoning=inside)["content"]
@@ -150,7 +150,7 @@ class Tokenizer:
     def parse(
         self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None, in_reasoning: bool | None = None
     ) -> dict:
-        """Returns a completion, up to its first stop token, as an assistant message in the form of OpenAI's API.
+        """Parses a completion, up to its first stop token, into an assistant message in the form of OpenAI's API.
 
         Malformed text raises nothing: a tool call that cannot be parsed stays in the content, and an unclosed reasoning
         block is all reasoning. `tools` and `in_reasoning` are those of `parsers.parse`.
@@ -227,7 +227,7 @@ class Tokenizer:
         return parsers.detect_format(self.tool_template or self.chat_template or "")
 
     def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
-        """Returns the template's variables, with the caller's strings escaped, and private-use characters that are unused."""
+        """Returns (the template's variables, with the caller's strings escaped; an iterator of private-use characters not in them)."""
         variables = dict(variables or {})
         inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text(tools)
         unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
@@ -253,7 +253,7 @@ class Tokenizer:
             raise ValueError(f"the chat template cannot render the messages: {error}") from error
 
     def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
-        """Renders a template without generation blocks, and marks the assistant's text in the result."""
+        """Renders a template without generation blocks. Returns the text with marker characters around the text that the assistant wrote."""
         bare, prompted = (self._render_text(inputs, on) for on in (False, True))
         prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
         header = self._header(inputs, prompt, mark)
@@ -267,10 +267,10 @@ class Tokenizer:
         return text + prompt if prompted == bare + prompt else prompted
 
     def _header(self, inputs: dict, prompt: str, mark: str) -> str:
-        """Returns the text that opens every assistant turn: the part of the generation prompt that precedes past turns, too.
+        """Returns the text that opens every assistant turn: the start of the generation prompt that past turns have, too.
 
-        QwQ's generation prompt opens a reasoning block that past turns do not have; Qwen3's last turn has one that its
-        generation prompt does not have.
+        QwQ's generation prompt opens a reasoning block that past turns lack; Qwen3's last turn has a reasoning block that its
+        generation prompt lacks.
         """
         user = {"role": "user", "content": "-"}
         turns = [user, {"role": "assistant", "content": mark}, user]
@@ -305,12 +305,12 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """The IDs that `decode` skips by default."""
+        """The IDs of special tokens, which `decode` skips by default."""
         return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
     def _unstructured_ids(self) -> frozenset[int]:
-        """The special tokens that are not part of the message format."""
+        """The IDs of special tokens other than those that structure messages in the template's format."""
         names = harmony.STRUCTURE if self.call_format == "harmony" else ()
         return self.special_ids - {self.specials[name] for name in names if name in self.specials}
 
@@ -321,7 +321,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _stop(self) -> re.Pattern:
-        """Matches the end of an assistant turn in rendered text. Past turns in harmony end with <|end|>, which stops no sampling."""
+        """The pattern of the end of an assistant turn: a stop token or, in harmony, <|end|>, which does not stop sampling."""
         names = {id: name for name, id in self.specials.items()}
         ends = [names[id] for id in self.stop_ids if id in names]
         ends += harmony.ENDS if self.call_format == "harmony" else ()
@@ -343,20 +343,20 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes IDs that arrive a few at a time. The pieces of text together equal `decode` of all IDs but the `skipped`."""
+    """Decodes token IDs that arrive a few at a time. The texts joined equal `decode` of all IDs except the `skipped` ones."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
         self._tokenizer, self._skipped = tokenizer, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """Returns the text that `ids` complete. An incomplete character is held back, unless `final`."""
+        """Adds token IDs and returns the new text. An incomplete UTF-8 character waits for the next call, unless `final`."""
         skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
         return self._decoder.decode(b"".join(token_bytes(id) for id in ids if id not in skipped), final)
 
 
 def byte_chatml() -> Tokenizer:
-    """Returns the embedded tokenizer: 256 bytes, 3 special tokens, 6 markers. It encodes any text without loss."""
+    """Returns the built-in tokenizer: 256 bytes, 3 special tokens, 6 markers. It encodes any text without loss."""
     vocab = {char: byte for byte, char in enumerate(_byte_chars())}
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[], cache_capacity=0))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -369,7 +369,7 @@ def byte_chatml() -> Tokenizer:
 
 
 def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face folder or hub ID, or the embedded one for the name "byte_chatml".
+    """Loads the tokenizer of a Hugging Face folder or hub ID; the name "byte_chatml" returns the built-in tokenizer.
 
     `date` (YYYY-MM-DD) is shown to chat templates instead of today's. Raises ValueError or FileNotFoundError, naming the
     file, if the folder's tokenizer is unusable.
@@ -383,7 +383,7 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
 
 
 def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
-    """Builds a tokenizer. Raises ValueError if its kind or its special tokens are unusable."""
+    """Builds a Tokenizer from a checkpoint's files. Raises ValueError if its kind (model) or its special tokens are not supported."""
     model, named = parts.model, parts.named
     layout = json.loads(model.to_str())
     mistake = None

@@ -31,7 +31,7 @@ class TokenizerFiles:
 
 
 def read(path: str | os.PathLike) -> TokenizerFiles:
-    """Reads the tokenizer of a checkpoint's folder, or downloads that of a hub ID.
+    """Reads the tokenizer files of a checkpoint's folder, or downloads those of a hub ID first.
 
     Raises FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
     """
@@ -64,7 +64,7 @@ def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str | None]:
-    """Returns (the chat template, its replacement when there are tools)."""
+    """Returns (the chat template, the template to use with tools); None for each that the checkpoint lacks."""
     found = config.get("chat_template")
     if isinstance(found, list):  # the older form: named templates
         try:
@@ -82,14 +82,14 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
 
 
 def _stop_ids(directory: pathlib.Path) -> list[int]:
-    """Returns the IDs that end a completion, from the same files as transformers."""
+    """Returns the token IDs that end a completion, from the same files as the transformers library."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if path.is_file():
             stops = _read_json(path).get("eos_token_id")
             stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
             if any(type(id) is not int or id < 0 for id in stops):
-                raise ValueError(f"{path} has eos_token_id {stops}; it must be a token id or a list of them")
+                raise ValueError(f"{path} has eos_token_id {stops}; make it a token ID or a list of token IDs")
             return stops
     return []
 

@@ -19,7 +19,7 @@ EPSILON = 1e-6  # added to a standard deviation (INTELLECT-2's code)
 
 
 def group_mean(rewards_G: np.ndarray) -> np.ndarray:
-    """A = r - mean(r) over the group (Dr. GRPO, arXiv 2503.20783, eq. 2; INTELLECT-3; PRIME-RL's `grpo`). Sums to 0."""
+    """A = r - mean(r) over the group (Dr. GRPO, arXiv 2503.20783, eq. 2; INTELLECT-3; PRIME-RL's `grpo`). The group's sum is 0."""
     return rewards_G - rewards_G.mean()
 
 
@@ -49,7 +49,7 @@ def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def given(rewards_G: np.ndarray) -> np.ndarray:
-    """A = r: the environment or an external critic assigned the advantage. Advantages per token go into `packing.Branch`."""
+    """A = r: the reward is the advantage, which the environment or an external critic assigned."""
     return rewards_G
 
 
@@ -65,7 +65,7 @@ ADVANTAGES = {
 def batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """A / (std over all samples of the batch + 1e-6), ddof = 1 (REINFORCE++, arXiv 2501.03262; ScaleRL, arXiv 2510.13786).
 
-    With `group_mean` before it, the mean over the batch is 0 already. A batch of one sample gets 0.
+    Does not subtract the batch mean, which is 0 after `group_mean`. A batch of one sample gets 0.
     """
     everything = np.concatenate([*advantages, []])
     if len(everything) < 2:
@@ -77,18 +77,18 @@ NORMALIZERS = {"none": list, "batch_std": batch_std}
 
 
 def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Factors of 1: every token weighs the same (DAPO). `lengths` are the trained tokens of each sample, P arrays [G]."""
+    """Advantage factors of 1: every token weighs the same (DAPO). `lengths`: trained tokens of each sample, P arrays [G]."""
     return [np.ones(len(length_G)) for length_G in lengths]
 
 
 def over_samples(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Factors N / (samples x length), N tokens of the batch: every sample weighs the same, long or short (GRPO)."""
+    """Advantage factors N / (samples x length), N the batch's tokens: every sample weighs the same, long or short (GRPO)."""
     num_tokens, num_samples = sum(map(np.sum, lengths)), sum(map(len, lengths))
     return [num_tokens / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
 
 
 def over_prompts(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Factors N / (P x tokens of the group): every prompt weighs the same (ScaleRL, arXiv 2510.13786, "prompt average")."""
+    """Advantage factors N / (P x tokens of the group): each of P prompts weighs the same (ScaleRL's "prompt average")."""
     num_tokens, P = sum(map(np.sum, lengths)), len(lengths)
     return [np.full(len(length_G), num_tokens / (P * max(length_G.sum(), 1))) for length_G in lengths]
 
@@ -97,9 +97,9 @@ AVERAGES = {"tokens": over_tokens, "samples": over_samples, "prompts": over_prom
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np.ndarray:
-    """A reward of 0 up to max_tokens - buffer, falling linearly to -1 at max_tokens and above (DAPO, arXiv 2503.14476, eq. 13).
+    """Rewards for length: 0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13).
 
-    To be added to the rewards before `ADVANTAGES`; DAPO uses 20,480 and 4,096 tokens.
+    Add them to the task rewards before advantages are computed; DAPO has max_tokens = 20,480 and buffer = 4,096.
     """
     assert 0 < buffer <= max_tokens, (buffer, max_tokens)
     return -np.clip((np.asarray(lengths) - (max_tokens - buffer)) / buffer, 0.0, 1.0)

@@ -14,19 +14,19 @@ from rl.algorithms import importance
 
 
 def k1(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """log(pi / ref): its value is unbiased for KL(pi || ref). As a loss its expected gradient is 0: use it in the reward."""
+    """log(pi / ref) per token: an unbiased estimate of KL(pi || ref). Its expected gradient is 0: use it in rewards, not losses."""
     return logp_BT - reference_logp_BT
 
 
 def k2(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """log(pi / ref)^2 / 2: its value is biased; as a loss its expected gradient is that of KL(pi || ref), so use it there."""
+    """log(pi / ref)^2 / 2 per token: a biased estimate of KL(pi || ref) with the right expected gradient, so use it as a loss."""
     return 0.5 * jnp.square(logp_BT - reference_logp_BT)
 
 
 def k3(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
-    """ref/pi - 1 - log(ref/pi) >= 0 (GRPO, arXiv 2402.03300, eq. 4): its value is unbiased for KL(pi || ref).
+    """ref/pi - 1 - log(ref/pi) per token: an unbiased estimate >= 0 of KL(pi || ref) (GRPO, arXiv 2402.03300, eq. 4).
 
-    As a loss, its expected gradient is that of the other direction, KL(ref || pi): k2 is the one with the right gradient.
+    As a loss, its expected gradient is that of KL(ref || pi), the other direction; k2 has that of KL(pi || ref).
     log(ref/pi) is at most 10 (INTELLECT-2).
     """
     log_BT = jnp.minimum(reference_logp_BT - logp_BT, 10.0)
@@ -39,7 +39,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}  # of KL(pi || ref) from samples of 
 def kl_penalty(
     estimator: str, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
 ) -> jax.Array:
-    """sum_t mask_t k(logp_t, reference_logp_t) / denom; gradient through `logp` alone. Denominator: global trained tokens."""
+    """The KL penalty, sum_t mask_t k(logp_t, reference_logp_t) / denom; only `logp` has a gradient. `denom`: global trained tokens."""
     logp_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
     reference_logp_BT = jax.lax.stop_gradient(jnp.where(mask_BT > 0, reference_logp_BT, 0.0))
     return importance.total(ESTIMATORS[estimator](logp_BT, reference_logp_BT), mask_BT, denom)
@@ -48,13 +48,13 @@ def kl_penalty(
 def kl_in_advantage(
     advantage_BT: jax.Array, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, coef: float
 ) -> jax.Array:
-    """A_t - coef * log(pi_t / ref_t): the k1 penalty as a reward per token, without gradient (as RLHF since arXiv 1909.08593)."""
+    """Advantages less a KL penalty per token, A_t - coef * log(pi_t / ref_t), without gradient (RLHF, arXiv 1909.08593)."""
     k1_BT = jax.lax.stop_gradient(k1(logp_BT, reference_logp_BT))
     return jnp.where(mask_BT > 0, advantage_BT - coef * k1_BT, advantage_BT)
 
 
 def weighted_cross_entropy(logp_BT: jax.Array, weight_BT: jax.Array, denom: jax.Array) -> jax.Array:
-    """-sum_t w_t logp_t / denom: supervision in addition to reward, for instance of tool results (ECHO).
+    """The cross-entropy -sum_t w_t logp_t / denom: supervision in addition to reward, for instance on tool results (ECHO).
 
     Denominator: tokens of the step with w != 0.
     """
@@ -75,8 +75,8 @@ def reference_distillation(
 
         sum_t w_t [-1[pi - mu >= -low] sg(log ref - log pi) r + kl_tau log(r)^2] / denom,   r = pi / mu
 
-    The teacher's log-ratio is the advantage; a token that became less likely by more than `low` is left out. Denominator: tokens
-    of the step with w != 0.
+    The advantage is log(ref / pi) of the teacher `ref`; a token whose probability fell by more than `low` has no policy gradient.
+    `denom`: the step's tokens with w != 0.
     """
     mask_BT = (weight_BT != 0).astype(jnp.float32)
     log_r_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
@@ -87,5 +87,5 @@ def reference_distillation(
 
 
 def count(weight_BT: jax.Array) -> jax.Array:
-    """The number of tokens that a component trains, at least 1."""
+    """The number of tokens with a weight other than 0 in a component of the loss, at least 1."""
     return jnp.maximum(jnp.sum(weight_BT != 0).astype(jnp.float32), 1.0)

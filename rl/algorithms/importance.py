@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token of tiny sampling probability has a l
 
 
 def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """log r = logp - old_logp, at most `MAX_LOG_RATIO`, and 0 outside the mask: no infinity reaches a masked gradient."""
+    """The log of importance ratios, logp - old_logp, at most `MAX_LOG_RATIO`, and 0 outside the mask, so that masked tokens add no infinity."""
     return jnp.minimum(jnp.where(mask_BT > 0, logp_BT - old_logp_BT, 0.0), MAX_LOG_RATIO)
 
 
@@ -20,7 +20,7 @@ def clipped_surrogate(
 ) -> tuple[jax.Array, jax.Array]:
     """PPO's pessimistic surrogate as a loss per token, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); arXiv 1707.06347, eq. 7.
 
-    Returns (loss_BT, dropped_BT): dropped is where the clip takes the gradient away.
+    Returns (loss_BT, dropped_BT); `dropped_BT` is True for tokens that have no gradient because of the clip.
     """
     clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
     loss_BT = jnp.maximum(-ratio_BT * advantage_BT, -clipped_BT * advantage_BT)
@@ -28,45 +28,45 @@ def clipped_surrogate(
 
 
 def outside(ratio_BT: jax.Array, advantage_BT: jax.Array, low: float, high: float) -> jax.Array:
-    """True where a pessimistic clip binds: above `high` with A > 0, below `low` with A < 0. A = 0 has no gradient to lose."""
+    """True for tokens whose gradient a PPO clip removes: ratio above `high` with A > 0, or below `low` with A < 0."""
     return ((advantage_BT > 0) & (ratio_BT > high)) | ((advantage_BT < 0) & (ratio_BT < low))
 
 
 def total(x_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array) -> jax.Array:
-    """sum_t mask_t x_t / denom; masked tokens may have any value, NaN included."""
+    """The masked sum of x over all tokens, sum_t mask_t x_t / denom; x may be NaN where the mask is 0."""
     return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
 
 
 def stream_sum(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The sum of x over the tokens of each token's stream, at every token."""
+    """Sums x over each stream (token sequence of one rollout); returns, at every token, the sum of its stream."""
     return _over_streams(jax.ops.segment_sum, x_BT, stream_ids_BT)
 
 
 def stream_min(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The least x of each token's stream, at every token."""
+    """Returns, at every token, the smallest x in the token's stream (token sequence of one rollout)."""
     return _over_streams(jax.ops.segment_min, x_BT, stream_ids_BT)
 
 
 def stream_mean(x_BT: jax.Array, mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The mean of x over the trained tokens of each token's stream, at every token; 0 in a stream that trains nothing."""
+    """Returns, at every token, the mean of x over trained tokens of its stream (one rollout's sequence); 0 if no token trains."""
     sum_BT = stream_sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
     return sum_BT / stream_length(mask_BT, stream_ids_BT)
 
 
 def stream_length(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """|o|: the number of trained tokens of each token's stream, at every token, at least 1."""
+    """Returns, at every token, |o|: the number of trained tokens in its stream (one rollout's sequence), at least 1."""
     return jnp.maximum(stream_sum(mask_BT, stream_ids_BT), 1.0)
 
 
 def num_streams(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
-    """The number of streams that train a token: every trained token counts 1 / |o|, and the sum is rounded."""
+    """The number of streams (token sequences) with a trained token, as the rounded sum of 1 / |o| over trained tokens."""
     return jnp.round(jnp.sum(mask_BT / stream_length(mask_BT, stream_ids_BT)))
 
 
 def metrics(
     log_ratio_BT: jax.Array, dropped_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the metrics of every ratio loss, each a sum over tokens / denom, so that micro-batches and shards add up.
+    """Returns the metrics that all losses with importance ratios report. Each is a sum over tokens / denom, so micro-batches add up.
 
     loss/clip_frac            tokens whose gradient the loss dropped; also those with A > 0 and with A < 0
     loss/mismatch_kl          KL(mu || pi) by the k3 estimator, r - 1 - log r >= 0 (Schulman 2020); also of dropped tokens

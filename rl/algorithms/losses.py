@@ -36,7 +36,7 @@ from rl.algorithms import importance
 
 
 class Tokens(NamedTuple):
-    """The arrays of a loss, and the importance ratios r of its tokens."""
+    """The inputs of a policy loss per token [B, T], with the importance ratios r = pi / behavior policy."""
 
     logp_BT: jax.Array
     behavior_logp_BT: jax.Array
@@ -51,7 +51,7 @@ Terms = tuple[jax.Array, jax.Array, jax.Array]  # loss of each token, True where
 
 
 def ratio_loss(formula: Callable[..., Terms]) -> Callable[..., tuple[jax.Array, dict]]:
-    """Turns a formula, (tokens, *, options) -> `Terms`, into a loss: the sum over trained tokens / count, with metrics."""
+    """Decorates a formula (tokens, *, options) -> `Terms` as a loss that returns (sum over trained tokens / count, metrics)."""
 
     @functools.wraps(formula)
     def loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom, **options):
@@ -229,7 +229,7 @@ def decoupled_ppo(tokens: Tokens, *, clip_low: float, clip_high: float, sampler_
         loss = -sum_t mask_t sg(prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
 
     Decoupled PPO (arXiv 2110.00641, eq. 6; AReaL, arXiv 2505.24298, eq. 5): staleness goes into the weight, not into the clip.
-    It is truncated importance sampling without a cap.
+    Equals `truncated_importance_sampling` without a cap.
     """
     return *_weighted(tokens, clip_low, clip_high, math.inf, sampler_logp_BT), tokens.denom
 
@@ -259,7 +259,7 @@ def dppo_tv(tokens: Tokens, *, low: float, high: float, kl_tau: float) -> Terms:
 
 @ratio_loss
 def ipo(tokens: Tokens, *, bound: float, kl_tau: float) -> Terms:
-    """`dppo_tv` (with the same clamp) whose mask ignores the sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`, bound = 0.1."""
+    """Equals `dppo_tv` except that the mask ignores the advantage's sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`: bound = 0.1."""
     change_BT = jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
     return _unless(jnp.abs(change_BT) > bound, tokens, kl_tau)
 

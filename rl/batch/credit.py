@@ -23,7 +23,7 @@ from rl.batch import router_replay as router_replay_lib
 
 @dataclasses.dataclass(frozen=True)
 class Credit:
-    """A run's rules for assigning advantages; names are those of the tables in rl/algorithms/advantages.py."""
+    """A run's rules for turning rewards into advantages. The first three fields are names of tables in rl/algorithms/advantages.py."""
 
     advantage: str = "group_mean"
     normalize: str = "none"
@@ -47,11 +47,11 @@ class Credit:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The names of `packing.OPTIONAL` that the trees carry."""
+        """The names of optional arrays (of `packing.OPTIONAL`) that the trees returned by `assign` have."""
         return ("ref_kl_weight",) if self.teacher_coef else ()
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
-        """Returns (trees of a batch of P groups, fraction of the groups whose advantages are all zero)."""
+        """Assigns advantages to P groups of rollouts. Returns (token trees to train on, fraction of groups with only zero advantages)."""
         lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
         rewards = [np.array([r.reward for r in group], np.float64) for group in groups]
         if self.overlong_buffer:

@@ -22,7 +22,10 @@ Region = tuple[slice, slice]  # rows and columns of every micro-batch
 def place(
     trees: Sequence[packing.Tree] | None, layout: packing.Layout, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts
 ) -> packing.TrainBatch:
-    """Packs the trees of the first host (None on the others) into global arrays on `mesh`; all hosts must call it."""
+    """Packs host 0's trees (None on other hosts), sends every host its rows, and returns global arrays on `mesh`.
+
+    All hosts must call it.
+    """
     if hosts.is_first:
         assert trees is not None
         batch = packing.pack(trees, layout)
@@ -66,7 +69,7 @@ def _corner(index) -> tuple[int, int]:
 
 
 def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
-    """The blocks of [M, B, T] that the devices of a process need, each once, in the same order on every host."""
+    """Returns the (rows, columns) blocks of a batch that one process's devices need, each once, in the same order on every host."""
     shape = layout.num_micro_batches, layout.rows, layout.row_length
     indices = packing.sharding(mesh, 3).devices_indices_map(shape)
     own = [index[1:] for device, index in indices.items() if device.process_index == process]

@@ -51,7 +51,7 @@ class TrainBatch(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The fixed shape of a run's batches."""
+    """The fixed shape of all packed batches of a run, and the optional arrays in a batch."""
 
     row_length: int  # T
     rows: int  # B of a micro-batch, a multiple of the batch shards
@@ -67,14 +67,14 @@ class Layout:
 
     @classmethod
     def for_streams(cls, num_streams: int, max_length: int, *, row_length: int, rows: int, **fields) -> "Layout":
-        """Returns a layout with room for any `num_streams` streams of `max_length` tokens: first-fit leaves at most one row half empty."""
+        """Returns a layout with room for any `num_streams` sequences of up to `max_length` tokens, packed first-fit."""
         needed = min(num_streams, 2 * num_streams * max_length // row_length + 1)
         return cls(row_length, rows, -(-needed // rows), **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One continuation of a prompt; arrays [T] over its own tokens, without a shared prompt."""
+    """One continuation of a prompt in a tree; arrays [T] over its own tokens, without those of the shared prompt."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -94,7 +94,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A prompt (int32 [P], may be empty) and its continuations."""
+    """A prompt (int32 [P], may be empty) and the continuations that share it: the unit of packing."""
 
     prompt: np.ndarray
     branches: tuple[Branch, ...]
@@ -107,15 +107,15 @@ class Tree:
 
 
 def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
-    """Returns a token stream that shares no prompt as a tree; arrays [T]."""
+    """Returns one token sequence as a tree with an empty prompt and a single branch; all arrays are [T]."""
     return Tree(np.zeros((0,), np.int32), (Branch(tokens, loss_mask, behavior_logp, advantage, temperature),))
 
 
 def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
-    """Packs trees into a batch of `layout`.
+    """Packs trees into the rows of one batch with the shape `layout`.
 
     Raises:
-      ValueError: a branch does not fit a row, the rows do not fit the layout, or a token that trains has no predictor.
+      ValueError: a branch does not fit a row, the rows do not fit the layout, or a trained token has no token before it to predict it.
     """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]
@@ -141,7 +141,7 @@ def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
 
 
 def first_fit(sizes: Sequence[int], row_length: int) -> list[list[int]]:
-    """Returns the indices of the sizes by row, first-fit decreasing; no size may exceed `row_length`."""
+    """Packs sizes into rows, first-fit decreasing. Returns the indices of the sizes in each row; no size may exceed `row_length`."""
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -155,7 +155,7 @@ def first_fit(sizes: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def empty_row(layout: Layout) -> dict[str, np.ndarray]:
-    """Returns the arrays of a row without trees by name, [T] (routed_experts: [T, L, X])."""
+    """Returns the arrays of a row of padding as {name: array [T]}; routed_experts is [T, L, X]."""
     row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
     row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
     row["temperature"][:] = 1.0
@@ -177,9 +177,9 @@ def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
 
 
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
-    """Puts a host batch on the mesh, the rows of each micro-batch over the batch axes.
+    """Puts a batch of NumPy arrays on the mesh's devices; rows of each micro-batch are split over the batch axes.
 
-    With several processes every one has the same host batch and places its own rows; nothing is sent.
+    With several processes, each must pass the same batch and places its own rows; no data is sent.
     """
     layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
     if jax.process_count() == 1:
@@ -195,13 +195,13 @@ def sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:
 
 
 def stream_ids(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
-    """Numbers the runs of equal (segment, branch) in each row: int32 in [0, T), one per prompt, branch and padding."""
+    """Returns the stream number of each token: int32 in [0, T), different for each prompt, branch, and padding of a row."""
     changed = (segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]) | (branch_ids_BT[:, 1:] != branch_ids_BT[:, :-1])
     return jnp.pad(jnp.cumsum(changed, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 def save(batch: TrainBatch, path: pathlib.Path) -> None:
-    """Writes a batch, so that its step can be replayed: `step(state, place(load(path), mesh))`."""
+    """Writes a batch to a file, so that its train step can be repeated: `step(state, place(load(path), mesh))`."""
     host = jax.device_get(batch)
     arrays, file = {name: x for name, x in vars(host).items() if x is not None}, io.BytesIO()
     np.savez_compressed(file, **arrays)
@@ -209,7 +209,7 @@ def save(batch: TrainBatch, path: pathlib.Path) -> None:
 
 
 def load(path: pathlib.Path) -> TrainBatch:
-    """Reads a batch that `save` wrote. Raises ValueError for other files."""
+    """Reads a batch from a file that `save` wrote. Raises ValueError for files with other arrays."""
     with np.load(path, allow_pickle=False) as arrays:
         names = {field.name for field in dataclasses.fields(TrainBatch)}
         if not set(arrays) <= names or not names - {*OPTIONAL, "routed_experts"} <= set(arrays):
@@ -225,7 +225,7 @@ _FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
 
 
 def _split(tree: Tree, row_length: int) -> list[Tree]:
-    """Returns the tree as trees that each fit a row, without its empty branches."""
+    """Splits a tree into trees that each fit a row, each with the whole prompt. Empty branches are dropped."""
     pieces, branches, size = [], [], len(tree.prompt)
     for branch in tree.branches:
         length = len(branch.tokens)
@@ -250,7 +250,7 @@ def _split(tree: Tree, row_length: int) -> list[Tree]:
 
 
 def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]]:
-    """(index, row): expensive rows together in early micro-batches; inside one, over the shards back and forth."""
+    """Returns (index, row) pairs: expensive rows share the first micro-batches; in a micro-batch, costs are balanced over shards."""
     per_shard = layout.rows // layout.shards
     order = sorted(rows, key=lambda row: -sum(_cost(tree, layout.key_cost) for tree in row))
     places = []
@@ -264,7 +264,7 @@ def _deal(rows: list[list[Tree]], layout: Layout) -> list[tuple[int, list[Tree]]
 
 
 def _cost(tree: Tree, key_cost: float) -> float:
-    """The cost of a tree in tokens: one each, and `key_cost` for every key that a token reads."""
+    """The compute cost of a tree: 1 per token, and `key_cost` for every key that a token's attention reads."""
     P, lengths = len(tree.prompt), [len(branch.tokens) for branch in tree.branches]
     keys = P * (P + 1) / 2 + sum(n * P + n * (n + 1) / 2 for n in lengths)
     return tree.num_tokens + key_cost * keys

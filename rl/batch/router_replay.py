@@ -21,7 +21,7 @@ from models import config as config_lib
 
 @dataclasses.dataclass(frozen=True)
 class RouterReplay:
-    """The format of the expert choices that rollouts of one model claim."""
+    """The format of routed experts (the experts the inference engine chose per token) in rollouts of one MoE model."""
 
     num_layers: int  # of the model: a claim has a place for each, zeros in dense layers
     moe_layers: tuple[int, ...]  # indices of the MoE layers
@@ -30,21 +30,21 @@ class RouterReplay:
 
     @classmethod
     def of(cls, model: config_lib.ModelConfig) -> "RouterReplay":
-        """Returns the format for `model`."""
+        """Returns the format of routed experts for `model`."""
         moe_layers = tuple(filter(model.is_moe, range(model.num_layers)))
         return cls(model.num_layers, moe_layers, model.num_experts, model.experts_per_token)
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of `rows`: unsigned, with room for one value more, `unrouted`, for tokens whose router chooses."""
+        """The dtype of expert rows: unsigned, with room for the extra value `unrouted` of tokens whose router chooses itself."""
         return np.dtype(np.uint8 if self.num_experts < 256 else np.uint16)
 
     def empty(self, *dims: int) -> np.ndarray:
-        """Returns rows [*dims, L, X] in which every router chooses."""
+        """Returns expert rows [*dims, L, X] that prescribe no experts: all routers choose themselves."""
         return np.full((*dims, len(self.moe_layers), self.experts_per_token), unrouted(self.dtype), self.dtype)
 
     def misfit(self, rollout: rollout_lib.Rollout) -> str | None:
-        """Returns the reason why a valid rollout has no claim of this model's shape, or None. Constant time."""
+        """Returns the reason why a rollout lacks routed experts or has them in the wrong shape, or None. Constant time."""
         claim_TLX = rollout.routed_experts
         if claim_TLX is None:
             return "it has no routed experts, which this run replays; start its server with --routed_experts"
@@ -56,7 +56,7 @@ class RouterReplay:
         return None
 
     def refusal(self, rollout: rollout_lib.Rollout) -> str | None:
-        """Returns the reason why the claim of a valid rollout cannot be replayed with this model, or None."""
+        """Returns the reason why a rollout's routed experts cannot be replayed with this model, or None. Reads all of them."""
         if reason := self.misfit(rollout):
             return reason
         claim_TLX = np.asarray(rollout.routed_experts)
@@ -70,19 +70,19 @@ class RouterReplay:
         return None
 
     def rows(self, rollout: rollout_lib.Rollout) -> np.ndarray:
-        """Returns rows [T, L, X] of a claim that `refusal` accepts."""
+        """Returns a rollout's routed experts as rows [T, L, X] over the L MoE layers; `refusal` must have returned None."""
         rows_TLX = self.empty(len(rollout.tokens))
         rows_TLX[:-1] = np.asarray(rollout.routed_experts)[:, self.moe_layers]
         return rows_TLX
 
 
 def unrouted(dtype: np.dtype) -> int:
-    """The value in rows of `dtype` of tokens whose router chooses."""
+    """The value that marks a token without prescribed experts in expert rows of `dtype`."""
     return int(np.iinfo(dtype).max)
 
 
 def given(rows_BTLX: jax.Array | None) -> jax.Array | None:
-    """Returns int32 [L, B, T, X] as models/transformer.py takes it, negative where the router chooses; None for None."""
+    """Converts expert rows to the model's argument, int32 [L, B, T, X], -1 where the router chooses itself; None for None."""
     if rows_BTLX is None:
         return None
     experts_LBTX = jnp.moveaxis(rows_BTLX.astype(jnp.int32), 2, 0)

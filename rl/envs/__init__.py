@@ -19,7 +19,7 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
 
 
 def load(name: str, **options) -> environment.Environment:
-    """Builds the environment `name`, a key of ENVS, with `options` as keyword arguments of its builder.
+    """Builds the environment `name`, a key of ENVS or "key:variant", with `options` as keyword arguments of its builder.
 
     Raises ValueError for a name or an option that does not exist, and for options that the builder rejects.
     """

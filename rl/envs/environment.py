@@ -58,7 +58,7 @@ MAX_ERROR_CHARS = 300  # of an exception's text, which may repeat a completion
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One problem, as `Environment.make_task` returns it."""
+    """One problem that an environment poses: its prompt and the data to score completions. `Environment.make_task` returns it."""
 
     env: str  # name of the environment
     index: int
@@ -71,7 +71,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """A source of tasks with a scoring function. The module docstring has an example and the rules for both functions."""
+    """A source of tasks with a function that scores completions. The module docstring has an example and the rules for both."""
 
     name: str
     make_task: Callable[[int, str], Task]  # (index, split) -> task
@@ -79,10 +79,10 @@ class Environment:
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
-    """Returns the first drawn task whose prompt is in `split`.
+    """Draws tasks at random until the prompt of one belongs to `split`, and returns this task.
 
-    `draw(number)` makes a task from a 64-bit number, or returns None if that number gives no usable task. The numbers depend
-    on the other arguments alone. Raises ValueError if none of MAX_ATTEMPTS draws is usable.
+    `draw(number)` makes a task from a 64-bit number, or returns None if the number gives no usable task. The numbers depend
+    on the other arguments alone, so the result is always the same. Raises ValueError if none of MAX_ATTEMPTS draws is usable.
     """
     for attempt in range(MAX_ATTEMPTS):
         task = draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"))
@@ -95,12 +95,12 @@ def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[
 
 
 def split_of(prompt: str) -> str:
-    """Returns the split that a prompt belongs to: "train" or "held_out"."""
+    """Returns the split that a prompt belongs to by its hash: "train" or "held_out"."""
     return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
 
 
 def stable_hash(text: str) -> int:
-    """Returns a 64-bit hash that is the same in every process, unlike Python's `hash`."""
+    """Returns a 64-bit hash of a text that is the same in every process, unlike Python's `hash`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -132,13 +132,13 @@ def describe(error: BaseException) -> str:
 
 
 def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:
-    """Raises ValueError for an option that is not `known`. `owner` names the environment or dataset."""
+    """Raises ValueError for the first of `options` that is not in `known`. `owner` names the environment or dataset in the message."""
     for option in options - set(known):
         hint = did_you_mean(option, known)
         raise ValueError(f"{owner} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a question with the name in `known` that is most similar to `name`, or "" if none is similar."""
+    """Returns a question for an error message with the name in `known` most similar to `name`, or "" if no name is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}? " if close else ""

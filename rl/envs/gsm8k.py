@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"[+-]?\d{1,18}(\.\d{0,18})?", re.ASCII)
 
 
 def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) -> environment.Environment:
-    """Builds the environment from the files in `path`. Raises ValueError for a missing or malformed file.
+    """Builds the environment GSM8K (grade-school math) from the files in the directory `path`.
 
-    `seed` has no effect: the files list the tasks.
+    Raises ValueError for a missing or malformed file. `seed` has no effect: the files list the tasks.
     """
     problems = {"train": _read(path, "train.jsonl"), "held_out": _read(path, "test.jsonl")}
     system = ({"role": "system", "content": system_prompt},) if system_prompt else ()
@@ -43,7 +43,7 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
 
 
 def final_number(text: str) -> decimal.Decimal | None:
-    """Returns the number after the last mark, or None if the text has none."""
+    """Returns the number after the last answer mark in a completion, or None without a mark or a number."""
     if len(text) > MAX_CHARS:
         return None
     marks = _MARK.findall(text)
@@ -54,7 +54,7 @@ def final_number(text: str) -> decimal.Decimal | None:
 
 
 def _read(path: str, name: str) -> list[tuple[str, str, decimal.Decimal]]:
-    """Returns (question, solution, number) of each line. Raises ValueError that names the malformed line."""
+    """Reads a JSONL file of problems. Returns (question, solution, answer) of each line; ValueError names a malformed line."""
     file = pathlib.Path(path) / name
     if not path or not file.is_file():
         raise ValueError(

@@ -67,7 +67,7 @@ def build(
     seed: int = 0,
     **config,
 ) -> environment.Environment:
-    """Builds the environment of one dataset. `config` holds the fields of the dataset's own config class.
+    """Builds the environment of one dataset of reasoning-gym. `config` has the fields of the dataset's own config class.
 
     Raises ValueError if reasoning-gym is not installed, and for a dataset or an option that does not exist.
     """
@@ -106,7 +106,7 @@ def build(
         return {"reward": number if partial_credit else float(number >= 1.0), "score": number, "error": error}
 
     def _check_answer(completion: str, entry: dict) -> tuple[float, float]:
-        """Returns the checker's number, and 1.0 if it was not run or failed."""
+        """Returns (the dataset checker's score, 1.0 if the checker was not run or failed, else 0.0)."""
         completion = completion.strip()
         if len(completion) > MAX_CHARS or (guard is not None and not guard.fullmatch(completion)):
             return 0.0, 1.0

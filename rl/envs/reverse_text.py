@@ -23,7 +23,7 @@ def build(
     reward: str = "lcs",
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds an environment of texts of `min_length` to `max_length` characters of `alphabet`.
+    """Builds an environment whose tasks are to reverse texts of `min_length` to `max_length` characters of `alphabet`.
 
     Raises ValueError for lengths that are out of order, an unusable alphabet, or a `reward` that is not one of REWARDS.
     """
@@ -57,7 +57,7 @@ def build(
 
 
 def _lcs_length(a: str, b: str) -> int:
-    """Returns the length of the longest common subsequence; `above[j]` is that of (a so far, b[:j])."""
+    """Returns the length of the longest common subsequence of two strings; `above[j]` is the length for (a so far, b[:j])."""
     above = [0] * (len(b) + 1)
     for char in a:
         row = [0]

@@ -51,13 +51,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def print_error(line: str) -> None:
-    """Prints a line to standard error."""
+    """Prints a line to standard error; the default `on_error` of a Scorer."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The scores of one completion. All are 0 if not `in_time`: the completion ended its child process."""
+    """The scores of one completion. If not `in_time`, all are 0: scoring exceeded its limits or ended its child process."""
 
     scores: dict[str, float]
     cpu_s: float
@@ -65,11 +65,11 @@ class Scored:
 
 
 class Scorer:
-    """Scores completions of one environment in child processes. Thread-safe.
+    """Scores completions of one environment in child processes with limits on time and memory. Thread-safe.
 
     Args:
       name, options, seed: as for `envs.load`.
-      limit_s: whole CPU seconds for one completion. Up to one more may pass, because the system counts whole seconds.
+      limit_s: whole CPU seconds for one completion; up to 1 s more may pass, because the system counts whole seconds.
       max_children: the maximum number of child processes.
       on_error: called with a line of text for the first completion of each kind that could not be scored.
     """
@@ -91,13 +91,13 @@ class Scorer:
         self._reported: set[str] = set()
 
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
-        """Returns one result per completion. Blocks. Raises ValueError if the environment itself is broken."""
+        """Scores the completions of a task and returns one result each. Blocks. Raises ValueError if the environment itself is broken."""
         with self._child() as child:
             found = self._exchange(child, task, completions)
             return found or [self._score_alone(child, task, completion) for completion in completions]
 
     def close(self) -> None:
-        """Waits for running calls of `score`, then ends all children."""
+        """Waits for running calls of `score`, then ends all child processes."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) == len(self._children))
             for child in self._children:
@@ -127,7 +127,7 @@ class Scorer:
         return found[0] if found else Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
 
     def _exchange(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list[Scored]:
-        """Returns all results, or none if the child ended."""
+        """Scores completions in a child. Returns one result each, or an empty list if the child process ended."""
         reply = self._send(child, task, completions)
         failed = {}
         if errors := [error for scores, _, error in reply if scores is None]:
@@ -138,7 +138,7 @@ class Scorer:
     def _zeros(
         self, child: "_Child", task: environment.Task, error: str = "it takes too long or too much memory"
     ) -> dict:
-        """Returns 0 for each number that a score of this task has. Raises ValueError, with `error`, if that is unknown."""
+        """Returns {name: 0} for each number in this task's scores, found by scoring "". Raises ValueError with `error` if that fails."""
         # The first child may end for another reason.
         reply = self._send(child, task, [""]) or self._send(child, task, [""])
         if reply and reply[0][0] is not None:
@@ -150,7 +150,7 @@ class Scorer:
         )
 
     def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list:
-        """Returns (scores or None, CPU seconds, error) of each completion, or nothing if the child ended."""
+        """Sends completions to a child. Returns (scores or None, CPU seconds, error) of each, or an empty list if the child ended."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
         reply = child.exchange(request, CLOCK_FACTOR * self.limit_s)
         if reply is None or reply["grown"]:
@@ -171,7 +171,7 @@ class Scorer:
 
 
 class _Child:
-    """A scoring process, started by the first request and again by the first one after `end`."""
+    """One scoring process. `exchange` starts it when it does not run: at the first request, and at the next one after `end`."""
 
     def __init__(self, config: dict):
         self._config = config
@@ -180,11 +180,11 @@ class _Child:
 
     @property
     def hit_limit(self) -> bool:
-        """True if the last process ended because of its limits. Too little memory may be due to earlier completions."""
+        """True if the last process exceeded its time limit. False for other ends, such as lack of memory due to earlier completions."""
         return self.status in (None, -signal.SIGXCPU)
 
     def exchange(self, request: dict, timeout_s: float) -> dict | None:
-        """Sends a request and returns the reply, or None if the process has ended or takes longer than `timeout_s`."""
+        """Sends a request to the scoring process. Returns its reply, or None if the process ended or took longer than `timeout_s`."""
         if self.process is None:
             self._start()
         with contextlib.suppress(OSError):  # the process has ended; the reply is None then
@@ -192,7 +192,7 @@ class _Child:
         return self._receive(timeout_s)
 
     def end(self) -> None:
-        """Ends the process, if it runs."""
+        """Kills the scoring process, if it runs, and records its exit status."""
         if self.process is not None:
             self.process = None
             self.status = self._finalizer()
@@ -244,7 +244,7 @@ def _send(pipe: connection.Connection, message: dict) -> None:
 
 
 def _receive(pipe: connection.Connection, max_bytes: int | None = None) -> dict | None:
-    """Returns the next message, or None if the other process has ended or its message is too long or not JSON."""
+    """Reads the next message from a pipe. Returns None if the other process ended, or its message is too long or not JSON."""
     with contextlib.suppress(EOFError, OSError, ValueError):
         return json.loads(pipe.recv_bytes(max_bytes))
     return None
@@ -254,7 +254,7 @@ def _receive(pipe: connection.Connection, max_bytes: int | None = None) -> dict 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a scoring process: answers requests until its parent closes the pipe. Returns the exit status."""
+    """Runs the child process of a Scorer: answers requests until the parent closes the pipe. Returns the exit status."""
     parser = cli.Parser(prog="python -m rl.envs.scorer", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", help="JSON: name, options, seed, limit_s, pipe (a file descriptor)")
     config = json.loads(parser.parse_args(argv).config)
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _score(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
-    """Returns (scores, CPU seconds, "") per completion, or (None, CPU seconds, error)."""
+    """Scores completions in this process. Returns (scores, CPU seconds, "") of each, or (None, CPU seconds, error) if `score` raised."""
     out, begun_s = [], time.process_time()
     for completion in completions:
         _limit(resource.RLIMIT_CPU, math.ceil(begun_s + limit_s))
@@ -306,7 +306,7 @@ def _score(env: environment.Environment, task: environment.Task, completions: li
 
 
 def _numbers(scores: dict) -> dict[str, float]:
-    """Returns the scores as Python floats. Raises TypeError or ValueError for scores that a rollout cannot contain."""
+    """Converts an environment's scores to floats. Raises TypeError or ValueError for scores that a rollout cannot contain."""
     if not isinstance(scores, dict) or len(scores) > MAX_NUMBERS:
         raise TypeError(f"score returned {type(scores).__name__}; return a dict of at most {MAX_NUMBERS} numbers")
     if "reward" not in scores:
@@ -320,7 +320,7 @@ def _numbers(scores: dict) -> dict[str, float]:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Sets a soft limit of this process, at most the hard one."""
+    """Sets one soft resource limit of this process, at most its hard limit."""
     hard = resource.getrlimit(kind)[1]
     unlimited = resource.RLIM_INFINITY
     resource.setrlimit(kind, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))

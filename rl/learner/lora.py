@@ -23,7 +23,7 @@ KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The size and place of the adapters. False if rank is 0: then all parameters train."""
+    """The rank and the target kernels of LoRA adapters. False as a bool if rank is 0: then all parameters train."""
 
     rank: int = 0
     alpha: float = 32.0  # A B is multiplied by alpha / rank
@@ -42,12 +42,12 @@ class LoraConfig:
 
 
 def specs(model_specs: dict, config: LoraConfig) -> dict:
-    """Returns the adapters' tree of `ParamSpec`: {"a": ..., "b": ...} in place of each targeted kernel, without the rest.
+    """Returns the `ParamSpec` tree of the adapters: {"a": ..., "b": ...} at each targeted kernel, no other parameters.
 
-    A kernel [D, H, C] has a [D, r] and b [r, H, C]; one of experts [E, D, F] has a [E, D, r] and b [E, r, F].
+    A kernel [D, H, C] has a [D, r] and b [r, H, C]; a kernel of experts [E, D, F] has a [E, D, r] and b [E, r, F].
 
     Raises:
-      ValueError: a name of `targets` names no parameter, or one that is not a matrix.
+      ValueError: a name in `config.targets` is not a parameter of the model, or not a matrix.
     """
     found = set()
 
@@ -78,7 +78,7 @@ def init(key: jax.Array, adapter_specs: dict) -> dict:
 
 
 def merge(params: dict, adapters: dict, model_specs: dict, config: LoraConfig) -> dict:
-    """Returns the parameters with W + (alpha / rank) A B for each adapted W; summed in float32, in W's dtype."""
+    """Merges adapters into a model's parameters: W becomes W + (alpha / rank) A B, summed in float32, returned in W's dtype."""
 
     def add(tree, adapter, spec):
         if adapter is None:
@@ -94,7 +94,7 @@ def _adapter(spec: rules.ParamSpec, rank: int) -> dict:
     (copies, inputs, outputs), dims = optimizers.matrix_dims(spec), [*zip(spec.shape, spec.logical_axes, strict=True)]
 
     def part(before, after, init):
-        """The spec with a dim of `rank` between the dims `before` and `after`."""
+        """Returns the spec of one adapter matrix: the kernel's dims `before`, then `rank`, then the dims `after`."""
         shape, axes = zip(*(dims[i] for i in before), (rank, "rank"), *(dims[i] for i in after), strict=True)
         return rules.ParamSpec(shape, spec.dtype, axes, init)
 

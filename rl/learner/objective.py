@@ -21,18 +21,18 @@ from rl.batch import packing, router_replay
 
 
 class MicroBatches(struct.PyTreeNode):
-    """A batch of M micro-batches, and the log-probabilities [M, B, T] that its importance ratios compare with."""
+    """A batch of M micro-batches with `old_logp`, the log-probabilities [M, B, T] in the denominator of its importance ratios."""
 
     batch: packing.TrainBatch
     old_logp: jax.Array
 
     def __getitem__(self, i) -> "MicroBatches":
-        """Returns micro-batch `i`, with arrays [B, T]."""
+        """Returns micro-batch `i` of the batch, with arrays [B, T]."""
         return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
 
 
 class Counts(struct.PyTreeNode):
-    """Global denominators of an optimizer step, float32; all but `tokens` are at least 1."""
+    """Counts over one optimizer step's whole batch, by which sums of the loss are divided; float32."""
 
     tokens: jax.Array  # that train
     positions: jax.Array  # that are not padding
@@ -45,7 +45,7 @@ class Counts(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The components of a step's objective in addition to the policy loss, and how the step is taken."""
+    """Settings of the training objective: its terms in addition to the policy loss (KL, entropy, ...), and the optimizer steps."""
 
     old_logprobs: str = "sampler"  # ratios against the sampler, or "learner": against the parameters before the batch
     optimizer_steps: int = 1  # per batch, each on its own share of the micro-batches
@@ -86,11 +86,11 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if batches must carry `ref_logp`."""
+        """True if batches must have `ref_logp`, the log-probabilities under the reference policy."""
         return bool(self.teacher_coef) or (bool(self.kl_coef) and self.kl_reference == "reference")
 
     def advantage(self, batch: packing.TrainBatch, logp_BT: jax.Array) -> jax.Array:
-        """The advantage of each token, less the KL penalty if that is a reward."""
+        """Returns the advantage of each token, less the KL penalty if `kl_place` is "advantage"."""
         if not self.kl_coef or self.kl_place != "advantage":
             return batch.advantage
         reference_BT = self._reference_logp(batch)
@@ -105,7 +105,7 @@ class Objective:
         routing: moe.Routing | None,
         counts: Counts,
     ) -> tuple[jax.Array, dict]:
-        """Adds the companions to the policy loss of one micro-batch; returns (objective, metrics of the components)."""
+        """Adds the other terms to `policy`, the policy loss of a micro-batch. Returns (the objective to minimize, metrics of the terms)."""
         batch, mask_BT = micro_batch.batch, micro_batch.batch.loss_mask
         total = self.policy_coef * policy
         entropy = importance.total(entropy_BT, mask_BT, counts.denom)
@@ -151,14 +151,14 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss with its options, as `bind` returns it; hashable."""
+    """A policy loss function with its options fixed, as `bind` returns it; hashable."""
 
     function: Callable  # with the signature of rl/algorithms/losses.py
     options: tuple[tuple[str, float], ...]
     extras: tuple[str, ...]  # names of `_EXTRAS` that the function takes
 
     def arguments(self, micro_batch: MicroBatches, counts: Counts) -> dict:
-        """The keyword arguments of `function` for one micro-batch."""
+        """Returns the keyword arguments to call `function` with for one micro-batch."""
         return {name: _EXTRAS[name](micro_batch, counts) for name in self.extras} | dict(self.options)
 
 
@@ -173,7 +173,7 @@ _EXTRAS = {  # keyword arguments that the learner passes to a loss that names th
 
 
 def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
-    """Returns the loss, a name of `losses.LOSSES` or a function of that signature, together with its options.
+    """Returns a policy loss with its options fixed. `loss` is a name in `losses.LOSSES` or a function with the same signature.
 
     Raises:
       ValueError: the name or an option is unknown, or an option without a default is missing.
@@ -195,7 +195,7 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
 
 
 def count(micro_batches: MicroBatches, first, stride) -> Counts:
-    """Counts the denominators of the optimizer step on the micro-batches first, first + stride, ..."""
+    """Counts tokens and streams of one optimizer step, which takes the micro-batches first, first + stride, ..."""
     batch = micro_batches.batch
     index_M = jnp.arange(batch.tokens.shape[0])
     mine_M = (index_M < batch.num_micro_batches) & (index_M % stride == first)

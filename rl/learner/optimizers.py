@@ -99,7 +99,7 @@ def _to_host(x):
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
-    """Returns the rate as a function of the optimizer step 0, 1, ...; the first step of a warm-up is already above 0."""
+    """Returns the learning rate as a function of the optimizer step 0, 1, ...; with a warm-up, step 0 already has a rate above 0."""
     peak, num_warmup = config.learning_rate, config.warmup_steps
     warmup = optax.linear_schedule(peak / max(num_warmup, 1), peak, max(num_warmup - 1, 1))
     if config.schedule == "constant":
@@ -114,14 +114,14 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 
 
 def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
-    """Returns True for the matrices that Muon orthogonalizes: all but the embedding and the output head."""
+    """Returns True if a parameter is a matrix that Muon orthogonalizes: any matrix but the embedding and the output head."""
     return rules.is_matrix(spec) and "vocab" not in spec.logical_axes
 
 
 def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The dims of a matrix by role, as positions of (copies, inputs, outputs): a query kernel [D, H, C] maps D to H x C.
+    """Returns the positions of a parameter's dims by role, (copies, inputs, outputs): a query kernel [D, H, C] maps D to H x C.
 
-    If `model` is last, it is the output and the rest is the input (the output kernel [H, C, D], the down kernel [F, D]).
+    If the axis `model` is last, it is the output and the rest are inputs (output kernel [H, C, D], down kernel [F, D]).
     """
     copies = tuple(i for i, axis in enumerate(spec.logical_axes) if axis in rules.COPIES)
     rest = [i for i in range(len(spec.shape)) if i not in copies]
@@ -156,7 +156,7 @@ def scale_by_muon(specs, beta: float, moment_dtype: str) -> optax.GradientTransf
 
 
 def orthogonalize(x_NRC: jax.Array) -> jax.Array:
-    """Returns roughly the nearest orthogonal matrix, U S V' -> U S' V' with S' in about 0.7 .. 1.2, of N matrices [R, C].
+    """Makes N matrices [R, C] nearly orthogonal: U S V' becomes U S' V' with singular values S' in about 0.7 .. 1.2.
 
     Five quintic Newton-Schulz steps, X <- a X + (b A + c A A) X with A = X X', on the side with fewer rows.
     """
@@ -172,7 +172,7 @@ def orthogonalize(x_NRC: jax.Array) -> jax.Array:
 
 
 def _orthogonalize_tree(tree, specs):
-    """Stacks the matrices of one shape, orthogonalizes each stack over the devices, and takes it apart again."""
+    """Orthogonalizes each matrix of a tree: stacks matrices of one shape and splits each stack over the devices."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)  # inside a partition, of some of the parameters
     by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
     as_matrices = [_to_matrices(x, by_path[path]) for path, x in leaves]
@@ -190,7 +190,7 @@ def _orthogonalize_tree(tree, specs):
 
 
 def _spread(function, x_NRC):
-    """Runs `function` with the first dim split over the mesh, padded to a multiple of the number of devices."""
+    """Runs `function` on matrices whose first dim is split over the mesh, padded to a multiple of the number of batch shards."""
     mesh = jax.sharding.get_abstract_mesh()
     ways = 1 if mesh.empty else rules.num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]  # reads its shape alone
     N = x_NRC.shape[0]

@@ -20,9 +20,9 @@ Score = Callable[[packing.TrainBatch], jax.Array]
 
 
 def make(learner: train_step.Learner, initial: Callable[[], transformer.Params], *, vocab_size: int) -> Score | None:
-    """Returns `score(batch) -> ref_logp [M, B, T]`, at each token's own temperature; None if the objective needs none.
+    """Returns a function batch -> log-probabilities [M, B, T] under the reference policy; None if the objective needs none.
 
-    `initial` is called for the parameters that RL began with, unless the reference is a checkpoint.
+    Each token has its own temperature. Unless the reference is a checkpoint, `initial` returns the parameters that RL began with.
 
     Raises:
       ValueError: the checkpoint is unreadable, or its vocabulary is too small.
@@ -37,7 +37,7 @@ def make(learner: train_step.Learner, initial: Callable[[], transformer.Params],
 
 
 def load(path: str, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Returns the parameters of a Hugging Face checkpoint of `model`, in the learner's sharding."""
+    """Loads the parameters of a Hugging Face checkpoint with the config `model`, sharded over `mesh`."""
     shardings = rules.shardings(transformer.specs(model), mesh)
     return hf.load(path, dtype=model.param_dtype, shardings=shardings, scan_layers=model.scan_layers)[1]
 
@@ -45,7 +45,7 @@ def load(path: str, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> t
 def model_of(
     objective: objective_lib.Objective, policy: config_lib.ModelConfig, vocab_size: int
 ) -> config_lib.ModelConfig:
-    """Returns the reference's config: the policy's own, or the checkpoint's, with the policy's dtype and kernels.
+    """Returns the model config of the reference policy: the policy's, or the checkpoint's with the policy's dtype and kernels.
 
     Raises:
       ValueError: the checkpoint's vocabulary is smaller than the tokenizer's `vocab_size`.

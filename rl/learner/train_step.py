@@ -29,7 +29,7 @@ HOST = "pinned_host"  # the memory kind of the optimizer state with `OptimizerCo
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """The parts a train step is made of. Hashable: the step is compiled once per learner and batch shape."""
+    """The static parts of a train step: model, optimizer, objective, mesh. Hashable: `jit` compiles once per learner and batch shape."""
 
     model: config_lib.ModelConfig
     optimizer: optax.GradientTransformation  # of `make_optimizer`
@@ -51,7 +51,7 @@ class Learner:
 
 
 class TrainState(struct.PyTreeNode):
-    """The train state: the parameters that train, the optimizer state, and the number of batches consumed (int32).
+    """The state that training updates: the parameters that train, the optimizer state, and the number of batches consumed (int32).
 
     With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters; else `frozen` is empty.
     """
@@ -63,10 +63,10 @@ class TrainState(struct.PyTreeNode):
 
 
 def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -> tuple[TrainState, dict]:
-    """Takes the optimizer steps of one batch; returns the new state and metrics. To be run by `jit_train_step`.
+    """Takes all optimizer steps on one batch; returns (new state, metrics). Callers use the compiled form, `jit_train_step`.
 
-    Metrics are float32 scalars on the device, equal on all hosts: those of the policy loss, of the components of the objective,
-    and of `update`; of MoE models, moe/* (`moe.load_metrics`), and with router replay moe/routing_mismatch, the fraction of
+    Metrics are float32 scalars on the device, equal on all hosts: of the policy loss, of the other terms of the objective,
+    and of `update`; for MoE models also moe/* (`moe.load_metrics`), and with router replay moe/routing_mismatch, the fraction of
     (token, MoE layer) pairs in which the learner's own router would have chosen other experts.
     """
     objective, layout = learner.objective, _shardings(learner).opt_state
@@ -89,7 +89,7 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
 
 
 def gradients(learner: Learner, state: TrainState, micro_batches, first, stride, counts, turn, total):
-    """Adds the gradient and metrics of micro-batch first + turn * stride to `total`: the body of a loop over micro-batches."""
+    """Adds the gradient and metrics of micro-batch first + turn * stride to `total`. The body of the loop over micro-batches."""
     i, params, frozen = first + turn * stride, state.params, state.frozen
     if learner.mesh.size > 1:
         # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
@@ -100,7 +100,7 @@ def gradients(learner: Learner, state: TrainState, micro_batches, first, stride,
 
 
 def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatches, counts: objective_lib.Counts):
-    """Returns (objective, metrics) of one micro-batch, to be differentiated by `params`."""
+    """Returns (objective to minimize, metrics) of one micro-batch. `jax.grad` differentiates it by `params`."""
     objective, batch = learner.objective, micro_batch.batch
     whole = _whole(learner, params, frozen)
     logp_BT, entropy_BT, routing = _log_probs(learner, whole, batch, entropy_gradient=objective.entropy_coef > 0)
@@ -116,7 +116,10 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
 
 
 def update(learner: Learner, state: TrainState, grads, metrics, counts: objective_lib.Counts, is_good=True):
-    """Applies one optimizer step, unless its gradient is not finite, no token trains, or `is_good` is False."""
+    """Takes one optimizer step and returns (state, metrics).
+
+    The state stays as it is if the gradient is not finite, no token trains, or `is_good` is False.
+    """
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
     keeps = is_good & finite & counts.trains_any  # without a token, momentum alone must move nothing
@@ -136,20 +139,20 @@ def update(learner: Learner, state: TrainState, grads, metrics, counts: objectiv
 
 @functools.lru_cache(maxsize=16)
 def jit_train_step(learner: Learner):
-    """Returns the jitted `step(state, batch) -> (state, metrics)`; the same one every time. `state` is donated."""
+    """Returns the jitted function (state, batch) -> (new state, metrics), cached per learner. The old `state` is donated."""
     replicated = jax.sharding.NamedSharding(learner.mesh, jax.sharding.PartitionSpec())
     step = functools.partial(train_step, learner)
     return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(learner), replicated))
 
 
 def compile_train_step(learner: Learner, batch: packing.TrainBatch) -> None:
-    """Compiles `jit_train_step(learner)` for batches of the shape of `batch` (`packing.abstract`), in the calling thread."""
+    """Compiles `jit_train_step(learner)` for batches with the shapes in `batch` (of `packing.abstract`). Blocks."""
     jit_train_step(learner).lower(abstract_state(learner), batch).compile()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def score(learner: Learner, params: transformer.Params, batch: packing.TrainBatch) -> jax.Array:
-    """Returns log-probabilities [M, B, T] of the batch's tokens under parameters of the whole model, without gradient.
+    """Returns the log-probabilities [M, B, T] of the batch's tokens under `params`, the whole model's parameters.
 
     Routed experts of the batch are ignored: they may belong to another policy, even of another architecture.
     """
@@ -160,12 +163,12 @@ def score(learner: Learner, params: transformer.Params, batch: packing.TrainBatc
 def make_optimizer(
     config: optimizers.OptimizerConfig, model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of the parameters that train: the model's, or its adapters'."""
+    """Returns the optimizer of the parameters that train: the model's, or with `lora` the adapters'."""
     return optimizers.make(config, _trained_specs(model, lora))
 
 
 def init_state(key: jax.Array, learner: Learner, params: transformer.Params | None = None) -> TrainState:
-    """Returns a fresh train state, created in its sharding; from given parameters of the model, or drawn from `key`."""
+    """Returns the train state of step 0, sharded over the mesh, with the model parameters `params`, or random ones from `key`."""
 
     @functools.partial(jax.jit, out_shardings=_shardings(learner))
     def create(key, params):
@@ -180,14 +183,14 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
 
 
 def abstract_state(learner: Learner) -> TrainState:
-    """Returns the train state as `ShapeDtypeStruct` with shardings; moments are split exactly as their parameters."""
+    """Returns the train state as `ShapeDtypeStruct` with shardings; optimizer moments are split exactly as their parameters."""
     specs = _trained_specs(learner.model, learner.lora)
     params = rules.abstract(specs, learner.mesh)
     replicated = jax.sharding.NamedSharding(learner.mesh, jax.sharding.PartitionSpec())
     layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, learner.mesh)))
 
     def layout(path, leaf, space):
-        """Finds the parameter of a moment: the path of the moment ends with that of the parameter."""
+        """Returns shape, dtype and sharding of an optimizer-state leaf. The sharding is that of the parameter whose path ends its path."""
         tails = (layouts.get(path[i:]) for i in range(len(path)))
         sharding = next((s for s in tails if s is not None), replicated) if leaf.ndim else replicated
         if space == jax.memory.Space.Host:
@@ -206,7 +209,7 @@ def abstract_state(learner: Learner) -> TrainState:
 
 
 def policy(learner: Learner, state: TrainState) -> transformer.Params:
-    """Returns the parameters of the whole model as the step computes with them, to be published, saved or exported."""
+    """Returns the whole model's parameters in a train state, adapters merged, to be published, saved or exported."""
     if not learner.lora:
         return state.params
     with jax.set_mesh(learner.mesh):
@@ -234,7 +237,7 @@ def _shardings(learner: Learner) -> TrainState:
 
 
 def _between_memories(opt_state, layout, kind: str):
-    """Moves the leaves whose layout is in host memory to memory `kind`; the others stay where they are."""
+    """Moves the optimizer-state leaves that `layout` places in host memory to memory `kind`; other leaves stay."""
 
     def move(x, sharding):
         return jax.device_put(x, sharding.with_memory_kind(kind)) if sharding.memory_kind == HOST else x
@@ -243,7 +246,7 @@ def _between_memories(opt_state, layout, kind: str):
 
 
 def _accumulation(learner, state, micro_batches, first, stride, counts):
-    """The arguments of a `fori_loop` that sums `gradients` over the micro-batches first, first + stride, ... in use.
+    """Returns the arguments of a `fori_loop` that sums gradients and metrics over the used micro-batches first, first + stride, ...
 
     One program serves any number of micro-batches.
     """
@@ -255,10 +258,10 @@ def _accumulation(learner, state, micro_batches, first, stride, counts):
 
 
 def _several_optimizer_steps(learner, state, micro_batches):
-    """Takes `objective.optimizer_steps` steps, or as many as there are micro-batches; metrics are means over the batch's tokens.
+    """Takes up to `objective.optimizer_steps` steps, at most one per micro-batch. Returns (new state, metrics averaged over tokens).
 
-    Step k takes the micro-batches k, k + n, ...: rows are packed by length, so neighbors are alike, and every step gets
-    long and short ones. After one whose gradient was not finite, no other is applied.
+    Step k of n takes the micro-batches k, k + n, ...: neighbors have rows of similar length, and so every step gets
+    long and short rows. After a step whose gradient was not finite, no further step is applied.
     """
     most = learner.objective.optimizer_steps
     stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
@@ -300,7 +303,7 @@ def _score_batch(learner, params, batch: packing.TrainBatch) -> jax.Array:
 
 
 def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):
-    """(logp_BT, entropy_BT, routing of the MoE layers or None) of a micro-batch."""
+    """Runs the model on a micro-batch. Returns (logp_BT, entropy_BT, routing of the MoE layers or None)."""
     hidden_BTD, routing = transformer.apply(
         params,
         learner.model,
@@ -316,7 +319,7 @@ def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):
 
 
 def _rebalance(model, params, load_LE, rate: float):
-    """Moves each router's correction by the load of its experts over the step, [L, E] over MoE layers."""
+    """Adjusts each router's correction bias by `load_LE`, the load of its experts in the step. Returns new parameters."""
     place = {index: n for n, index in enumerate(filter(model.is_moe, range(model.num_layers)))}
     blocks = dict(params["layers"])
     for key, indices in transformer.stacks(model).items():

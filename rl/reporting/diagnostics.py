@@ -18,12 +18,12 @@ SOLVED = 0.95  # mean reward, of at most 1
 
 
 def not_finite(values: dict[str, float]) -> str | None:
-    """Returns the name of the first metric that is infinite or NaN, or None."""
+    """Returns the name of the first metric that is infinite or NaN, or None if all are finite."""
     return next((name for name, value in values.items() if not math.isfinite(value)), None)
 
 
 def derived(values: dict[str, float]) -> dict[str, float]:
-    """Returns metrics derived from those of a step; none if the loss has no importance ratios.
+    """Computes further metrics from those of a step; returns {} if the loss has no importance ratios.
 
     loss/effective_sample_frac     (mean r)^2 / mean r^2: the fraction of the tokens that an unweighted sample of the same
                                    variance would have (Kish 1965); 1 on policy
@@ -42,7 +42,7 @@ def derived(values: dict[str, float]) -> dict[str, float]:
 
 
 def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict[str, float]:
-    """Returns metrics of the groups of rollouts (inference/rollouts/rollout.py) in batch `step`.
+    """Returns metrics of a batch's groups of rollouts: rewards, lengths, and lag. `step` is the train step that uses the batch.
 
     rollout/all_lowest_frac, rollout/all_highest_frac: groups whose rewards all equal the least (greatest) of the batch.
     rollout/length_p10, _p50, _p90 in tokens, rollout/length_of_best: mean length of samples above their group's mean.
@@ -67,14 +67,14 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
 
 
 class Adviser:
-    """Gives each piece of advice at most once per run."""
+    """Watches the metrics of a run for pathologies of training; returns each piece of advice at most once."""
 
     def __init__(self):
         self._history: list[dict[str, float]] = []
         self._given: set[str] = set()
 
     def after(self, step: int, values: dict[str, float]) -> str | None:
-        """Records the metrics of a step; every fifth step, returns a line of advice that was not given before, or None."""
+        """Records the metrics of a step. Every fifth step, returns a line of advice not given before; otherwise None."""
         self._history.append(values)
         entry, line = ("", None) if step % WINDOW else advice(self._history)
         if entry in self._given:
@@ -84,7 +84,7 @@ class Adviser:
 
 
 def advice(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
-    """Returns (entry of the table, its line) of the first pathology in the last `WINDOW` steps, or ("", None).
+    """Returns the first pathology of training in the last `WINDOW` steps: (its template, the advice), or ("", None).
 
     `history` holds the steps' metrics, oldest first.
     """
@@ -98,7 +98,7 @@ def advice(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
 
 
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of the finite values of each metric; NaN, with which no condition holds, if it has none."""
+    """Returns {metric: mean of its finite values over the steps}; NaN, for which no condition is true, if it has none."""
     means = collections.defaultdict(lambda: math.nan)
     for name in set().union(*steps):
         found = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]

@@ -32,14 +32,14 @@ PLAIN_LINE_S = 5.0  # at most one line per phase in this time, where the output 
 
 
 def of_host(workdir: str | os.PathLike, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter"]:
-    """Returns the display and the metrics file of a run. On hosts other than host 0 both do nothing."""
+    """Returns (progress display, metrics writer) of a run for this host. On hosts other than host 0 both do nothing."""
     progress = Progress(active=hosts.is_first)
     hosts.before_exit(progress.stop)
     return progress, MetricsWriter(workdir, active=hosts.is_first)
 
 
 class MetricsWriter:
-    """Appends to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`. Not `active`: does nothing."""
+    """Writes a run's metrics to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`. Without `active`, does nothing."""
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
@@ -50,7 +50,7 @@ class MetricsWriter:
             self._open()
 
     def write(self, step: int, phase: str, values: dict[str, float]) -> None:
-        """Appends the metrics of a step. Values must be on the host. Raises ValueError for a name without an area."""
+        """Appends the metrics of a step of a phase. Raises ValueError for a name without an area, such as loss/ in loss/total."""
         if not self._active:
             return
         if bare := [name for name in values if "/" not in name]:
@@ -74,7 +74,7 @@ class MetricsWriter:
                 self._writers[phase].add_scalar(name, value, int(step))
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Removes the lines of `phase` with step > `after_step`. A reader gets the old file or the new one."""
+        """Removes the metrics of `phase` with step > `after_step`. Replaces the file atomically: readers see the old or the new one."""
         if not self._active:
             return
         kept = [text for record, text in _lines(self.path) if record["phase"] != phase or record["step"] <= after_step]
@@ -86,7 +86,7 @@ class MetricsWriter:
         self._purge_steps[phase] = after_step + 1  # TensorBoard then hides the older points from there on
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes the metrics file and all TensorBoard files."""
         if self._active:
             self._file.close()
         for writer in self._writers.values():
@@ -99,24 +99,24 @@ class MetricsWriter:
 
 
 def read(path: str | os.PathLike) -> list[dict]:
-    """Returns the lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`, without an incomplete last one.
+    """Reads a metrics.jsonl. Returns its lines, `{"phase": str, "step": int, name: float, ...}`, without an incomplete last line.
 
-    Raises ValueError for a malformed line, with its number.
+    Raises ValueError with the line's number for a malformed line.
     """
     return [record for record, _ in _lines(pathlib.Path(path))]
 
 
 def sampler_kl(values: dict[str, float]) -> str:
-    """The name of the metric for the mismatch KL of learner and sampler.
+    """Returns the name of the metric in `values` for the mismatch KL of learner and sampler.
 
-    If importance ratios are taken against the learner's own old policy, `loss/mismatch_kl` is the change by the batch's
-    steps, and `loss/sampler_kl` is a metric of its own.
+    If importance ratios are taken against the learner's own old policy, `loss/mismatch_kl` measures the change by
+    this batch's optimizer steps, and the mismatch with the sampler is in `loss/sampler_kl`.
     """
     return "loss/sampler_kl" if "loss/sampler_kl" in values else "loss/mismatch_kl"
 
 
 class Progress:
-    """The display of a run. Not `active` (on hosts other than host 0): shows nothing.
+    """The terminal display of a run: progress bars, notes, and lines of text. Without `active`, shows nothing.
 
     Example:
         progress.note("compiling train_step for [8, 256]")     # shown with a timer until the next line
@@ -147,7 +147,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, total: int, initial: int = 0) -> Iterator["Bar"]:
-        """Yields the bar of a phase of `total` steps, of which a resumed run has done `initial`."""
+        """Shows a progress bar for a phase of `total` steps, `initial` of them done before a resume. Yields the Bar to update."""
 
         def show(is_last: bool = False) -> None:
             self._display.update(task, completed=bar.step)
@@ -167,7 +167,7 @@ class Progress:
             self.say()
 
     def note(self, text: str) -> None:
-        """Shows a text until the next line. A terminal shows it with a timer, and then prints it with the time it took."""
+        """Shows a text such as "compiling" until the next line. A terminal adds a timer, and finally prints the text with its time."""
         self.say(*([] if self._is_live else [text]))
         if self._is_live:
             begun_s = self._clock()
@@ -176,7 +176,7 @@ class Progress:
             self._display.start()
 
     def say(self, *lines: str) -> None:
-        """Prints lines above the bars, and ends a note."""
+        """Prints lines above the progress bars. Ends the current note, if any."""
         if self._note:
             (text, begun_s, task), self._note = self._note, None
             self._display.remove_task(task)
@@ -189,12 +189,12 @@ class Progress:
         self._display.start() if self._display.tasks else self._display.stop()
 
     def stop(self) -> None:
-        """Removes the bars and restores the cursor."""
+        """Removes the progress bars and restores the terminal's cursor."""
         self._display.stop()
 
 
 class Bar:
-    """An open phase of `Progress`. `shown_step` and `shown_s` are those of its last line."""
+    """The progress bar of one phase. `shown_step` and `shown_s` are the step and the time of its last printed line."""
 
     def __init__(self, name: str, total: int, initial: int, clock: Callable[[], float], show: Callable[[], None]):
         self.step = self.shown_step = initial
@@ -206,7 +206,7 @@ class Bar:
         self._marks = collections.deque([(self._begun_s, initial)], maxlen=20)
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Sets the number of steps done so far, and shows the values of the last one if a line is due."""
+        """Sets the number of steps done to `step`, and shows the metrics `values` of that step if a line is due."""
         if self._num_updates == 1:
             self._marks.popleft()  # the first step compiles: from the second one on it does not count
         self._marks.append((self._clock(), step))
@@ -215,11 +215,11 @@ class Bar:
         self._show()
 
     def is_due(self, now_s: float) -> bool:
-        """Returns True if a plain output gets a line now."""
+        """Returns True if an output that is not a terminal gets a line now."""
         return self._num_updates == 1 or self.step == self._total or now_s - self.shown_s >= PLAIN_LINE_S
 
     def line(self) -> str:
-        """`rl  step  12/150  reward 0.433  1.21 s/step  eta 2:47`; columns keep the largest width they had."""
+        """Returns the line `rl  step  12/150  reward 0.433  1.21 s/step  eta 2:47`; columns keep the largest width they had."""
         cells = [self._name, f"step {self.step:>{len(str(self._total))}}/{self._total}"]
         for name, text in ((name, format_value(value)) for name, value in self._values.items()):
             self._widths[name] = max(len(text), self._widths[name])
@@ -227,11 +227,11 @@ class Bar:
         return "  ".join([*cells, *self.pace()])
 
     def status(self) -> str:
-        """The text after the bar on a terminal."""
+        """Returns the text after the bar on a terminal: steps done, rate, and time left."""
         return "  ".join([f"{self.step}/{self._total}", *self.pace()])
 
     def pace(self) -> list[str]:
-        """Returns the rate over the last 20 updates and the time left, or the time taken if all steps are done."""
+        """Returns texts for the rate over the last 20 updates and the time left, or the total time if all steps are done."""
         (then_s, first), (last_s, step) = self._marks[0], self._marks[-1]
         texts = []
         if step > first and last_s > then_s:
@@ -246,7 +246,7 @@ class Bar:
 
 
 class _Status(rich.progress.ProgressColumn):
-    """Shows the text that the field `status` of a task returns."""
+    """The column of the terminal display with a task's status, the text that its field `status` returns when called."""
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
         return rich.text.Text(task.fields["status"]())
@@ -271,14 +271,14 @@ def format_value(value: Any) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a duration as 2:41 or 1:02:41."""
+    """Formats a duration in seconds as 2:41 or 1:02:41."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _lines(path: pathlib.Path) -> Iterator[tuple[dict, str]]:
-    """Yields (record, its text). Bytes after the last newline are an incomplete line of a killed process, and ignored."""
+    """Yields (parsed line, its text) of a metrics.jsonl. Skips an incomplete last line, which a killed process may leave."""
     for number, text in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:
             record = json.loads(text)

@@ -88,7 +88,7 @@ class Rewriting:
 
 
 def test_a_template_that_rewrites_is_refused_for_other_roles():
-    with pytest.raises(ValueError, match="renders message 1 differently when others follow"):
+    with pytest.raises(ValueError, match="renders message 1 differently when other messages follow"):
         sft.stream(Rewriting(), TURNS, roles=("system",), max_length=99)
 
 

@@ -249,7 +249,7 @@ def test_ids_that_end_a_completion(tmp_path):
     assert tokenizer.load(folder(tmp_path / "a", config)).stop_ids == (END, PAD)  # generation_config.json goes first
     (tmp_path / "a" / "generation_config.json").unlink()
     assert tokenizer.load(tmp_path / "a").stop_ids == (END, START)
-    with pytest.raises(ValueError, match=r"generation_config.json has eos_token_id \['x'\]; it must be a token id"):
+    with pytest.raises(ValueError, match=r"generation_config.json has eos_token_id \['x'\]; make it a token ID"):
         tokenizer.load(folder(tmp_path / "b", {"generation_config.json": '{"eos_token_id": "x"}'}))
 
 
