@@ -79,7 +79,7 @@ class Ledger(contextlib.AbstractContextManager):
         names = sorted({keeper.worker, *validators})
         event = ledger_events.sign("open", keeper.worker, keeper, validators=names, window_ms=window_ms)
         if reason := balances.State().refusal(event, 0):
-            raise ValueError(f"ledger {path} cannot be created with these settings: {reason}")
+            raise ValueError(f"ledger {path} cannot be created: {reason}; correct this setting")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)
         storage.create(path, keeper, now_ms(), event)
@@ -146,7 +146,7 @@ class Ledger(contextlib.AbstractContextManager):
             self._next, self._hash = entry.seq + 1, entry.hash
 
     def _bad(self, error: str) -> ValueError:
-        return ValueError(f"ledger {self._path}: {error}; run python -m rl.ledger verify {self._path}")
+        return ValueError(f"ledger {self._path} is bad: {error}; restore a copy that rl.ledger verify accepts")
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:

@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     weights = pathlib.Path(args.workdir) / "weights"
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
-        raise ValueError(f"{weights} contains no weights; run rl.train first")
+        raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")

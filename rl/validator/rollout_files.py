@@ -36,7 +36,7 @@ def check(paths: Sequence[pathlib.Path], shas: Sequence[str]) -> None:
     """Raises ValueError unless all files exist with these SHA-256 hashes and a total size in bounds. Never reads a whole file into memory."""
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"file: {path.name} does not exist; upload it first")
+            raise ValueError(f"file: {path.name} does not exist in the rollout directory; upload it first")
     parquet_footer.check_size(sum(path.stat().st_size for path in paths))
     for path, sha in zip(paths, shas, strict=True):
         with open(path, "rb") as file:

@@ -112,7 +112,7 @@ class Service:
                 f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files; correct it"
             )
         if len(set(shas)) < len(shas):
-            raise ValueError("file_shas names one file twice; name each file once")
+            raise ValueError("file_shas names one file twice; list each hash once")
         names = rollout_files.group_names(name, len(shas)) if group else [name]
         paths = [rollout_files.locate(self._root, each) for each in names]
         request, worker, works = tuple(shas), shas[0], self._works()
@@ -210,7 +210,9 @@ class Service:
                 continue
             num_bytes += sum(map(rollout_lib.num_bytes, rollouts))
             if num_bytes > parquet_footer.MAX_DECODED_BYTES:
-                raise ValueError(f"more than {parquet_footer.MAX_DECODED_BYTES} bytes of rollouts; name fewer files")
+                raise ValueError(
+                    f"rollouts of over {parquet_footer.MAX_DECODED_BYTES} bytes in one request; name fewer files"
+                )
             signers = tuple(sorted({rollout.worker for rollout in rollouts}))
             if works is not None and signers != (works[sha].node,):
                 reason = "signature: another worker signed the rollouts than the one that submitted the work"

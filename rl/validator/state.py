@@ -60,7 +60,7 @@ class State:
         try:  # check_same_thread: the service opens it in one thread and decides in another, never at the same time
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
         except sqlite3.Error as error:
-            raise ValueError(f"validator state {path}: {error}; give another --state") from error
+            raise ValueError(f"validator state {path} cannot be opened: {error}; give another --state") from error
         try:
             self._open(identity)
         except BaseException as error:
