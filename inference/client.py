@@ -110,7 +110,7 @@ class Client:
                 await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
 
     async def update_weights(self, version: int) -> None:
-        """Makes every server load the weights of `version`. Returns once all serve that version; raises ValueError if a server rejects it."""
+        """Makes every server load the weights of `version`. Returns once all serve it; raises ValueError if one rejects it."""
 
         async def update(url):
             response = await self._http.post(f"{url}/update_weights", json={"version": version})
@@ -146,7 +146,7 @@ def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> li
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
-    """Converts one entry of the reply's `choices` to a Sample. Raises ValueError, which describes the server's mistake, if it is invalid."""
+    """Converts one entry of the reply's `choices` to a Sample. Raises ValueError with the server's mistake if it is invalid."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     runs = choice["policy_versions"]
@@ -157,13 +157,17 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
         raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
     versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
-        raise ValueError(f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions")
+        raise ValueError(
+            f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions, not equally many"
+        )
     if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
     if len(tokens) > sampling.get("max_tokens", len(tokens)):
         raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were requested")
     if choice["finish_reason"] not in rollout_lib.FINISH_REASONS:
-        raise ValueError(f"server sent the finish_reason {str(choice['finish_reason'])[:80]!r}")
+        raise ValueError(
+            f"server sent the finish_reason {str(choice['finish_reason'])[:80]!r}, which a rollout does not allow"
+        )
     proofs = base64.b64decode(choice["proofs"], validate=True)
     if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
         raise ValueError(
@@ -186,5 +190,7 @@ def _read_experts(field: dict, num_rows: int) -> np.ndarray:
     data = base64.b64decode(field["data"], validate=True)
     dtype = np.dtype(dtype).newbyteorder("<")
     if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:
-        raise ValueError(f"server sent {len(data)} bytes of routed_experts of shape {shape}")
+        raise ValueError(
+            f"server sent {len(data)} bytes of routed_experts, which do not fit shape {shape} or the limit"
+        )
     return np.frombuffer(data, dtype).reshape(shape)

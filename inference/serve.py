@@ -166,7 +166,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
         raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
     if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():
-        raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create it first")
+        raise ValueError(
+            f"--address_file {args.address_file} is in a directory that does not exist; create the directory first"
+        )
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")

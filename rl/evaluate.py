@@ -142,14 +142,18 @@ def restore_policy(
     with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
         restored = checkpointer.restore(train_step.abstract_state(learner), step)
     if restored is None:
-        raise FileNotFoundError(f"no checkpoint in {directory}; set --workdir to that of a run of rl.train")
+        raise FileNotFoundError(
+            f"no checkpoint in {directory}; set --workdir to the work directory of a run of rl.train"
+        )
     return restored[0], train_step.policy(learner, restored[1])
 
 
 def check_run(workdir: str) -> None:
     """Raises FileNotFoundError if `workdir` contains no run, before any file is created."""
     if not (pathlib.Path(workdir) / "checkpoints").is_dir():
-        raise FileNotFoundError(f"no checkpoints in {workdir}; set --workdir to that of a run of rl.train")
+        raise FileNotFoundError(
+            f"no checkpoints in {workdir}; set --workdir to the work directory of a run of rl.train"
+        )
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
 
 
 def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[scheduler_lib.Completion]]]) -> dict:
-    """Returns OpenAI's `usage` object, the token counts over several prompts; `cached_tokens` are prompt tokens found in the prefix cache."""
+    """Returns OpenAI's `usage` object, the token counts of all prompts; `cached_tokens` were found in the prefix cache."""
     num_prompt = sum(len(request.tokens) for request, _ in answered)
     num_new = sum(len(completion.tokens) for _, completions in answered for completion in completions)
     return {

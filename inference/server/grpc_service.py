@@ -29,7 +29,7 @@ MESSAGES: Any = jetstream_pb2  # its classes exist only at run time
 def start(server: inference_server.InferenceServer, host: str, port: int) -> tuple[int, grpc.Server]:
     """Starts the gRPC service on `port`, or on a free port if 0. Returns (the port, the running gRPC server).
 
-    Raises ValueError if the port is taken. `.stop(grace_s).wait()` on the server gives running calls `grace_s` seconds and blocks until they end.
+    Raises ValueError if the port is taken. `server.stop(grace_s).wait()` waits up to `grace_s` for running calls.
     """
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     options = [("grpc.so_reuseport", 0)]  # or two servers could share one port, each with some of the clients

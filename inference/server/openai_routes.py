@@ -301,7 +301,7 @@ async def _reply(
 
 
 async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-    """Runs the requests in the scheduler and returns a list of completions for each. If one fails or the caller is cancelled, all are cancelled."""
+    """Runs requests; returns the list of completions of each. If one request fails or the caller is cancelled, cancels all."""
     futures = []
     try:
         for request in requests:

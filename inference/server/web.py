@@ -123,7 +123,7 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
 
 
 async def read_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Returns a request's whole body, which counts against the limit for bodies only while it is read. Raises the errors of `open_body`."""
+    """Returns a request's whole body, counted against the memory limit only while read. Raises the errors of `open_body`."""
     async with open_body(request, max_bytes) as body:
         return body
 
@@ -153,7 +153,7 @@ class Budget:
         self.used: collections.Counter[str] = collections.Counter()
 
     def take(self, network: str, amount: int) -> bool:
-        """Takes `amount` of the resource for a network. Returns False, taking nothing, if the network would then use more than is left free."""
+        """Takes `amount` of the resource for a network. Returns False, taking nothing, if it would then use more than is left free."""
         if self.used[network] + amount > self.free - amount:
             return False
         self.free -= amount

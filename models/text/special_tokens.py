@@ -46,7 +46,7 @@ class Escaper:
         return value
 
     def unescape(self, text: str, escape: str) -> list[str]:
-        """Removes `escape` from a text. Returns the pieces to encode: the whole text, or several if joining them would form a control token."""
+        """Removes `escape` from a text. Returns the pieces to encode: one, or several if joining them would form a control token."""
         whole = text.replace(escape, "")
         if len(self._control.findall(whole)) == len(self._control.findall(text)):
             return [whole]

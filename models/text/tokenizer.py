@@ -253,7 +253,7 @@ class Tokenizer:
             raise ValueError(f"the chat template cannot render the messages: {error}") from error
 
     def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
-        """Renders a template without generation blocks. Returns the text with marker characters around the text that the assistant wrote."""
+        """Renders a template without generation blocks. Returns the text with markers around the assistant's turns."""
         bare, prompted = (self._render_text(inputs, on) for on in (False, True))
         prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
         header = self._header(inputs, prompt, mark)
@@ -336,7 +336,7 @@ class Tokenizer:
             )
         if tools and "tools" not in text:
             raise ValueError(
-                "this tokenizer's chat template does not render tools, so the model would not see them; leave them out, or "
+                "this tokenizer's chat template does not render tools, so the model would not see them; remove the tools, or "
                 "put a chat_template.jinja that renders them next to its tokenizer.json"
             )
         return text

@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token of tiny sampling probability has a l
 
 
 def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """The log of importance ratios, logp - old_logp, at most `MAX_LOG_RATIO`, and 0 outside the mask, so that masked tokens add no infinity."""
+    """The log of the importance ratios, logp - old_logp: at most `MAX_LOG_RATIO`, and 0 where the mask is 0."""
     return jnp.minimum(jnp.where(mask_BT > 0, logp_BT - old_logp_BT, 0.0), MAX_LOG_RATIO)
 
 

@@ -210,7 +210,9 @@ class _Child:
         if "ready" not in reply:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
-            raise ValueError(f"the scorer of environment {self._config['name']} did not start: {reason}")
+            raise ValueError(
+                f"the scorer of environment {self._config['name']} did not start: {reason}; fix the environment or env.options"
+            )
 
     def _receive(self, timeout_s: float) -> dict | None:
         if not self._pipe.poll(timeout_s):
@@ -310,7 +312,7 @@ def _numbers(scores: dict) -> dict[str, float]:
     if not isinstance(scores, dict) or len(scores) > MAX_NUMBERS:
         raise TypeError(f"score returned {type(scores).__name__}; return a dict of at most {MAX_NUMBERS} numbers")
     if "reward" not in scores:
-        raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add it")
+        raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add the reward")
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")

@@ -105,7 +105,7 @@ class Objective:
         routing: moe.Routing | None,
         counts: Counts,
     ) -> tuple[jax.Array, dict]:
-        """Adds the other terms to `policy`, the policy loss of a micro-batch. Returns (the objective to minimize, metrics of the terms)."""
+        """Adds the other terms to `policy`, the policy loss of a micro-batch. Returns (objective to minimize, metrics)."""
         batch, mask_BT = micro_batch.batch, micro_batch.batch.loss_mask
         total = self.policy_coef * policy
         entropy = importance.total(entropy_BT, mask_BT, counts.denom)

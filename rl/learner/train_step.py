@@ -190,7 +190,7 @@ def abstract_state(learner: Learner) -> TrainState:
     layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, learner.mesh)))
 
     def layout(path, leaf, space):
-        """Returns shape, dtype and sharding of an optimizer-state leaf. The sharding is that of the parameter whose path ends its path."""
+        """Returns the abstract form of an optimizer-state leaf, sharded as the parameter whose path ends the leaf's path."""
         tails = (layouts.get(path[i:]) for i in range(len(path)))
         sharding = next((s for s in tails if s is not None), replicated) if leaf.ndim else replicated
         if space == jax.memory.Space.Host:
