@@ -207,7 +207,7 @@ def test_printed_text_is_never_a_score(orders):
         ("raise \n\x1b[2J", "KeyError: "),
         ("give nan", "ValueError: score returned reward = nan; return finite numbers"),
         ("give text", "TypeError: score returned str; return a dict of at most 63 numbers"),
-        ("give nothing", "TypeError: score returned the names [] without 'reward'; add it"),
+        ("give nothing", "TypeError: score returned the names [] without 'reward'; add the reward"),
         ("give word", "TypeError: must be real number, not str"),
     ],
 )
