@@ -130,7 +130,7 @@ def test_messages_as_other_tools_write_them(tmp_path):
     assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
     for wrong, words in (
         ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is not text"),
-        ({"role": "user", "content": {"text": "x"}}, "make it a string, or parts of text"),
+        ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "make them a JSON object",

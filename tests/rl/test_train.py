@@ -114,7 +114,7 @@ def test_evaluate_scores_a_checkpoint(finished):
 
     argv[-1] = "--step=last"
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 1 and "give a step, newest, or best" in result.stderr
+    assert result.returncode == 1 and "set it to a step, newest, or best" in result.stderr
 
     argv[-1] = "--step=5"
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
