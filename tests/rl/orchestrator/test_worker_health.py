@@ -31,7 +31,9 @@ def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
 
 def test_rejections_ban_and_a_failed_replay_makes_a_suspect():
     health = make()
-    health.seen("good", 0.0)
+    for name in ("good", "bad"):
+        health.seen(name, 0.0)
+    assert health.has_others("good", 0.0)
     health.rejected("bad", by_replay=False)
     assert not health.is_suspect("bad") and not health.is_banned("bad")
     health.rejected("bad", by_replay=True)
@@ -39,6 +41,7 @@ def test_rejections_ban_and_a_failed_replay_makes_a_suspect():
     health.rejected("bad", by_replay=False)
     assert health.is_banned("bad") and health.room("bad", 0, 16, 0.0) == 0
     assert not health.is_suspect("good") and health.has_others("bad", 0.0) and not health.has_others("good", 0.0)
+    assert health.num_banned(0.0) == 1 and health.num_banned(11.0) == 0  # only of those that still ask
 
 
 def test_marks_against_a_worker_outlive_a_restart():

@@ -112,6 +112,14 @@ def test_honest_records_pass(number):
     assert cheap(older).accepted and cheap(mixed).accepted
 
 
+def test_a_rollout_may_end_where_the_model_does():
+    """Its prompt and its completion together fill the model's length, before the completion has all its tokens."""
+    rules = dataclasses.replace(RULES, max_tokens=10)
+    assert checks.ending(make(output=range(11, 20), finish="length"), rules) == checks.OK
+    verdict = checks.ending(make(output=range(11, 19), finish="length"), rules)
+    assert str(verdict) == "termination: finish_reason is length after 8 of 10 tokens"
+
+
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
@@ -324,6 +332,18 @@ def test_each_replayed_rule_names_itself(changes, said):
     assert verdict(honest) == checks.OK
     found = verdict(scored(rollout, **changes))
     assert re.match(said, str(found)), found
+
+
+def test_a_greedy_rollout_is_no_evidence_on_the_shape():
+    """Its tokens were not drawn, so that each of them fits a colder temperature better."""
+    one = scored(margin_N=np.array([0, 0.5, 5]), tilt_K=np.arange(4.0))
+    results = proofs_lib.verify(one.hidden_ND, proofs_lib.build(one.hidden_ND), thresholds=RULES.tolerance.proofs)
+    drawn, greedy = (
+        checks.evidence(dataclasses.replace(one, rollout=make(temperature=temperature), proofs=results))
+        for temperature in (1.0, 0.0)
+    )
+    assert drawn.shape.tolist() == [0, 1, 2, 3] and greedy.shape.tolist() == [0, 0, 0, 0]
+    assert drawn.margin == greedy.margin == 0.5 and drawn.num_tokens == 3  # a margin counts as 1 at most
 
 
 def test_the_published_rule_for_endings_is_there():
