@@ -100,6 +100,15 @@ def test_experts_are_those_of_the_whole_sequence(server):
     assert silent.experts is None
 
 
+def test_kept_chunks_bring_their_own_experts_only(server):
+    """The prompt that they were kept from goes on otherwise."""
+    begin = tuple(range(100, 116))
+    for rest in ((3, 4, 5), (6, 7)):
+        (completion,) = server.scheduler.submit(Request(begin + rest, max_tokens=3, seed=5)).result(WAIT_S)
+        check(begin + rest, completion)
+    assert completion.num_cached == 16
+
+
 def test_a_stop_string_cuts_the_experts_with_the_tokens(server):
     text = TOKENIZER.decode(server.scheduler.submit(Request((9, 9), max_tokens=30, seed=8)).result(WAIT_S)[0].tokens)
     (cut,) = server.scheduler.submit(Request((9, 9), max_tokens=30, seed=8, stop_texts=(text[3],))).result(WAIT_S)

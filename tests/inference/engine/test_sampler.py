@@ -142,6 +142,12 @@ def test_ties_at_a_threshold_are_kept():
     assert np.isfinite(scores(logits, sampling(1, top_p=0.3))).tolist() == [[True, False, False, False]]
 
 
+def test_top_p_keeps_no_more_than_reach_it():
+    """These probabilities are exact in float32: the first has just the mass that is asked for."""
+    logits = np.log(np.array([[0.5, 0.25, 0.25]], np.float32))
+    assert np.isfinite(scores(logits, sampling(1, top_p=0.5))).tolist() == [[True, False, False]]
+
+
 def test_a_row_without_filters_does_not_see_its_neighbours_filters():
     """Bitwise. Row 1 is so peaked that the float32 mass of its best entry is 1: no other may be cut off for it."""
     logits = np.random.default_rng(1).standard_normal((3, 24)).astype(np.float32)

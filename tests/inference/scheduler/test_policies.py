@@ -2,6 +2,7 @@
 
 import concurrent.futures
 
+import numpy as np
 import pytest
 
 from inference.engine import request as request_lib
@@ -58,6 +59,14 @@ def test_slots_count_the_sequences_of_each_request():
         slots.put(0, other.start_next(None))
     slots.clear()
     assert slots.free == [0, 1, 2, 3]
+
+
+def test_the_likeliest_tokens_are_those_that_can_be_drawn():
+    one = group(top_logprobs=3).start_next(None)
+    ids = np.array([[4, 5, 6, 7], [8, 9, 10, 11]])
+    logps = np.array([[-0.1, -2.5, -np.inf, -np.inf], [-1.0, -1.5, -2.0, -2.5]])  # a filter left two in the first row
+    one.append_top(ids, logps)
+    assert one.completion.top == [[(4, -0.1), (5, -2.5)], [(8, -1.0), (9, -1.5), (10, -2.0)]]
 
 
 def test_seeds_of_samples_wrap():

@@ -454,6 +454,8 @@ def test_prefixes_obey_their_limit(chunked):
     )  # the 2 was still there, the 1 not
     scheduler.submit(scheduler_lib.GenerateRequest((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
     assert scheduler.stats["prefix_hits"] == 20
+    scheduler.submit(scheduler_lib.GenerateRequest((2, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
+    assert scheduler.stats["prefix_hits"] == 40  # the 1 displaced the 3: the 2 is older, but was used since
 
 
 def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
@@ -473,6 +475,24 @@ def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
     fresh = chunked()
     fresh.update(params(1), 1).result(WAIT_S)
     assert fresh.submit(scheduler_lib.GenerateRequest(TURN[:60], max_tokens=5)).result(WAIT_S) == [got]
+
+
+def test_an_update_keeps_the_order_of_arrival(chunked):
+    """The prompt that starts again is prefilled before a later one."""
+    scheduler = chunked()
+    extend, seen, later = scheduler._engine.prefill_chunk, [], []
+
+    def slow(*args):
+        seen.append((int(args[1][0, 0]), args[2]))
+        if len(seen) == 2:
+            later.append(scheduler.submit(scheduler_lib.GenerateRequest((2, *TURN[1:32]), max_tokens=1)))
+            scheduler.update(params(1), 1)  # both are read before the next chunk
+        return extend(*args)
+
+    scheduler._engine.prefill_chunk = slow
+    scheduler.submit(scheduler_lib.GenerateRequest((1, *TURN[1:48]), max_tokens=1)).result(WAIT_S)
+    later[0].result(WAIT_S)
+    assert [first for first, num_done in seen if num_done == 0] == [1, 1, 2]
 
 
 def test_duplicates_in_the_queue_share_a_row(start, alone):
