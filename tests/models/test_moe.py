@@ -367,6 +367,18 @@ def test_replaying_the_routers_own_choice_changes_nothing(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, want)
 
 
+def test_the_margin_of_an_expert_whose_group_is_not_kept_is_that_of_the_groups():
+    """Two sums of two sigmoids differ by 0.01: two logits have to move, 4 nats per 1 where a sigmoid is steepest."""
+    config = dataclasses.replace(
+        BASE, model_dim=4, num_experts=4, experts_per_token=1, router="sigmoid", router_groups=2, router_groups_kept=1
+    )
+    scores = np.array([0.9, 0.1, 0.5, 0.49])
+    x_11D = np.log(scores / (1 - scores)).astype(np.float32)[None, None]
+    for expert, margin in ((0, 0.0), (2, 0.01 * 4 / 2)):  # the router chooses 0
+        routing = moe.route(x_11D, {"router": np.eye(4, dtype=np.float32)}, config, experts_BTX=np.array([[[expert]]]))
+        assert float(routing.margin[0, 0]) == pytest.approx(margin, abs=1e-6)
+
+
 def test_replayed_experts_run_with_this_routers_weights_and_gradient():
     """Experts of another policy: weights are this router's scores of them, and its gradient is that of those weights."""
     config = ROUTERS["softmax"]

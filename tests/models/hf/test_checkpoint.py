@@ -537,6 +537,17 @@ def test_layers_for_multi_token_prediction_are_skipped(name, tmp_path):
             hf.load(folder)
 
 
+def test_a_head_that_contradicts_its_tie_in_the_last_row_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_check, "PIECE_BYTES", 1000)  # so that it is compared in several pieces
+    folder = shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "checkpoint")
+    head = np.array(safetensors_file.Reader(folder).tensor("model.embed_tokens.weight"))
+    assert head.nbytes > 2 * tensor_check.PIECE_BYTES
+    head[-1] += 1
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": head})
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        hf.load(folder)
+
+
 def test_a_head_that_contradicts_its_tie_is_refused(tmp_path, capsys):
     """transformers 5 then uses both, in spite of config.json; 4 used the embeddings for both."""
     folder = shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "checkpoint")

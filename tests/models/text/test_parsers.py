@@ -46,6 +46,7 @@ LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
         ("llama", LLAMA_CALL, "", [("add", ADD)]),
         ("llama", f"<|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}", "", [("add", ADD)] * 2),
         ("llama", f"{LLAMA_CALL}\n", "", [("add", ADD)]),
+        ("llama", LLAMA_CALL.replace("parameters", "arguments"), "", [("add", ADD)]),
     ],
 )
 def test_calls(call_format, text, content, calls):
