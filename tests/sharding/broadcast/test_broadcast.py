@@ -459,6 +459,20 @@ def test_killed_publisher_leaves_the_old_or_the_new_version(killed, stage, when)
     np.testing.assert_array_equal(broadcast.pull(root).params["a"], 3.0)
 
 
+def test_the_next_publisher_deletes_what_a_killed_removal_left(tmp_path, monkeypatch):
+    broadcast.publish({"a": np.ones(4)}, 1, tmp_path)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(destination.shutil, "rmtree", killed)
+        destination.remove(tmp_path, 1)
+    assert os.listdir(tmp_path) == [".tmp-removed-v00000001"]  # invisible already
+    broadcast.publish({"a": np.zeros(4)}, 2, tmp_path)
+    assert os.listdir(tmp_path) == ["v00000002"]
+
+
 def test_an_error_takes_everything_back(tmp_path, monkeypatch):
     broadcast.publish({"a": np.ones(4)}, 1, tmp_path)
 

@@ -6,8 +6,10 @@ The fast tests fork processes of a program that has imported `sharding.multihost
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 
 from rl.batch import host_feed, packing
 from sharding import mesh as mesh_lib
-from sharding.multihost import cluster, transport
+from sharding.multihost import cluster, rendezvous, transport
 from tests.support import proxy
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -281,6 +283,20 @@ def test_malformed_messages_are_refused(tmp_path):
             connection._sock = other
             with pytest.raises((OSError, EOFError, ValueError)):
                 connection.receive(timeout_s=1.0)
+
+
+@pytest.mark.parametrize("index", [0, 2, -1])
+def test_an_index_that_no_other_host_has_is_refused(tmp_path, index):
+    """Of two hosts, host 0 admits host 1 only."""
+    peers = transport.Peers(0, 2, names={0: "first"})
+    one, other = socket.socketpair()
+    with one, other:
+        hello = {"index": index, "name": "x", "count": 2, "jax": jax.__version__, "proof": "right"}
+        connection = transport.Connection.__new__(transport.Connection)
+        connection._sock, connection._lock = one, threading.Lock()
+        with pytest.raises(ValueError, match=rf"host {index} \(x\) was started twice"):
+            rendezvous._admit(peers, tmp_path, connection, hello, "right")
+    assert peers.names == {0: "first"}
 
 
 def test_scattered_rows_are_the_rows_that_were_packed():

@@ -583,6 +583,20 @@ def test_budgets_follow_the_given_clock():
     assert len(limited._clients) == 2 and limited.num_connections == 2
 
 
+def test_a_client_above_its_request_rate_gains_nothing_by_reconnecting():
+    now = [100.0]
+    limited = throttle.Throttle(throttle.Limits(client_requests_per_s=2), clock=lambda: now[0])
+    limited.admit("10.0.0.1")
+    assert [limited.request("10.0.0.1") for _ in range(throttle.BURST_REQUESTS)] == [0.0] * throttle.BURST_REQUESTS
+    assert limited.request("10.0.0.1") > 0
+    limited.leave("10.0.0.1")
+    limited.admit("10.0.0.2")  # a new client: those without debts are forgotten
+    limited.admit("10.0.0.1")
+    assert limited.request("10.0.0.1") > 0
+    now[0] += 0.5
+    assert limited.request("10.0.0.1") == 0.0
+
+
 def test_addresses_of_one_subscriber_count_as_one():
     limited = throttle.Throttle(throttle.Limits(max_connections=5, max_connections_per_client=2))
     assert limited.admit("2001:db8::1") is None and limited.admit("2001:db8::2") is None
