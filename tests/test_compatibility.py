@@ -215,7 +215,8 @@ def test_ledger(judged):
     expected, path = EXPECTED["ledger"], judged / "ledger.db"
     found = ledger_lib.verify(path, keeper=expected["keeper"], head=expected["head"])
     assert (found.error, found.head, found.num_entries) == (None, expected["head"], len(expected["entries"]))
-    ledger = ledger_lib.Ledger(path)
+    with ledger_lib.Ledger(path) as ledger:
+        recorded, state = ledger.entries(), ledger.state
     entries = [
         {
             "seq": entry.seq,
@@ -223,12 +224,11 @@ def test_ledger(judged):
             "hash": entry.hash.hex(),
             "event": dataclasses.asdict(entry.event) | {"signature": entry.event.signature.hex()},
         }
-        for entry in ledger.entries()
+        for entry in recorded
     ]
     assert entries == expected["entries"]
     kinds = {entry["event"]["kind"] for entry in entries}
     assert kinds == {"open", *events.NODE_KINDS, *events.VALIDATOR_KINDS}
-    state = ledger.state
     assert (state.keeper, sorted(state.validators)) == (expected["keeper"], expected["validators"])
     assert state.window_ms == expected["window_ms"]
     assert {name: dataclasses.asdict(node) for name, node in state.workers.items()} == expected["nodes"]
@@ -249,12 +249,12 @@ def test_ledger_show(judged, capsys):
 
 def test_the_keeper_goes_on_with_the_ledger(judged):
     path, expected = judged / "ledger.db", EXPECTED["ledger"]
-    ledger = ledger_lib.Ledger(path, KEEPER)
     pending = next(sha for sha, work in expected["works"].items() if work["status"] == "pending" and work["units"] == 5)
-    with pytest.raises(ValueError, match="in the ledger already"):
-        event = expected["entries"][-1]["event"]
-        ledger.append(events.Event(**event | {"signature": bytes.fromhex(event["signature"])}))
-    ledger.append(events.sign("accept", ANN.worker, JUDGE, work=pending, checked=True))
+    with ledger_lib.Ledger(path, KEEPER) as ledger:
+        with pytest.raises(ValueError, match="in the ledger already"):
+            event = expected["entries"][-1]["event"]
+            ledger.append(events.Event(**event | {"signature": bytes.fromhex(event["signature"])}))
+        ledger.append(events.sign("accept", ANN.worker, JUDGE, work=pending, checked=True))
     found = ledger_lib.verify(path, keeper=KEEPER.worker, head=expected["head"])
     assert found.error is None and found.num_entries == len(expected["entries"]) + 1
 

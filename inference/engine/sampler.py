@@ -75,7 +75,10 @@ def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def draw(logp_BV: jax.Array, position_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Samples the tokens at `position_B` from log-probabilities that `scores` returned; returns (tokens [B], their logprobs [B])."""
+    """Samples one token per sequence from the log-probabilities of `scores`; the noise depends on its seed and `position_B` alone.
+
+    Returns (tokens [B], their log-probabilities [B]).
+    """
     gumbel_BV = noise(sampling.seed, position_B, logp_BV.shape[-1])
     noised_BV = logp_BV + jnp.where(sampling.temperature > 0, 1.0, 0.0)[:, None] * gumbel_BV
     token_B = _argmax(noised_BV)

@@ -171,7 +171,7 @@ def verify_proofs_batch(
 def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: int = 128) -> list[bytes] | str:
     """Splits the joined proofs of a sequence of `num_rows` hidden states into one proof per chunk.
 
-    Returns a reason code with an explanation (a str) instead if `data` does not have exactly the expected length.
+    If `data` does not have exactly the expected length, returns one str instead of the list: "length: " and an explanation.
     """
     num_values = [min(chunk, num_rows - start) * hidden_dim for start in range(0, num_rows, chunk)]
     lengths = [2 + 2 * min(topk, values) for values in num_values]
@@ -198,7 +198,9 @@ def _chunks(hidden_TD, chunk: int) -> list[np.ndarray]:
 
 
 def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (indices ascending, bits) of the min(topk, M) largest magnitudes per chunk; ties go to the lowest index.
+    """Returns (ascending indices, bfloat16 bit patterns) of the `topk` largest magnitudes of each chunk of M hidden values.
+
+    A chunk of fewer than `topk` values returns all of them. Ties go to the lowest index.
 
     A guess at the k-th magnitude, from an earlier chunk, leaves a few hundred candidates of a chunk in three passes.
     If it leaves fewer than k, a partition finds them. The guess cannot change the result.

@@ -315,7 +315,9 @@ def _numbers(scores: dict) -> dict[str, float]:
         raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add the reward")
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
+            raise TypeError(
+                f"the environment's score function returned {str(name)[:80]!r} as the name of a reward component; use 1 to {MAX_NAME} printable characters"
+            )
         if not math.isfinite(value):
             raise ValueError(f"score returned {name} = {value}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}

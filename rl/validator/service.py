@@ -138,7 +138,7 @@ class Service:
         return status
 
     def status(self, name: str, *, group: bool = False) -> Status:
-        """Returns the status of the last request that named this file, as a group if `group` is True; "unknown" if none did."""
+        """Returns the status of the last submission of the file `name` (or of the group of files, if `group`); "unknown" if there was none."""
         latest = self._latest.get((name, group)) or self._state.names.get((name, group), validator_status.UNKNOWN)
         return latest if isinstance(latest, Status) else self._status(latest, group)
 

@@ -75,7 +75,7 @@ def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rul
 
 
 def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks that each sample of the group is present exactly once."""
+    """Returns OK if each sample of the group is present exactly once, or a verdict that rejects."""
     group = _prescribed(rollouts[0], rules)
     count = group.num_samples if group else 0
     found = sorted(rollout.sample for rollout in rollouts)
@@ -83,13 +83,13 @@ def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.R
 
 
 def same_prompt(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks that all rollouts of a group have the same prompt."""
+    """Returns OK if all rollouts of a group have the same prompt, or a verdict that rejects."""
     prompts = {rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}
     return _accept_if(len(prompts) == 1, "prompt", "the samples of one group have different prompts")
 
 
 def same_worker(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks that all rollouts of a group name the same worker."""
+    """Returns OK if all rollouts of a group name the same worker, or a verdict that rejects."""
     workers = {rollout.worker for rollout in rollouts}
     return _accept_if(len(workers) == 1, "signature", "the samples of one group come from different workers")
 
@@ -101,17 +101,17 @@ WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
 
 
 def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the type and range of every field of a rollout, which may be any object. Must pass before the other checks run."""
+    """Returns OK if every field of a rollout has a valid type and range, or a verdict that rejects. Runs before all other checks."""
     return _reject_for("schema", rollout_lib.validate(rollout))
 
 
 def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the rollout is signed by the public key in its field `worker`."""
+    """Returns OK if the rollout is signed by the public key in its field `worker`, or a verdict that rejects."""
     return _accept_if(rollout_lib.signature_ok(rollout), "signature", "the key in `worker` did not sign this")
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that step, group, task, and sample number of a rollout are those that the run's task schedule prescribes."""
+    """Returns OK if step, group, task, and sample number of a rollout are those that the run's task schedule prescribes, or a verdict that rejects."""
     if not rules.groups(rollout.step):
         return Verdict("step", f"{rollout.step} is not a step of this run")
     group = _prescribed(rollout, rules)
@@ -126,21 +126,21 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def seed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the sampling noise has the prescribed seed, so that a worker cannot choose among several samples."""
+    """Returns OK if the sampling noise has the prescribed seed, so that a worker cannot choose among several samples, or a verdict that rejects."""
     expected = (_group(rollout, rules).seed + rollout.sample) % 2**32
     detail = f"expected {expected} for sample {rollout.sample}, got {rollout.seed}"
     return _accept_if(rollout.seed == expected, "seed", detail)
 
 
 def temperature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the sampling temperature is the one prescribed for the rollout's group."""
+    """Returns OK if the sampling temperature is the one prescribed for the rollout's group, or a verdict that rejects."""
     expected = _group(rollout, rules).temperature
     detail = f"expected {expected}, got {rollout.temperature}"
     return _accept_if(abs(rollout.temperature - expected) <= 1e-6, "temperature", detail)
 
 
 def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a rollout has at most `max_tokens` sampled tokens and at most `max_model_len` tokens in all."""
+    """Returns OK if a rollout has at most `max_tokens` sampled tokens and at most `max_model_len` tokens in all, or a verdict that rejects."""
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
@@ -149,7 +149,7 @@ def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def vocabulary(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that every token ID of a rollout is in the vocabulary."""
+    """Returns OK if every token ID of a rollout is in the vocabulary, or a verdict that rejects."""
     top = int(rollout.tokens.max())
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
 
@@ -172,26 +172,27 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a training rollout names the MoE experts that ran, in the right shape. OK if the run uses no router replay."""
+    """Returns OK if a training rollout names the MoE experts that ran, in the right shape, or a verdict that rejects. OK if the run uses no router replay."""
     required = rules.router_replay and _group(rollout, rules).split == "train"
     return _reject_for("routing", rules.experts.misfit(rollout) if required else None)
 
 
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the model has the MoE experts that a rollout names. OK if the rollout names none."""
+    """Returns OK if the model has the MoE experts that a rollout names, or a verdict that rejects. OK if the rollout names none."""
     return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the smallest claimed log-probability is not too small for any sampling noise to have drawn its token."""
+    """Returns OK if the smallest claimed log-probability is not too small for any sampling noise to have drawn its token, or a verdict that rejects."""
     least = float(rollout.logprobs.min())
     is_possible = least >= -(math.log(rules.vocab_size) + NOISE_SPAN)
     return _accept_if(is_possible, "logprob", f"{least} of a token is less than the noise can make up for")
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the finish reason: a "stop" rollout must end with its first stop token, a "length" rollout must reach a length limit.
+    """Returns OK if the finish reason is true, or a verdict that rejects.
 
+    A "stop" rollout ends with a stop token; a "length" rollout has as many tokens as a limit allows and no stop token at its end.
     Only a rollout of several turns may contain earlier stop tokens, one at the end of each turn.
     """
     sampled = rollout.tokens[rollout.sampled_mask]
@@ -211,7 +212,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the prompt is the one that the environment makes for the task, and that all tokens after the prompt were sampled."""
+    """Returns OK if the prompt is the one that the environment makes for the task, and that all tokens after the prompt were sampled, or a verdict that rejects."""
     if rules.prompt is None:
         return OK
     if not _has_one_turn(rollout):
@@ -286,7 +287,7 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
 
 
 def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
-    """Checks that neither this rollout nor another one of the same sample was accepted before (`seen`)."""
+    """Returns OK if neither this rollout nor another one of the same sample was accepted before (`seen`), or a verdict that rejects."""
     if seen.is_over(rollout.step):
         return Verdict(
             "duplicate", f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
@@ -349,7 +350,7 @@ def replayed(rollouts: Sequence[rollout_lib.Rollout], replay, thresholds: toploc
 
 
 def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the MoE routers choose the claimed experts, within the tolerance. OK if the rollout names no experts."""
+    """Returns OK if the MoE routers choose the claimed experts, within the tolerance, or a verdict that rejects. OK if the rollout names no experts."""
     if one.gap_T is None:
         return OK
     gap_T = np.where(np.isnan(one.gap_T), np.inf, one.gap_T)
@@ -360,7 +361,7 @@ def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the seed's sampling noise draws the claimed tokens, within the tolerance."""
+    """Returns OK if the seed's sampling noise draws the claimed tokens, within the tolerance, or a verdict that rejects."""
     margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
     wrong = int((margin_N > rules.tolerance.margin).sum())
     worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
@@ -369,13 +370,13 @@ def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def logprob(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that no claimed log-probability differs from the replayed one by more than the tolerance."""
+    """Returns OK if no claimed log-probability differs from the replayed one by more than the tolerance, or a verdict that rejects."""
     error, limit = float(one.error_N.max()), rules.tolerance.logprob
     return _accept_if(error <= limit, "logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
 def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the stop token at the end was not too unlikely. OK for greedy rollouts and those without a stop token."""
+    """Returns OK if the stop token at the end was not too unlikely, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
     if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
         return OK
     floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
@@ -385,7 +386,7 @@ def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the tokens do not fit a distribution hotter or colder than at the claimed temperature. OK for greedy rollouts."""
+    """Returns OK if the tokens do not fit a distribution hotter or colder than at the claimed temperature, or a verdict that rejects. OK for greedy rollouts."""
     odds = sequential_test.log_mean_exp(one.tilt_K)
     best = sequential_test.TILTS[int(one.tilt_K.argmax())]
     detail = f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1"
@@ -393,7 +394,7 @@ def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that the TOPLOC proofs fit the hidden states of the replay."""
+    """Returns OK if the TOPLOC proofs fit the hidden states of the replay, or a verdict that rejects."""
     failed = [result for result in one.proofs if not result.accepted]
     if not failed:
         return OK

@@ -264,7 +264,7 @@ class Relays:
     # ---- objects
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into` with the verified object `entry`. Raises as `source.Reader.read` does."""
+        """Downloads the object `entry`, verifies its digest, and fills the buffers `into` with it. Raises as `source.Reader.read` does."""
         target = range_get.Target.of(entry, into)
         if entry.size == 0 and entry.digest != digests.of():
             raise journal.CorruptSource(

@@ -225,7 +225,10 @@ class Mirror:
         return memoryview(buffer)[:size]
 
     def _collect(self, pending: set, wait: str = "") -> set:
-        """Returns the downloads that are not done. A failed object is counted, and downloaded again in the next pass."""
+        """Takes finished downloads out of `pending`, counts failed ones in the metrics, and returns the unfinished ones.
+
+        Waits for the next one or for all, as `wait` (a constant of `concurrent.futures.wait`); not at all without it.
+        """
         done, pending = concurrent.futures.wait(pending, None if wait else 0, wait or concurrent.futures.ALL_COMPLETED)
         for error in (future.exception() for future in done if not future.cancelled()):
             if isinstance(error, OSError | ValueError):
