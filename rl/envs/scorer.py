@@ -219,8 +219,10 @@ class _Child:
             return None
         timer = threading.Timer(timeout_s, _shut_down, [self._pipe])  # a reply may stop halfway
         timer.start()
-        reply = _receive(self._pipe, MAX_REPLY_BYTES)
-        timer.cancel()
+        try:
+            reply = _receive(self._pipe, MAX_REPLY_BYTES)
+        finally:
+            timer.cancel()
         if reply is None and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
