@@ -44,8 +44,7 @@ class Target:
     def of(cls, entry: journal.Object, views: Sequence[memoryview]) -> "Target":
         """Returns the target that consists of the buffers `views`. Raises ValueError unless they fit the object `entry`."""
         target = cls(views)
-        if not journal.is_object_path(entry.path):
-            raise ValueError(f"object path {entry.path!r} is not a relative path of letters, digits, '_', '-' and '.'")
+        journal.check_path(entry.path)
         if len(target) != entry.size:
             raise ValueError(
                 f"object {entry.path} has {entry.size} bytes, the views {len(target)}: pass views of that size"

@@ -9,7 +9,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
 
 from sharding.format import digests
 
@@ -18,13 +20,32 @@ MAX_JOURNAL_BYTES = 64 << 20
 MAX_OBJECT_BYTES = 512 << 20  # ours have a few MB; hostile input must not make a reader allocate more
 
 
+def is_object_path(path: Any) -> bool:
+    """Returns True for a valid object path: relative, of letters, digits, `_`, `-`, `.`; not a dot file, manifest or journal."""
+    if not isinstance(path, str) or len(path) > 1000 or path in ("manifest.json", "objects.jsonl"):
+        return False
+    return all(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", segment) for segment in path.split("/"))
+
+
+def check_path(path: str) -> str:
+    """Returns `path` unchanged. Raises ValueError if it is not a valid object path."""
+    if not is_object_path(path):
+        raise ValueError(f"object path {path[:200]!r} is not a relative path of letters, digits, '_', '-' and '.'")
+    return path
+
+
 @dataclasses.dataclass(frozen=True)
 class Object:
     """One stored file of a published version: `path` below the version's directory, `size` in bytes, `digest` in hex."""
 
-    path: str
-    size: int
-    digest: str
+    __pydantic_config__ = pydantic.ConfigDict(revalidate_instances="always")
+
+    path: Annotated[str, pydantic.AfterValidator(check_path)]
+    size: Annotated[int, pydantic.Field(ge=0, le=MAX_OBJECT_BYTES)]
+    digest: digests.Digest
+
+
+_OBJECT = pydantic.TypeAdapter(Object)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,43 +74,23 @@ def parse_dirname(name: str) -> int | None:
     return int(name[1:]) if re.fullmatch(r"v([0-9]{8}|[1-9][0-9]{8,15})", name) else None
 
 
-def is_object_path(path: Any) -> bool:
-    """Returns True for a valid object path: relative, of letters, digits, `_`, `-`, `.`; not a dot file, manifest or journal."""
-    if not isinstance(path, str) or len(path) > 1000 or path in ("manifest.json", "objects.jsonl"):
-        return False
-    return all(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", segment) for segment in path.split("/"))
-
-
-def parse_object(value: Any) -> Object:
-    """Returns the object that a JSON entry of a journal or manifest describes. Raises CorruptSource if it is malformed."""
-    if not isinstance(value, dict) or set(value) != {"path", "size", "digest"}:
-        raise CorruptSource(
-            f"object entry {str(value)[:200]} does not have exactly the fields path, size, digest: use the release that "
-            "published it, or publish again"
-        )
-    entry = Object(**value)
-    if not is_object_path(entry.path):
-        raise CorruptSource(
-            f"object path {str(entry.path)[:200]!r} is not a relative path of letters, digits, '_', '-', '.'"
-        )
-    if type(entry.size) is not int or not 0 <= entry.size <= MAX_OBJECT_BYTES:
-        raise CorruptSource(f"object {entry.path!r} has size {entry.size!r}: it must be in 0..{MAX_OBJECT_BYTES} bytes")
-    if not digests.is_digest(entry.digest):
-        raise CorruptSource(
-            f"object {entry.path!r} has digest {str(entry.digest)[:80]!r}, not {digests.HEX_DIGITS} hex digits"
-        )
-    return entry
-
-
 def parse_journal(data: bytes) -> tuple[list[Object], int]:
     """Parses the whole lines of an objects.jsonl. Returns (objects, number of bytes parsed). Raises CorruptSource."""
     end = data.rfind(b"\n") + 1
     try:
-        return [parse_object(json.loads(line)) for line in data[:end].splitlines()], end
-    except CorruptSource:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CorruptSource(f"a line of the journal (objects.jsonl) is not JSON: {error}") from error
+        lines = map(json.loads, data[:end].splitlines())
+        return [_OBJECT.validate_python(Object(**line), strict=True) for line in lines], end
+    except pydantic.ValidationError as error:
+        raise CorruptSource(f"a line of the journal (objects.jsonl) is malformed: {reason(error)}") from error
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: too many fields, or too few
+        raise CorruptSource(f"a line of the journal (objects.jsonl) is not JSON of an object: {error}") from error
+
+
+def reason(error: pydantic.ValidationError) -> str:
+    """Returns the first mistake that pydantic found in untrusted JSON, as one line: the field, its value, the rule."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(map(str, first["loc"])) or "it"
+    return f"{field} is {str(first['input'])[:200]!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:

@@ -99,14 +99,14 @@ ENTRY = {"path": "a/b.0", "size": 3, "digest": "0" * 64}
     ],
 )
 def test_a_hostile_entry_is_refused(changes):
-    assert journal.parse_object(ENTRY).path == "a/b.0"
+    assert journal.Object(**ENTRY).path == "a/b.0"
     with pytest.raises(journal.CorruptSource):
-        journal.parse_object({**ENTRY, **changes})
+        journal.parse_journal(json.dumps({**ENTRY, **changes}).encode() + b"\n")
 
 
 def test_a_line_without_its_end_is_not_an_entry_yet():
     line = json.dumps(ENTRY).encode() + b"\n"
-    assert journal.parse_journal(line + line[:-1]) == ([journal.parse_object(ENTRY)], len(line))
+    assert journal.parse_journal(line + line[:-1]) == ([journal.Object(**ENTRY)], len(line))
     with pytest.raises(journal.CorruptSource, match="not JSON"):
         journal.parse_journal(b"{\n")
 

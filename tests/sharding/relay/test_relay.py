@@ -671,7 +671,7 @@ def test_an_origin_keeps_a_version_that_it_followed(tmp_path):
 
 def test_half_an_object_is_never_exposed(tmp_path, monkeypatch):
     """If any call to the disk fails, the object is not exposed, and no file of it remains."""
-    good = store.journal.parse_object(proxy.entry("a/b", b"x" * 1000))
+    good = store.journal.Object(**proxy.entry("a/b", b"x" * 1000))
     for name in ("replace", "truncate_journal"):
         held = store.Store(tmp_path / name)
         held.recover()
