@@ -181,6 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    experiment.define_flags()
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     experiment.run(main)

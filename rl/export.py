@@ -35,7 +35,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    experiment.define_flags()
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
     experiment.run(main)

@@ -1,19 +1,18 @@
 """Starts the rollout system of a run: orchestrator and validator here, inference server and workers as child processes.
 
-0. The validator and the orchestrator run in this process, on the first host of several. The validator pulls its own weights. With
-   several hosts it replays on the CPU, since a program on one of their chips would block all of them.
-1. The server starts on the published weights, compiles, and writes its address to a file.
-2. Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the published weights starts instead of
-   both; the run prints the commands to start elsewhere and waits until `topology.servers` accept connections.
+1. The validator and the orchestrator run in this process, on the first host of several. With several hosts the validator replays
+   on the CPU, since a program on one of their chips would block all of them.
+2. The server starts on the published weights and writes its address to a file. Workers start with the orchestrator's URL.
+   With `topology.mode = "remote"`, a relay of the weights starts instead, and the run prints the commands to start elsewhere.
 3. The standard input of a child is a pipe from this process: children stop when this process ends, however suddenly.
-4. `WORKDIR/logs/NAME.log` keeps the output of all starts, each line with its time. A child that ends early ends the run with the last
-   lines of its output.
+   A child that ends early ends the run with the last lines of its output.
 """
 
 import collections
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import pathlib
 import shlex
@@ -85,7 +84,7 @@ def start_rollout_system(
     rollouts.resume(version, known)
     if config.topology.mode == "remote":
         # Before `serve`: workers that are already running ask for them immediately.
-        rollouts.connect(config.topology.servers)
+        rollouts.servers = config.topology.servers
     url = rollouts.serve()
     with contextlib.ExitStack() as stack:
 
@@ -94,7 +93,7 @@ def start_rollout_system(
 
         stack.callback(rollouts.close)
         if config.topology.mode == "local":
-            rollouts.connect([_address(start, "server", server_command(experiment, workdir, weights), workdir)])
+            rollouts.servers = [_address(start, "server", server_command(experiment, workdir, weights), workdir)]
             for i in range(config.topology.num_workers):
                 key = run_directory.worker_key_file(workdir, f"worker{i}")
                 start(f"worker{i}", ["rl.worker", "--orchestrator", url, "--key", str(key)])
@@ -142,25 +141,22 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
 def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
     """Blocks until each server, which people start by hand, accepts connections. Raises ValueError after `START_TIMEOUT_S`."""
     begun_s = noticed_s = time.monotonic()
-    for url in urls:
-        while error := _connection_error(url):
+    waiting = list(urls)
+    while waiting:
+        parts = urllib.parse.urlsplit(waiting[0])
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname or "", port), timeout=5).close()
+            del waiting[0]
+        except OSError as error:
             now_s = time.monotonic()
             if now_s > begun_s + START_TIMEOUT_S:
-                missing = f"no inference server at {url} within {START_TIMEOUT_S:.0f} s ({error})"
+                missing = f"no inference server at {waiting[0]} within {START_TIMEOUT_S:.0f} s ({error})"
                 raise ValueError(f"{missing}. Start it, or correct topology.servers") from error
             if now_s > noticed_s + NOTICE_S:
-                on_wait(f"waiting for the inference server at {url}: {error}")
+                on_wait(f"waiting for the inference server at {waiting[0]}: {error}")
                 noticed_s = now_s
             time.sleep(0.2)
-
-
-def _connection_error(url: str) -> OSError | None:
-    parts = urllib.parse.urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        return socket.create_connection((parts.hostname or "", port), timeout=5).close()
-    except OSError as error:
-        return error
 
 
 def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
@@ -195,8 +191,8 @@ class _Child(contextlib.AbstractContextManager):
         self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)
         log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
-        _write(log, f"==== start: python -m {shlex.join(command)}".encode())
-        self._copier = threading.Thread(target=self._copy, args=(log,), name=f"log-{name}", daemon=True)
+        start = f"==== start: python -m {shlex.join(command)}".encode()
+        self._copier = threading.Thread(target=self._copy, args=(start, log), name=f"log-{name}", daemon=True)
         self._copier.start()
         threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
 
@@ -206,13 +202,15 @@ class _Child(contextlib.AbstractContextManager):
         tail = " | ".join(self._last) or "it printed nothing"
         return f"the {self.name} process ended with code {self.process.returncode}: {tail}. Read its log: {self.log}"
 
-    def _copy(self, log: BinaryIO) -> None:
+    def _copy(self, start: bytes, log: BinaryIO) -> None:
         assert self.process.stdout is not None
         with log, self.process.stdout:
-            for line in self.process.stdout:  # until the child and its own children have ended
-                _write(log, line.rstrip(b"\r\n"))
-                if text := line.decode(errors="replace").strip():
-                    self._last.append(text)
+            for line in itertools.chain([start], self.process.stdout):  # until all writers, such as its children, end
+                now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+                log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
+                log.flush()
+                if line is not start and line.strip():
+                    self._last.append(line.decode(errors="replace").strip())
 
     def _watch(self) -> None:
         self.process.wait()
@@ -228,9 +226,3 @@ class _Child(contextlib.AbstractContextManager):
         self.process.kill()
         self.process.wait()
         self._copier.join(1.0)
-
-
-def _write(log: BinaryIO, line: bytes) -> None:
-    now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-    log.write(now.encode() + b" " + line + b"\n")
-    log.flush()

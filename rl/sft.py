@@ -360,5 +360,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    experiment.define_flags()
     experiment.run(main)

@@ -261,5 +261,4 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    experiment.define_flags()
     experiment.run(main)

@@ -32,7 +32,7 @@ from rl.envs import scorer as scorer_lib
 from rl.protocol import lease
 from sharding.system import cli
 
-MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, as estimated
+MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 
 
@@ -50,7 +50,7 @@ class Run:
 
 
 async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
-    """Leases, generates, and submits groups until an error, up to `concurrency` groups at the same time; never returns.
+    """Leases, generates, and submits up to `concurrency` groups at the same time, until an error; never returns.
 
     Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request.
     """
@@ -124,22 +124,17 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
         rollouts, left = left or await finished.get(), []
         while not left and not finished.empty():
             left = finished.get_nowait()
-            if _estimated_bytes(rollouts + left) <= MAX_JOINED_BYTES:
+            # The size before compression, with 1 KiB per rollout for the small fields.
+            if sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts + left) <= MAX_JOINED_BYTES:
                 rollouts, left = rollouts + left, []
         body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
-            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes"
-            rule = f"but a submission may have at most {web.MAX_BODY_BYTES}"
-            raise ValueError(f"{found}, {rule}; lower sampling.max_tokens or rl.samples_per_prompt")
+            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} of at most {web.MAX_BODY_BYTES}"
+            raise ValueError(f"{found} bytes of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
         reply = await _exchange(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
                 print(f"{name} {verdict}", file=sys.stderr, flush=True)
-
-
-def _estimated_bytes(rollouts: list[rollout_lib.Rollout]) -> int:
-    """Returns the size of a file of these rollouts before compression, with 1 KiB per rollout for the small fields."""
-    return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def _read_run(body: dict) -> Run:
@@ -152,10 +147,8 @@ def _read_run(body: dict) -> Run:
     except (KeyError, TypeError, ValueError) as error:
         found = f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator"
         raise ValueError(f"{found}; correct --orchestrator") from error
-    env, scorer = (
-        envs.load(name, seed=seed, **options),
-        scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S),
-    )
+    env = envs.load(name, seed=seed, **options)
+    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
@@ -168,7 +161,7 @@ async def _exchange(
         try:
             response = await http.request(method, path, **make_body())
             if response.status_code == 400:
-                raise ValueError(f"the orchestrator rejected {path}: {_error_message(response)}")
+                raise ValueError(f"the orchestrator rejected {path}: {client_lib.error_message(response)}")
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
@@ -181,14 +174,6 @@ async def _exchange(
                 is_noticed = True
                 print(f"waiting for the orchestrator at {http.base_url}: {error}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
-
-
-def _error_message(response: httpx.Response) -> str:
-    """Returns the message in the orchestrator's error reply, or the text of any other reply."""
-    try:
-        return str(response.json()["error"]["message"])[:500]
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,8 @@
 """The first steps of every command of `rl`: parse the flags, resolve the config, and report mistakes.
 
-1. `run(main)` parses the flags. A mistake of the user ends with one line on stderr and a non-zero exit code, without a traceback.
-   An error raised inside a library is our bug and keeps its traceback.
+1. `run(main)` parses the flags and reports the mistakes of the user, which end a command.
 2. `joined` connects the hosts of the learner, if there are several (sharding/multihost/hosts.py).
 3. `resolve` derives values from the config, after the overrides, and checks it (rl/experiment/rules.py).
-4. rl/experiment/workdir.py locks and claims the work directory.
 """
 
 import contextlib
@@ -77,13 +75,8 @@ class Experiment:
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
         """Returns the layout of batches of `num_streams` streams; `fields` as in `packing.Layout`."""
-        return packing.Layout.for_streams(
-            num_streams,
-            self.config.inference.max_model_len,
-            row_length=self.config.train.row_length,
-            rows=self.rows(mesh),
-            **fields,
-        )
+        length, row_length = self.config.inference.max_model_len, self.config.train.row_length
+        return packing.Layout.for_streams(num_streams, length, row_length=row_length, rows=self.rows(mesh), **fields)
 
     def rollout_layout(self, mesh: jax.sharding.Mesh) -> packing.Layout:
         """Returns the layout of the batches that the host packs from rollouts."""
@@ -112,11 +105,12 @@ class Experiment:
         return self.config.train.rows
 
 
-define_flags = command_line.define
+def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
+    """Parses `--config`, `--workdir` (if needed), and the command's own flags, then calls `main`.
 
-
-def run(main: Callable[[], None]) -> None:
-    """Parses the flags and calls `main`. A user's mistake exits with one line on stderr; a bug keeps its traceback."""
+    A user's mistake exits with one line on stderr and a non-zero code; an error raised inside a library keeps its traceback.
+    """
+    command_line.define(needs_workdir=needs_workdir)
     for name, level in (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR")):
         logging.getLogger(name).setLevel(level)  # otherwise a line per request, and one per absent backend
 
@@ -251,9 +245,8 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     found = fields(experiment)
     changed = {name: value for name, value in found.items() if value != defaults.get(name)}
     width = max(map(len, changed), default=0)
-    lines = [
-        f"{len(changed)} of {len(found)} config fields differ from configs/base.py (all are in {workdir / 'config.json'}):"
-    ]
+    count = f"{len(changed)} of {len(found)} config fields differ from configs/base.py"
+    lines = [f"{count} (all are in {workdir / 'config.json'}):"]
     lines += [f"  {name:<{width}} = {value!r} (was {defaults.get(name)!r})" for name, value in changed.items()]
     lines += [f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}"]
     return "\n".join([*lines, f"logs of the child processes: {workdir / 'logs'}"])

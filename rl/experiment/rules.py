@@ -1,10 +1,7 @@
 """The rules that a config must satisfy beyond the types of its fields.
 
-1. `check_ranges`: each number is within its bounds (`RANGES`), each address and key is well-formed. NaN is within no bounds.
-2. `contradictions`: fields that would ignore or contradict each other.
-3. `check_trainable`: sampling that an evaluation may use, but that a run cannot learn from.
-4. `check_overrides`: a field set on the command line has an effect. A config file may contain unused fields, such as options of
-   losses that it does not use; a user who types a field expects an effect.
+A config file may contain unused fields, such as options of losses that it does not use. A field on the command line may not be unused:
+a user who types it expects an effect.
 """
 
 import math
@@ -21,7 +18,7 @@ from inference.server import web
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
-# (rule, its test, the fields it applies to)
+# (rule, its test, the fields it applies to); NaN passes no test
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
@@ -68,9 +65,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
             raise ValueError(f"topology.servers contains {url!r}, which is not a URL; write http://HOST:PORT")
     for key in config.topology.workers:
         if not re.fullmatch("[0-9a-f]{64}", str(key)):
-            raise ValueError(
-                f"topology.workers contains {key!r}, which is not a public key; write 64 hexadecimal digits"
-            )
+            raise ValueError(f"topology.workers contains {key!r}, which is not a public key; write 64 hex digits")
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
@@ -79,22 +74,16 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
     Such filters raise the sampler's probability of the remaining tokens, but not the learner's. Importance ratios would be wrong
     from the first step.
     """
-    off = request.NO_FILTERS
+    off, objective = request.NO_FILTERS, config.objective
     filters = [f"sampling.{name} = {config.sampling[name]}" for name in off if config.sampling[name] != off[name]]
-    objective = config.objective
-    if not filters:
-        return
-    if objective.old_logprobs != "learner":
-        remedy = "set objective.old_logprobs = 'learner'"
-    elif config.rl.loss in SAMPLER_CORRECTIONS:
-        remedy = f"choose a rl.loss other than {config.rl.loss!r}"
-    elif objective.kl_coef and objective.kl_reference == "sampler":
-        remedy = "set objective.kl_reference = 'reference'"
-    else:
-        return
-    raise ValueError(
-        f"{', '.join(filters)}: with filtered samples, importance ratios to the sampler are wrong; remove the filter, or {remedy}"
-    )
+    for is_wrong, remedy in (
+        (objective.old_logprobs != "learner", "set objective.old_logprobs = 'learner'"),
+        (config.rl.loss in SAMPLER_CORRECTIONS, f"choose a rl.loss other than {config.rl.loss!r}"),
+        (objective.kl_coef and objective.kl_reference == "sampler", "set objective.kl_reference = 'reference'"),
+    ):
+        if filters and is_wrong:
+            found = f"{', '.join(filters)}: with filtered samples, importance ratios to the sampler are wrong"
+            raise ValueError(f"{found}; remove the filter, or {remedy}")
 
 
 def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:
@@ -114,8 +103,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "objective.policy_coef = 0 and the teacher is the policy itself; set objective.reference_model to another model"
     uses_reference = objective.teacher_coef or (objective.kl_coef and objective.kl_reference == "reference")
     if objective.reference_model and not uses_reference:
-        remedy = "set objective.teacher_coef, or objective.kl_coef and objective.kl_reference = 'reference'"
-        yield f"objective.reference_model has no effect; {remedy}"
+        yield "objective.reference_model has no effect; set objective.teacher_coef, or kl_coef and kl_reference = 'reference'"
     if loss in SAMPLER_CORRECTIONS and objective.old_logprobs != "learner":
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
     if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo"):
@@ -128,8 +116,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
     if c.optimizer.schedule != "constant" and steps < num_updates:
-        rest = f"the rate would stay at its floor for the rest of the run; set it to {num_updates}"
-        yield f"optimizer.total_steps = {steps} is less than rl.num_steps x objective.optimizer_steps, and {rest}"
+        yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
     if c.topology.mode == "remote" and not c.topology.servers:
         yield "topology.mode = 'remote' needs inference servers; set topology.servers to their URLs"
     if c.topology.mode == "local" and c.topology.servers:
@@ -142,8 +129,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if length > row:
         yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
     if length <= completion:
-        remedy = "raise it (and train.row_length)"
-        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; {remedy}"
+        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; raise it"
     if 0 < model.max_positions < length:
         remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
         yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"

@@ -1,9 +1,4 @@
-"""The work directory of a run: its lock, its config, and its keys.
-
-1. `open_workdir` locks the directory, refuses one that belongs to another config, and saves the resolved config. `read_workdir`
-   does the same for a command that only reads a run, and saves nothing. Of several hosts, only the first accesses the directory.
-2. `secret`, `signing_key`, and `worker_key_file` name the run's keys. A key is generated at its first use and reused after a resume.
-"""
+"""The work directory of a run: its lock, its config, and its keys, which are generated at first use and reused after a resume."""
 
 import contextlib
 import fcntl
@@ -29,10 +24,10 @@ READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "b
 def open_workdir(
     workdir: str | os.PathLike, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
 ) -> Iterator[pathlib.Path]:
-    """Creates or reopens the run's work directory and locks it during the block; yields its absolute path.
+    """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
-    Saves the resolved config there. Raises ValueError if the directory belongs to another config, another process uses it, or
-    this host's config differs from that of host 0. Hosts other than the first do not access the directory.
+    Raises ValueError if the directory belongs to another config, another process uses it, or this host's config differs from
+    that of host 0. Hosts other than the first do not access the directory.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
@@ -63,8 +58,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
     """
     path = pathlib.Path(workdir).absolute()
     with _locked(path):
-        if differs := [name for name in differences(path, experiment) if not name.startswith(READ_BY_RUNS)]:
-            raise ValueError(_mismatch(path, experiment, differs))
+        _check_same(path, experiment, free=READ_BY_RUNS)
         yield path
 
 
@@ -125,8 +119,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     """Saves the resolved config. Raises ValueError if the run has taken a step with another config, or `path` is not a run's."""
     file, steps = path / "config.json", path / "metrics.jsonl"
     if file.exists() and steps.exists() and steps.stat().st_size:
-        if differs := differences(path, experiment):
-            raise ValueError(_mismatch(path, experiment, differs))
+        _check_same(path, experiment)
     elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -143,9 +136,9 @@ def _saved(path: pathlib.Path) -> dict:
         raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
 
 
-def _mismatch(path: pathlib.Path, experiment: experiment_lib.Experiment, differs: list[str]) -> str:
-    old = _saved(path).get(differs[0], "absent")
-    new = experiment_lib.fields(experiment).get(differs[0], "absent")
-    more = f" ({len(differs) - 1} more fields differ)" if differs[1:] else ""
-    remedy = "give another --workdir, or the config of its first start"
-    return f"workdir {path} belongs to another config: {differs[0]} was {old!r}, now {new!r}{more}; {remedy}"
+def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
+    """Raises ValueError if a field differs from the saved config, unless a resume may change it or its name begins as in `free`."""
+    if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
+        old, new = (x.get(names[0], "absent") for x in (_saved(path), experiment_lib.fields(experiment)))
+        found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
+        raise ValueError(f"workdir {path} {found}; give another --workdir, or the config of its first start")

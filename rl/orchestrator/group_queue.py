@@ -1,13 +1,8 @@
 """The life of every group of a run: a pure data structure, without threads, a clock, or I/O.
 
-    OPEN -> LEASED -> SUBMITTED -> (CHECKING ->) ELIGIBLE -> TAKEN
+    OPEN -> LEASED -> SUBMITTED -> (CHECKING ->) ELIGIBLE -> taken by a batch
 
-1. `add` opens groups; `lease` gives open ones to a worker until a deadline.
-2. `deliver` stores the rollouts of the worker that holds the lease. `check` marks a group that waits for its replay, and
-   `accept` one that a batch may use.
-3. `take` removes the groups of a batch, all together or none.
-
-A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or when the caller gives a reason (`requeue`).
+A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or the caller rejects its rollouts (`requeue`).
 `recheck` sends accepted groups of a worker that lost its trust back to CHECKING. Every move is checked against `NEXT`. The caller
 provides the lock and the time.
 """
@@ -26,14 +21,13 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 
 
 class State(enum.Enum):
-    """The stages of a group from its opening until a training batch takes it."""
+    """The stages of a group in the queue, from its opening until a batch takes it."""
 
     OPEN = "open"  # waits for a worker
     LEASED = "leased"  # a worker has it until the deadline
     SUBMITTED = "submitted"  # its rollouts arrived; the checks that need no weights run
     CHECKING = "checking"  # waits for the replay
     ELIGIBLE = "eligible"  # a batch may use it
-    TAKEN = "taken"  # a batch has it; no longer in the queue
 
 
 NEXT: dict[State, set[State]] = {
@@ -41,8 +35,7 @@ NEXT: dict[State, set[State]] = {
     State.LEASED: {State.SUBMITTED, State.OPEN},
     State.SUBMITTED: {State.CHECKING, State.ELIGIBLE, State.OPEN},
     State.CHECKING: {State.ELIGIBLE, State.OPEN},
-    State.ELIGIBLE: {State.CHECKING, State.TAKEN, State.OPEN},
-    State.TAKEN: set(),
+    State.ELIGIBLE: {State.CHECKING, State.OPEN},
 }
 
 
@@ -52,7 +45,6 @@ class Entry:
 
     group: task_schedule.Group
     is_drawn: bool = False  # to be replayed for any worker
-    requeued: str = ""  # the reason of its last return to OPEN
     state: State = State.OPEN
     worker: str = ""
     deadline_s: float = math.inf  # finite while LEASED
@@ -93,18 +85,13 @@ class GroupQueue:
     def expire(self, now_s: float) -> list[Entry]:
         """Reopens the groups whose lease ended before `now_s`; returns their entries as they were before, with the worker."""
         expired = [key for key, entry in self._entries.items() if entry.deadline_s < now_s]
-        return [self.requeue(key, "the lease expired") for key in expired]
-
-    def holder(self, key: Key) -> str | None:
-        """Returns the worker that has the lease on this group, or None if the group is not leased now."""
-        entry = self._entries.get(key)
-        return entry.worker if entry and entry.state is State.LEASED else None
+        return [self.requeue(key) for key in expired]
 
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
         """Stores the rollouts of a leased group, whose lease then cannot expire. Returns False if `worker` has no lease on it."""
-        if self.holder(key) != worker:
+        entry = self._entries.get(key)
+        if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
             return False
-        entry = self._entries[key]
         _move(entry, State.SUBMITTED)
         entry.rollouts, entry.deadline_s = sorted(rollouts, key=lambda r: r.sample), math.inf
         return True
@@ -128,21 +115,18 @@ class GroupQueue:
             _move(entry, State.CHECKING)
         return found
 
-    def requeue(self, key: Key, reason: str) -> Entry:
+    def requeue(self, key: Key) -> Entry:
         """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
         old = self._entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
-        self._entries[key] = Entry(old.group, old.is_drawn, reason)
+        self._entries[key] = Entry(old.group, old.is_drawn)
         self._entries.move_to_end(key, last=False)
         return old
 
     def take(self, keys: Sequence[Key]) -> list[Entry]:
         """Removes the groups of a batch, all of which must be eligible; returns their entries in the order of `keys`."""
         assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
-        taken = [self._entries.pop(key) for key in keys]
-        for entry in taken:
-            _move(entry, State.TAKEN)
-        return taken
+        return [self._entries.pop(key) for key in keys]
 
     def num_eligible(self, keys: Sequence[Key]) -> int:
         """Returns the number of groups in `keys` that a batch may use now."""

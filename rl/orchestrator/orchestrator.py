@@ -2,16 +2,15 @@
 
 For batch n (1-based) of P groups:
 1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
-2. A worker leases groups (`POST /lease`, signed: rl/protocol/lease.py), generates their rollouts on the servers, and submits
-   them, signed, as Parquet (`POST /submit`: rl/orchestrator/routes.py). An expired lease goes to the next worker.
+2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
+   (rl/orchestrator/routes.py). An expired lease goes to the next worker.
 3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A fraction of the groups
    that no worker can predict is also replayed. A rejected group is requeued, so that a batch is always its P prescribed
    groups. A sample whose reward we could not recompute in time has reward 0 and rejects nothing: it would recur forever.
-4. `next_batch(n)` waits for them, requeues those that became too stale, assigns advantages, and returns the batch.
-   The rollouts are kept as Parquet in `rollouts/step_N/`.
+4. `next_batch(n)` waits for the groups, requeues those that became too stale, assigns advantages, and returns the batch.
 
-The states of a group are in rl/orchestrator/group_queue.py; this file adds the lock, threads, clock, and servers. It runs in the
-learner's process and imports no environment: a task is only an index here. P groups per batch, G samples per group.
+rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, threads, clock, and servers. It runs in the
+learner's process and imports no environment: a task is only an index here.
 """
 
 import asyncio
@@ -43,15 +42,14 @@ from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-# A group -> the reason to reject it, or None.
-CheckWithWeights = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]
+CheckWithWeights = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # group -> the reason to reject it, or None
 # (group, split) -> the same, and the samples that are worth 0 because their reward could not be recomputed in time.
 CheckWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One training batch: token trees to pack into rows, metrics of the batch, and its rollouts by group."""
+    """One training batch: token trees for the learner to pack into rows, metrics of the batch, and its rollouts by group."""
 
     trees: list[packing.Tree]
     metrics: dict[str, float]
@@ -82,7 +80,7 @@ class Orchestrator:
         self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
         self._check_with_weights, self._check_without_weights = check_with_weights, check_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
-        self._servers: tuple[str, ...] = ()
+        self.servers: Sequence[str] = ()  # URLs of the inference servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
         self._announced = -1  # the newest version that a server may have
         self._version = -1  # the newest version that all servers have
@@ -95,8 +93,6 @@ class Orchestrator:
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
         self._replayer = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
-
-    # Lifetime.
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL."""
@@ -113,10 +109,6 @@ class Orchestrator:
         self._updater.shutdown(cancel_futures=True)
         self._checkers.close()
         self._replayer.shutdown(cancel_futures=True)
-
-    def connect(self, servers: Sequence[str]) -> None:
-        """Sets the URLs of the inference servers that workers use and that load new policy versions."""
-        self._servers = tuple(servers)
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues after batch `step`, with the result of `state` saved then, if any; earlier batches are never opened again."""
@@ -172,7 +164,7 @@ class Orchestrator:
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": config.tokenizer,
             "tokenizer_date": config.tokenizer_date,
-            "servers": list(self._servers),
+            "servers": list(self.servers),
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
             "step": self._version,
@@ -200,8 +192,6 @@ class Orchestrator:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
         return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
 
-    # Servers.
-
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in a background thread. An exception is a bug: it fails the run, because no caller may read it."""
         try:
@@ -212,11 +202,11 @@ class Orchestrator:
 
     def _update_servers(self, version: int) -> None:
         async def load():
-            async with client_lib.Client(self._servers) as client:
+            async with client_lib.Client(self.servers) as client:
                 await client.update_weights(version)
 
         try:
-            if self._servers:
+            if self.servers:
                 asyncio.run(load())
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             self.fail(ValueError(f"an inference server did not load policy version {version}: {error}; read its log"))
@@ -230,8 +220,6 @@ class Orchestrator:
             self._opened_step = max(self._opened_step, last)
             self._changed.notify_all()
 
-    # Submissions.
-
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
         with self._changed:
@@ -244,9 +232,10 @@ class Orchestrator:
         A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
         """
         with self._changed:
-            holder, entry = self._queue.holder(key), self._queue.get(key)
-        if holder is None or entry is None:
-            return self._not_leased(rollouts)
+            entry = self._queue.get(key)
+            if entry is None or entry.state is not State.LEASED:
+                return self._not_leased(rollouts)
+            holder = entry.worker
         # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
         signed = rollouts[: entry.group.num_samples + 1]
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
@@ -303,7 +292,7 @@ class Orchestrator:
 
     def _reject(self, key: group_queue.Key, reason: str, *, by_replay: bool = False) -> str:
         """Reopens a group and counts it against its worker; a failed replay also rechecks its accepted groups. Returns the reply."""
-        entry = self._queue.requeue(key, reason)
+        entry = self._queue.requeue(key)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{reason.split(':')[0]}"] += 1
@@ -320,8 +309,6 @@ class Orchestrator:
         self._changed.notify_all()
         return f"refused: {reason}"
 
-    # Batches.
-
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
@@ -332,7 +319,7 @@ class Orchestrator:
                 oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy
                 stale = [key for key in keys if self._queue[key].oldest_version < oldest]
                 for key in reversed(stale):
-                    self._counts["stale"] += len(self._queue.requeue(key, "stale").rollouts)
+                    self._counts["stale"] += len(self._queue.requeue(key).rollouts)
                 if stale:
                     continue
                 if step is not None:

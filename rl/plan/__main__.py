@@ -8,7 +8,6 @@ from absl import flags
 
 from models import flops
 from rl.experiment import experiment
-from rl.experiment import flags as command_line
 from rl.plan import lowered_programs, plan, roofline
 
 
@@ -47,8 +46,7 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
-    command_line.define(needs_workdir=False)
+    """Defines the flags of the command, except `--config`."""
     flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
     flags.DEFINE_string(
         "server_topology", None, "topology of one inference server; one host of the learner's kind by default"
@@ -63,4 +61,4 @@ BEGUN = time.perf_counter()
 
 if __name__ == "__main__":
     define_flags()
-    experiment.run(main)
+    experiment.run(main, needs_workdir=False)

@@ -1,10 +1,10 @@
 """Signed lease requests: a worker can only lease groups under its own key. Imports no jax.
 
-1. The worker signs its key, the number of groups, and the time, with the key that will sign its rollouts.
-2. The orchestrator rejects keys that are not invited, wrong signatures, clocks that differ too much, and requests that are not
-   newer than the worker's previous one, so that a copied request is useless.
+The worker signs its key, the number of groups, and the time, with the key that will sign its rollouts. The orchestrator rejects
+requests that are not newer than the worker's previous one, so that a copied request is useless.
 """
 
+import re
 import time
 
 from inference.rollouts import rollout as rollout_lib
@@ -32,10 +32,9 @@ def request(key: rollout_lib.WorkerKey, capacity: int, *, clock=steady_time) -> 
 
 
 class LeaseVerifier:
-    """Verifies signed lease requests. Rejects copies: each request of a worker must be newer than the one before.
+    """Verifies signed lease requests. Each request of a worker must be newer than the one before, so that copies are rejected.
 
-    Args:
-      invited: public keys (hex) of the workers that may lease; empty for any worker.
+    `invited` are the public keys (hex) of the workers that may lease groups; if it is empty, any worker may.
     """
 
     def __init__(self, invited=(), *, clock=time.time):
@@ -49,18 +48,17 @@ class LeaseVerifier:
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
             found = f"worker {worker!r:.80} and capacity {capacity!r:.80}"
             raise ValueError(f"lease request has {found}; send a hex public key and an integer in 1..{MAX_CAPACITY}")
-        if type(time_us) is not int or not 0 <= time_us < 2**63 or not isinstance(signature, str):
+        is_hex = isinstance(signature, str) and re.fullmatch("([0-9a-fA-F]{2})*", signature)
+        if type(time_us) is not int or not 0 <= time_us < 2**63 or not is_hex:
             found = f"time_us {time_us!r:.80} and signature {signature!r:.80}"
-            raise ValueError(
-                f"lease request has {found}; send an integer in 0..2^63 - 1 and the worker's hex signature"
-            )
+            raise ValueError(f"lease request has {found}; send an integer in 0..2^63 - 1 and a hex signature")
         if self._invited and worker not in self._invited:
             raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
             found = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
             raise ValueError(f"lease request is dated {found}; set the worker's clock")
-        if not _is_signed(worker, capacity, time_us, signature):
+        if not rollout_lib.signed(worker, bytes.fromhex(signature), _text(worker, capacity, time_us)):
             raise ValueError(f"lease request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if time_us <= self._last_us.get(worker, 0):
             found = "its time_us is not later than this worker's previous request"
@@ -75,10 +73,3 @@ class LeaseVerifier:
 
 def _text(worker: str, capacity: int, time_us: int) -> bytes:
     return f"intellax/lease/{worker}/{capacity}/{time_us}".encode()
-
-
-def _is_signed(worker: str, capacity: int, time_us: int, signature: str) -> bool:
-    try:
-        return rollout_lib.signed(worker, bytes.fromhex(signature), _text(worker, capacity, time_us))
-    except ValueError:  # the signature is not hex
-        return False

@@ -295,7 +295,7 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
                 task.result()
 
     groups = [[made_up(number)] * 2 for number in range(7)]
-    size = worker._estimated_bytes(groups[0])
+    size = sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in groups[0])
     assert len(parquet.to_bytes(groups[0] * 50)) < 50 * size  # proofs are as good as random
     monkeypatch.setattr(worker, "MAX_JOINED_BYTES", 3 * size)
     asyncio.run(main(groups))
@@ -306,7 +306,7 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
     assert bodies == [[0, 0], [1, 1]]
     bodies.clear()
     monkeypatch.setattr(worker.web, "MAX_BODY_BYTES", 1000)
-    with pytest.raises(ValueError, match="group 0 of step 3 has .* at most 1000; lower sampling.max_tokens"):
+    with pytest.raises(ValueError, match="group 0 of step 3 has .* of at most 1000 bytes of a submission; lower samp"):
         asyncio.run(main(groups[:1]))
 
 

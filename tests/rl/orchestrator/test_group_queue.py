@@ -15,6 +15,7 @@ from rl.protocol import task_schedule
 P, LEASE_S = 3, 10.0
 WORKERS = st.sampled_from(["a", "b", "c"])
 NUMBER = st.integers(0, 10**6)
+TAKEN = "taken"
 
 
 def batch(step, split="train"):
@@ -34,7 +35,7 @@ class Machine(stateful.RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.queue, self.now_s, self.step = group_queue.GroupQueue(), 0.0, 0
-        self.sets = {state: set() for state in State}
+        self.sets = {state: set() for state in (*State, TAKEN)}
         self.lease_of, self.replayed, self.opened = {}, set(), set()
 
     def move(self, key, old, new):
@@ -102,11 +103,11 @@ class Machine(stateful.RuleBasedStateMachine):
     @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.CHECKING, State.ELIGIBLE]))
     def requeue(self, number, state):
         if key := self.pick(state, number):
-            old = self.queue.requeue(key, "stale")
+            old = self.queue.requeue(key)
             assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
             assert next(iter(self.queue._entries)) == key  # ahead of all others
             new = self.queue[key]
-            assert (new.requeued, new.worker, new.rollouts, new.timed_out) == ("stale", "", [], frozenset())
+            assert (new.worker, new.rollouts, new.timed_out) == ("", [], frozenset())
             self.move(key, state, State.OPEN)
 
     @stateful.rule(worker=WORKERS)
@@ -138,7 +139,7 @@ class Machine(stateful.RuleBasedStateMachine):
             taken = self.queue.take(keys)
             assert [entry.group.key for entry in taken] == keys and all(len(e.rollouts) == 2 for e in taken)
             for key in keys:
-                self.move(key, State.ELIGIBLE, State.TAKEN)
+                self.move(key, State.ELIGIBLE, TAKEN)
         else:
             with pytest.raises(AssertionError):
                 self.queue.take(keys)
@@ -146,9 +147,9 @@ class Machine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def every_group_is_in_exactly_one_state(self):
         kept = {entry.group.key: entry.state for entry in self.queue._entries.values()}
-        assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not State.TAKEN}
-        assert kept.keys() | self.sets[State.TAKEN] == self.opened and not kept.keys() & self.sets[State.TAKEN]
-        assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not State.TAKEN}
+        assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not TAKEN}
+        assert kept.keys() | self.sets[TAKEN] == self.opened and not kept.keys() & self.sets[TAKEN]
+        assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not TAKEN}
         held = (State.LEASED, State.SUBMITTED, State.CHECKING)
         for worker in "abc":
             keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
@@ -162,12 +163,12 @@ TestGroupQueue.settings = hypothesis.settings(max_examples=60, stateful_step_cou
 def test_moves_that_the_states_do_not_allow_fail():
     queue, (key, *_) = group_queue.GroupQueue(), [group.key for group in batch(1)]
     queue.add(batch(1))
-    for move in (queue.check, queue.accept, lambda key: queue.requeue(key, "stale")):
+    for move in (queue.check, queue.accept, queue.requeue):
         with pytest.raises(AssertionError):
             move(key)
     with pytest.raises(AssertionError):
         queue.add(batch(1))
-    assert queue.holder(key) is None and queue.get(("train", 9, 9)) is None
+    assert queue.get(("train", 9, 9)) is None
 
 
 def test_held_out_groups_are_not_checked_again_and_the_oldest_sampled_token_counts():
@@ -193,4 +194,4 @@ def test_a_group_that_was_replayed_and_became_stale_may_be_checked_again():
         queue.accept(key)
         assert len(queue.recheck(worker)) == (worker == "b")
         if worker == "a":
-            queue.requeue(key, "stale")
+            queue.requeue(key)

@@ -225,7 +225,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
     time.sleep(0.6)
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
-    orchestrator._queue.requeue(("train", 1, 2), "test")
+    orchestrator._queue.requeue(("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
     # The first worker comes too late; the second's answer counts.
@@ -646,7 +646,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
         assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
     for entry in entries(first):  # as if the leases had expired, without a mark for it
         if entry.state is group_queue.State.LEASED:
-            first._queue.requeue(entry.group.key, "test")
+            first._queue.requeue(entry.group.key)
     for group in lease(first, key=OTHER)[:3]:
         submit(first, answers(group), OTHER)
     first.next_batch(1)
@@ -695,7 +695,7 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
 def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
     """A refused connection (port 9 has no listener), and addresses that are none: never a wait without end."""
     orchestrator = make()
-    orchestrator.connect([url])
+    orchestrator.servers = [url]
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
     with pytest.raises(ValueError, match="an inference server did not load policy version 0: "):
@@ -706,7 +706,7 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
 def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     """No caller looks at the updater's future: the error must come out where the learner waits."""
     orchestrator = make()
-    orchestrator.connect(["http://127.0.0.1:9"])
+    orchestrator.servers = ["http://127.0.0.1:9"]
 
     async def load(client, version):
         raise KeyError("a bug")

@@ -56,7 +56,7 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
         ({"capacity": 2}, "not signed by"),
         ({"time_us": int(1e15) + 1}, "not signed by"),
         ({"signature": "00" * 64}, "not signed by"),
-        ({"signature": "zz"}, "not signed by"),
+        ({"signature": "zz"}, "signature 'zz'; send"),
         ({"worker": "zz"}, "not signed by"),
         ({"worker": 5}, "send a hex public key"),
         ({"capacity": 0}, "an integer in 1..4096"),
