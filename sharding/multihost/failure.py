@@ -69,9 +69,8 @@ class Shutdown:
     def submit(self, report: ErrorReport) -> None:
         """Sends a report to host 0. On host 0, records it; the first one starts the end of all hosts."""
         if self._peers.index and 0 in self._peers.connections:
-            header = {"kind": "cause", "rank": report.priority, "message": report.message, "code": report.code}
             with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
-                self._peers.connections[0].send(header)
+                self._peers.connections[0].send({"kind": "cause", "report": dataclasses.astuple(report)})
             return
         with self._lock:
             self._reports.append(report)

@@ -28,19 +28,22 @@ class Hosts:
 
     def __init__(self, index: int = 0, count: int = 1, explain: failure.Explain = lambda e: (str(e), 1, failure.BUG)):
         self.index, self.count = index, count
-        self.processes = {index: index}  # on host 0: each host's index among JAX's processes
         self._peers = transport.Peers(index, count, names={index: socket.gethostname()})
         self._connections = self._peers.connections
         self._shutdown = failure.Shutdown(self._peers, explain)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # messages from host 0
         self._changed = threading.Condition()
-        self._done: set[int] = set()
-        self._is_over = False
+        self._met: dict[str, dict[int, Any]] = {"process": {}, "leave": {}}  # kind of barrier -> host -> its value
 
     @property
     def is_first(self) -> bool:
         """True on host 0, which decides for all."""
         return self.index == 0
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """On host 0, each host's index among JAX's processes."""
+        return self._met["process"]
 
     def broadcast(self, value: Any = None) -> Any:
         """Returns host 0's `value`, any JSON, on every host. All hosts must call it; other hosts block for host 0."""
@@ -73,31 +76,23 @@ class Hosts:
         self._shutdown.cleanups.append(clean_up)
 
     def _register_process(self) -> None:
-        """Sends host 0 this host's index among JAX's processes: on TPUs the runtime numbers them itself."""
+        """Collects the hosts' indices among JAX's processes: on TPUs the runtime numbers them itself."""
         if jax.process_count() != self.count:
             raise ValueError(
                 f"JAX sees {jax.process_count()} processes, but topology.num_processes = {self.count}: the "
                 f"{jax.default_backend()} backend does not span the hosts; check JAX_PLATFORMS"
             )
-        if self.is_first:
-            with self._changed:
-                self.processes[0] = jax.process_index()
-                self._changed.wait_for(lambda: len(self.processes) == self.count)
-        else:
-            self._connections[0].send({"kind": "process", "process": jax.process_index()})
-        self.broadcast()
+        self._meet("process", jax.process_index())
 
-    def _leave_barrier(self) -> None:
-        """Returns when every host has called it."""
-        if self.is_first:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._done) == self.count - 1)
-                self._is_over = True
-            for connection in self._connections.values():
-                connection.send({"kind": "bye"})
-        else:
-            self._connections[0].send({"kind": "done"})
-            self._next("bye")
+    def _meet(self, kind: str, value: Any = None) -> None:
+        """Returns when every host has called it. Host 0 then has each host's `value` in `self._met[kind]`."""
+        if not self.is_first:
+            self._connections[0].send({"kind": kind, "value": value})
+        with self._changed:
+            self._met[kind][self.index] = value
+            self._changed.wait_for(lambda: self._met[kind].keys() > self._connections.keys())
+        for connection in self._connections.values() if self.is_first else ():
+            connection.send({"kind": kind, "value": value})
 
     def _listen(self, host: int, connection: transport.Connection) -> None:
         """Handles the messages of one host, in a thread of its own."""
@@ -108,17 +103,15 @@ class Hosts:
                 if kind == "end":
                     self._shutdown.exit(header)
                 elif kind == "cause":
-                    self._shutdown.submit(failure.ErrorReport(header["rank"], host, header["message"], header["code"]))
-                elif kind in ("done", "process"):
+                    self._shutdown.submit(failure.ErrorReport(*header["report"]))
+                elif kind in self._met:
                     with self._changed:
-                        self._done |= {host} if kind == "done" else set()
-                        self.processes |= {host: header["process"]} if kind == "process" else {}
+                        self._met[kind][host] = header["value"]
                         self._changed.notify_all()
                 else:
-                    self._is_over |= kind == "bye"
                     self._inbox.put((header, body))
         except (OSError, EOFError):
-            if not self._is_over and host not in self._done:
+            if host not in self._met["leave"]:
                 self._shutdown.lost(host)
 
     def _next(self, kind: str) -> tuple[dict, bytearray]:
@@ -159,11 +152,10 @@ def joined(
         meet(hosts._peers, (name.strip("[]"), int(port)), workdir, timeout_s)
         for host, connection in hosts._connections.items():
             threading.Thread(target=hosts._listen, args=(host, connection), name=f"host {host}", daemon=True).start()
-        hosts._peers.names[0] = hosts.broadcast(hosts._peers.names.get(0))
         jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and does nothing with it here
         jax.distributed.initialize(address, count, index, device_ids, initialization_timeout=int(timeout_s))
         hosts._register_process()
         yield hosts
-        hosts._leave_barrier()
+        hosts._meet("leave")
     except BaseException as error:  # including KeyboardInterrupt: the other hosts must end, too
         hosts._shutdown.fail(error)

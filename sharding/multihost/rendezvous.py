@@ -33,7 +33,7 @@ def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathli
             try:
                 connection = transport.Connection(listener.accept()[0])
                 nonce = secrets.token_hex(16)
-                connection.send({"nonce": nonce})
+                connection.send({"nonce": nonce, "name": peers.names[0]})
                 hello = connection.receive(timeout_s=KEY_S + 10)[0]
             except TimeoutError:
                 if time.monotonic() > deadline_s:
@@ -55,7 +55,8 @@ def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.P
     while True:
         try:
             connection = transport.Connection(socket.create_connection((host, port), timeout=5))
-            nonce = str(connection.receive(timeout_s=5)[0]["nonce"])
+            greeting = connection.receive(timeout_s=5)[0]
+            nonce, peers.names[0] = str(greeting["nonce"]), str(greeting["name"])[:80]
             break
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
             if time.monotonic() > deadline_s:
