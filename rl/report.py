@@ -1,18 +1,19 @@
 """Draws the report of a run, `<workdir>/report.html`, from the files of its work directory.
 
-Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "phase", "scores": {"avg@1": 0.41,
-"num_tasks": 200}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with
-"command" and "versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
+Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "scores": {"avg@1": 0.41, "num_tasks": 200},
+"samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with "command" and
+"versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
 first evaluation with that of the last; margins are Agresti-Coull, 95 %.
 
-The page is the template rl/report.html. Left out: scripts (titles in the SVG show values on hover, and the page loads nothing) and
-a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of a model is hostile: it
-is escaped, and characters that are invisible or change the direction of the line are shown by their code.
+The template rl/report.html draws the page, its curves as SVG. Left out: scripts (titles in the SVG show values on hover, and the
+page loads nothing) and a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of
+a model is hostile: it is escaped, and characters that are invisible or change the direction of the line are shown by their code.
 """
 
 import collections
 import dataclasses
 import html
+import itertools
 import json
 import math
 import os
@@ -97,7 +98,6 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
             record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = _json(workdir / "config.json", dict)
-    command, versions = config.pop("command", None), config.pop("versions", None)
     split = _time_split(records)
     headline, lede = _headline(evaluations, records, sum(split.values()))
     page = _template().render(
@@ -108,8 +108,8 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
         figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
         split=split,
         samples=_samples(evaluations),
-        command=" ".join(command) if isinstance(command, list) else command,
-        versions=", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
+        command=config.pop("command", None),
+        versions=", ".join(f"{name} {version}" for name, version in config.pop("versions", {}).items()),
         config=config,
     )
     atomic_file.write(workdir / "report.html", page.encode())
@@ -119,6 +119,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
 def _template():
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"text": _text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
+    environment.filters["moving_mean"] = _moving_mean
     return environment.from_string(pathlib.Path(__file__).with_suffix(".html").read_text())
 
 
@@ -135,11 +136,9 @@ def _json(path, kind):
 def _evaluations(path):
     evaluations = _json(path, list)
     for item in evaluations:
-        shape = {"step": int, "phase": str, "scores": dict, "samples": list}
+        shape = {"step": int, "scores": dict, "samples": list}
         if not (isinstance(item, dict) and all(isinstance(item.get(k), kind) for k, kind in shape.items())):
-            raise ValueError(
-                f"{path}: {str(item)[:60]!r} is not an evaluation; it must have step, phase, scores and samples"
-            )
+            raise ValueError(f"{path}: {str(item)[:60]!r} is not an evaluation with step, scores, samples; delete it")
         item["scores"] = {name: score for name, score in item["scores"].items() if _finite(score)}
         item["num_tasks"] = item["scores"].pop("num_tasks", 0)
         item["samples"] = [sample for sample in item["samples"] if isinstance(sample, dict)]
@@ -177,28 +176,24 @@ def _median(records, name):
 
 
 def _score_figure(evaluations):
-    shown = [item for item in evaluations if item["phase"] == evaluations[-1]["phase"]]
-    names = list(shown[-1]["scores"])[:3] if shown else []  # there are three colors
-    series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in shown] for name in names}
-    bars = {item["step"]: _error(item, item["scores"].get(names[0], math.nan)) for item in shown}
-    level = None
-    if names and (first := evaluations[0]) is not shown[0] and names[0] in first["scores"]:
-        level = (f"{first['phase']}, step {first['step']}", first["scores"][names[0]])
+    names = list(evaluations[-1]["scores"])[:3] if evaluations else []  # there are three colors
+    series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in evaluations] for name in names}
+    bars = {item["step"]: _error(item, item["scores"].get(names[0], math.nan)) for item in evaluations}
     note = "bars: 95 %" if any(bars.values()) else ""
-    return _figure(Curve("Held-out score", note, {"": "evaluations.json"}), series, bars, level)
+    return _figure(Curve("Held-out score", note, {"": "evaluations.json"}), series, bars)
 
 
 def _curve_figure(curve, records):
     records = [r for r in records if r["phase"] == curve.phase]
     series = {label: [(r["step"], r[name]) for r in records if name in r] for label, name in curve.lines.items()}
     found = {label: points for label, points in series.items() if points}
-    return None if curve.optional and not found else _figure(curve, found or series)
+    return None if curve.optional and not found else _figure(curve, found or series, {})
 
 
-def _figure(curve, series, bars=None, level=None):
-    """Returns the template's data. `bars` maps x to half of an error bar of the first series; `level` is a dashed (label, y)."""
-    notes, lines = [curve.note] * bool(curve.note), []
-    for points in series.values():
+def _figure(curve, series, bars):
+    """Returns the template's data of a figure. `bars` maps x to half of an error bar of the first series."""
+    notes, lines = [curve.note] * bool(curve.note), {}
+    for label, points in series.items():
         good = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not curve.log)]
         good = sorted((x, math.log10(y) if curve.log else y) for x, y in good)
         if len(good) < len(points):
@@ -207,57 +202,33 @@ def _figure(curve, series, bars=None, level=None):
         if size > 1:
             notes.append(f"a point is the mean of {size} steps")
         bins = [good[i : i + size] for i in range(0, len(good), size)]
-        lines.append([(b[-1][0], statistics.fmean(y for _, y in b)) for b in bins])
+        lines[label] = [(b[-1][0], statistics.fmean(y for _, y in b)) for b in bins]
+    scale = _scale(curve, list(lines.values()), bars) if any(lines.values()) else {}
+    return {"curve": curve, "notes": notes, "lines": lines, "bars": bars} | scale
+
+
+def _scale(curve, lines, bars):
+    """Returns the ticks of the axes as (value, label), and functions from values to places in the drawing."""
+    xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
+    ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)]
+    x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
+    left, right, top, bottom = 56, 464, 10, 190
+    x_scale, y_scale = (right - left) / (x_hi - x_lo or 1), (bottom - top) / (y_ticks[-1] - y_ticks[0])
+    x_ticks = [x for x in _ticks(x_lo, x_hi, 6, whole=True) if x_lo <= x <= x_hi]
     return {
-        "title": curve.title,
-        "notes": notes,
-        "labels": series if len(series) > 1 else (),
-        "missing": curve.lines.values(),
-        "svg": _svg(curve, series, lines, bars or {}, level) if any(lines) else None,
+        "steps": f"{x_lo} to {x_hi}",
+        "x_ticks": [(x, _tick_label(x)) for x in x_ticks],
+        "y_ticks": [(y, "10" + str(round(y)).translate(SUPERSCRIPT) if curve.log else _tick_label(y)) for y in y_ticks],
+        "X": lambda x: f"{left + (x - x_lo) * x_scale:.1f}",
+        "Y": lambda y, shift=0: f"{bottom - (y - y_ticks[0]) * y_scale + shift:.1f}",
     }
 
 
-def _svg(curve, series, lines, bars, level):
-    """Returns the axes and, per series, the raw line, its moving mean, and invisible points that have the titles."""
-    xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
-    ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)] + ([level[1]] if level else [])
-    x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
-    left, right, top, bottom = 48, 472, 10, 190
-
-    def X(x):
-        return f"{left + 8 + (x - x_lo) / (x_hi - x_lo or 1) * (right - left - 16):.1f}"
-
-    def Y(y, shift=0):
-        return f"{bottom - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (bottom - top) + shift:.1f}"
-
-    def path(kind, d):
-        return f'<path class="{kind}" d="{d}"/>'
-
-    parts = []
-    for y in y_ticks:
-        label = "10" + str(round(y)).translate(SUPERSCRIPT) if curve.log else _tick_label(y)
-        parts += [path("rule", f"M{left} {Y(y)}H{right}"), f'<text x="{left - 6}" y="{Y(y, 4)}">{label}</text>']
-    for x in (x for x in _ticks(x_lo, x_hi, 6, whole=True) if x_lo <= x <= x_hi):
-        parts += [path("tick", f"M{X(x)} {bottom}v4"), f'<text class="x" x="{X(x)}" y="206">{_tick_label(x)}</text>']
-    if level:
-        label = f"{_text(level[0])}: {metrics.format_value(level[1])}"
-        parts.append(path("level", f"M{left} {Y(level[1])}H{right}"))
-        parts.append(f'<text x="{right}" y="{Y(level[1], -5)}">{label}</text>')
-    parts += [path("bar s0", f"M{X(x)} {Y(y - bars[x])}V{Y(y + bars[x])}") for x, y in lines[0] if bars.get(x)]
-    for i, (label, line) in enumerate(zip(series, lines, strict=True)):
-        half = len(line) // 24  # the mean runs over a twelfth of the run, less at its ends
-        windows = [line[max(0, j - half) : j + half + 1] for j in range(len(line))]
-        means = [(x, statistics.fmean(y for _, y in w)) for (x, _), w in zip(line, windows, strict=True)]
-        if half:
-            parts.append(path(f"raw s{i}", "M" + "L".join(f"{X(x)} {Y(y)}" for x, y in line)))
-        if line:
-            parts.append(path(f"mean s{i}", "M" + "L".join(f"{X(x)} {Y(y)}" for x, y in means)))
-        for x, y in line:
-            title = f"step {x}: {_text(label)} {metrics.format_value(10**y if curve.log else y)}"
-            circle = f'<circle class="{"hit" if half else "dot"} s{i}" cx="{X(x)}" cy="{Y(y)}" r="4">'
-            parts.append(f"{circle}<title>{title}</title></circle>")
-    name = f"{curve.title}, steps {x_lo} to {x_hi}"
-    return f'<svg viewBox="0 0 480 212" role="img" aria-label="{name}">{"".join(parts)}</svg>'
+def _moving_mean(line):
+    """Returns a line of means over a twelfth of the run, less at its ends."""
+    half = len(line) // 24
+    windows = ([y for _, y in line[max(0, i - half) : i + half + 1]] for i in range(len(line)))
+    return [(x, statistics.fmean(window)) for (x, _), window in zip(line, windows, strict=True)]
 
 
 def _ticks(lo, hi, num, *, whole=False):
@@ -293,13 +264,11 @@ def _time_split(records):
 
 
 def _samples(evaluations):
-    """Returns (prompt, [(when, reward, completion)]) of the first evaluation's samples, with those of the last if it has them."""
-    rows = []
-    for before in evaluations[0]["samples"][:MAX_SAMPLES] if evaluations else []:
-        same = (s for s in evaluations[-1]["samples"] if s.get("prompt") == before.get("prompt"))
-        after = next(same, None) if len(evaluations) > 1 else None
-        pair = [("before", before)] + [("after", after)] * (after is not None)
-        rows.append((before.get("prompt"), [(when, s.get("reward"), s.get("completion")) for when, s in pair]))
+    """Returns per prompt [(when, sample)]: a sample of the first evaluation, and that of the last if it has the prompt."""
+    rows = [[("before", sample)] for sample in evaluations[0]["samples"][:MAX_SAMPLES]] if evaluations else []
+    for row in rows if len(evaluations) > 1 else ():
+        same = (s for s in evaluations[-1]["samples"] if s.get("prompt") == row[0][1].get("prompt"))
+        row += [("after", sample) for sample in itertools.islice(same, 1)]
     return rows
 
 

@@ -22,7 +22,7 @@ def test_a_full_run(tmp_path):
     assert page.count("<svg") == page.count("<figure") == len(report.CURVES) + 1
     assert "No data" not in page and "step 7: reward 0.0700" in page and "step 20: KL 2.0e-05" in page
     assert "learner against sampler, log scale; not drawn: 1 not finite or not positive" in page
-    assert "10⁻⁶" in page and "start, step 0: 0.100" in page
+    assert "10⁻⁶" in page and "step 25: avg@1 0.200" in page and "bars: 95 %" in page
     rows = re.findall(r'<th scope="row">(.*?)</th>.*?<td>(.*?)</td><td>(.*?)</td>', page, re.S)
     # 50 steps of 1.6 s (0.1 s of each unnamed: "other"), 20 of warm-up, 15 of start-up
     assert rows == [
@@ -37,7 +37,7 @@ def test_a_full_run(tmp_path):
 
 def test_it_loads_nothing_and_escapes_everything(tmp_path):
     run = _run(tmp_path, text=HOSTILE)
-    config = json.loads((run / "config.json").read_text()) | {"<b>name</b>": HOSTILE, "command": [HOSTILE]}
+    config = json.loads((run / "config.json").read_text()) | {"<b>name</b>": HOSTILE, "command": HOSTILE}
     (run / "config.json").write_text(json.dumps(config))
     page = _draw(run)
     document = _parse(page)
@@ -144,11 +144,11 @@ def _run(workdir, text="2 + 2 = 4"):
     writer.close()
     samples = [{"prompt": "2 + 2", "completion": text, "reward": 1.0}, {"prompt": text, "completion": "", "reward": 0}]
     evaluations = [
-        {"step": step, "phase": phase, "scores": {"avg@1": score, "num_tasks": 200}, "samples": samples}
-        for step, phase, score in ((0, "start", 0.1), (0, "rl", 0.2), (50, "rl", 0.6))
+        {"step": step, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 200}, "samples": samples}
+        for step, score in ((0, 0.1), (25, 0.2), (50, 0.6))
     ]
     (workdir / "evaluations.json").write_text(json.dumps(evaluations))
-    command = ["python", "-m", "rl.train", "--config=configs/quickstart.py"]
+    command = "python -m rl.train --config=configs/quickstart.py"
     config = {"command": command, "versions": {"jax": "0.10.2"}, "model": {"num_layers": 2}}
     (workdir / "config.json").write_text(json.dumps(config))
     return workdir
