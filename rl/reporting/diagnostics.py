@@ -76,10 +76,12 @@ class Adviser:
     def after(self, step: int, values: dict[str, float]) -> str | None:
         """Records the metrics of a step. Every fifth step, returns a line of advice not given before; otherwise None."""
         self._history.append(values)
-        entry, line = ("", None) if step % WINDOW else advice(self._history)
+        if step % WINDOW:
+            return None
+        entry, line = advice(self._history)
         if entry in self._given:
             return None
-        self._given |= {entry} - {""}
+        self._given.add(entry)
         return line
 
 

@@ -77,9 +77,10 @@ class MetricsWriter:
         """Removes the metrics of `phase` with step > `after_step`. Replaces the file atomically: readers see the old or the new one."""
         if not self._active:
             return
-        kept = [text for record, text in _lines(self.path) if record["phase"] != phase or record["step"] <= after_step]
+        lines = zip(self.path.read_bytes().splitlines(keepends=True), read(self.path), strict=True)
+        kept = [line for line, record in lines if record["phase"] != phase or record["step"] <= after_step]
         self._file.close()
-        atomic_file.write(self.path, "".join(text + "\n" for text in kept).encode())
+        atomic_file.write(self.path, *kept)
         self._open()
         if phase in self._writers:
             self._writers.pop(phase).close()
@@ -99,11 +100,19 @@ class MetricsWriter:
 
 
 def read(path: str | os.PathLike) -> list[dict]:
-    """Reads a metrics.jsonl. Returns its lines, `{"phase": str, "step": int, name: float, ...}`, without an incomplete last line.
+    """Returns the lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`.
 
-    Raises ValueError with the line's number for a malformed line.
+    Skips an incomplete last line, which a killed process may leave. Raises ValueError with the number of a malformed line.
     """
-    return [record for record, _ in _lines(pathlib.Path(path))]
+    records = []
+    for number, text in enumerate(pathlib.Path(path).read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
+        try:
+            record = json.loads(text)
+            floats = {name: float(value) for name, value in record.items() if "/" in name}
+            records.append({"phase": record["phase"], "step": int(record["step"])} | floats)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
+    return records
 
 
 def sampler_kl(values: dict[str, float]) -> str:
@@ -275,15 +284,3 @@ def format_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _lines(path: pathlib.Path) -> Iterator[tuple[dict, str]]:
-    """Yields (parsed line, its text) of a metrics.jsonl. Skips an incomplete last line, which a killed process may leave."""
-    for number, text in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
-        try:
-            record = json.loads(text)
-            floats = {name: float(value) for name, value in record.items() if "/" in name}
-            record = {"phase": record["phase"], "step": int(record["step"])} | floats
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
-        yield record, text

@@ -90,8 +90,13 @@ class Mirror:
 
     def _pass(self, listing: journal.Listing) -> bool:
         """Compares the store with the upstream and downloads. Returns True if anything changed. Newest versions first."""
-        self._confirmed &= set(listing.complete)
-        moved = self._drop(listing) | self._confirm(listing)
+        listed = set(listing.complete)
+        self._confirmed &= listed
+        self._manifests = {n: m for n, m in self._manifests.items() if n in listed}
+        self._unavailable = {n: until_s for n, until_s in self._unavailable.items() if n in listed}
+        moved = self._drop(listing)
+        for number in sorted(listed.intersection(self._store.complete()) - self._confirmed):
+            moved |= self._try(self._confirm, number)
         for number in self._download_order(listing):
             moved |= self._try(self._download, number, listing)
         self._store.recovered()
@@ -109,21 +114,14 @@ class Mirror:
             self._note(error)
             return False
 
-    def _confirm(self, listing: journal.Listing) -> bool:
-        """Deletes versions whose upstream manifest differs: a learner that resumed publishes a number again."""
-        self._manifests = {n: m for n, m in self._manifests.items() if n in listing.complete}
-        self._unavailable = {n: until_s for n, until_s in self._unavailable.items() if n in listing.complete}
-
-        def replace(number: int) -> bool:
-            same = self.upstream.manifest_bytes(number) == self._store.manifest(number)
-            if not same:
-                self._store.remove(number)
-                self._count("replaced_versions")
-            self._confirmed.add(number)
-            return not same
-
-        unconfirmed = [n for n in self._store.complete() if n in listing.complete and n not in self._confirmed]
-        return any([self._try(replace, number) for number in unconfirmed])
+    def _confirm(self, number: int) -> bool:
+        """Deletes a version if its upstream manifest differs: a learner that resumed publishes a number again."""
+        differs = self.upstream.manifest_bytes(number) != self._store.manifest(number)
+        if differs:
+            self._store.remove(number)
+            self._count("replaced_versions")
+        self._confirmed.add(number)
+        return differs
 
     def _download_order(self, listing: journal.Listing) -> list[int]:
         """Returns the missing versions: newest first, each after the bases its deltas need, up to `keep` versions."""
