@@ -15,29 +15,22 @@ from sharding.system import cli, sockets
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; blocks until a signal. Returns the exit code."""
     parser = cli.Parser(prog="python -m sharding.relay", description=__doc__)
-    parser.add_argument(
-        "--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="URLs of relays, or one directory or bucket"
-    )
-    parser.add_argument("--dir", help="directory of the mirror; without it a directory upstream is served in place")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8200, help="port to listen on; 0 takes a free one (default: 8200)")
-    parser.add_argument("--address_file", help="file that gets the relay's URL once it answers")
-    parser.add_argument(
-        "--keep", type=int, default=5, help="newest versions to keep, in addition to the bases they need (default: 5)"
-    )
-    parser.add_argument("--max_bytes", type=float, help="most bytes that the mirror may occupy on disk")
-    parser.add_argument("--trusted_key", help="hex of the ed25519 key that must have signed every manifest")
-    parser.add_argument("--client_bytes_per_s", type=float, help="most bytes per second to one client")
-    parser.add_argument("--total_bytes_per_s", type=float, help="most bytes per second to all clients together")
-    parser.add_argument("--client_requests_per_s", type=float, help="most requests per second of one client")
-    parser.add_argument("--max_connections", type=int, default=1024, help="most connections (default: 1024)")
-    parser.add_argument(
-        "--max_connections_per_client", type=int, default=256, help="most connections of one client (default: 256)"
-    )
-    parser.add_argument(
-        "--allow", nargs="*", default=(), metavar="NETWORK", help="networks of clients, as in 10.0.0.0/8 (default: all)"
-    )
-    parser.add_argument("--exit_with_parent", action="store_true", help="stop when standard input closes")
+    add = parser.add_argument
+    add("--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="URLs of relays, or one directory or bucket")
+    add("--dir", help="directory of the mirror; without it a directory upstream is served in place")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8200, help="port to listen on; 0 takes a free one (default: 8200)")
+    add("--address_file", help="file that gets the relay's URL once it answers")
+    add("--keep", type=int, default=5, help="newest versions to keep, in addition to the bases they need (default: 5)")
+    add("--max_bytes", type=float, help="most bytes that the mirror may occupy on disk")
+    add("--trusted_key", help="hex of the ed25519 key that must have signed every manifest")
+    add("--client_bytes_per_s", type=float, help="most bytes per second to one client")
+    add("--total_bytes_per_s", type=float, help="most bytes per second to all clients together")
+    add("--client_requests_per_s", type=float, help="most requests per second of one client")
+    add("--max_connections", type=int, default=1024, help="most connections (default: 1024)")
+    add("--max_connections_per_client", type=int, default=256, help="most connections of one client (default: 256)")
+    add("--allow", nargs="*", default=(), metavar="NETWORK", help="client networks, as in 10.0.0.0/8 (default: all)")
+    add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     try:
         if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
