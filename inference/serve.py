@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     app = make_app(server, api_key=args.api_key or os.environ.get("INTELLAX_API_KEY"))
     uvicorn_server = web.server(app, drain_s=args.drain_s)
     if args.exit_with_parent:
-        web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
+        cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     if args.watch:
         threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
     print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)

@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
-        web.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
+        cli.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
     try:
         if not args.orchestrator.startswith(("http://", "https://")):
             raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")

@@ -18,11 +18,9 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import os
 import resource
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 import fastapi
@@ -238,19 +236,6 @@ def _network(host: str) -> str:
     if address.version == 4:
         return host
     return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 64 << 64))
-
-
-def stop_at_eof(stop: Callable[[], object]) -> None:
-    """Starts a thread that calls `stop` when standard input closes (the parent process ended) and exits the process 5 s later."""
-
-    def wait():
-        while os.read(0, 4096):
-            pass
-        stop()
-        time.sleep(5)
-        os._exit(0)  # a request that does not end must not keep an orphan alive
-
-    threading.Thread(target=wait, name="stop-at-eof", daemon=True).start()
 
 
 def _max_files() -> int:

@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import os
 import signal
 import sys
-import threading
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
@@ -54,19 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: relay.server.close())
     if args.exit_with_parent:
-        threading.Thread(target=_close_at_eof, args=(relay.server,), daemon=True).start()
+        cli.stop_at_eof(relay.server.close)
     print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
     if args.address_file:
         sockets.announce(args.address_file, sock)
     relay.run()
     relay.close()
     return 0
-
-
-def _close_at_eof(server: server_lib.Server) -> None:
-    while os.read(0, 4096):
-        pass
-    server.close()
 
 
 if __name__ == "__main__":

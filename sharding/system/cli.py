@@ -1,9 +1,12 @@
-"""Parses the options of every command without a config: argparse, with one line per mistake and exit code 2."""
+"""Parses the options of every command without a config, with one line per mistake, and stops commands with their parent."""
 
 import argparse
 import difflib
+import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
@@ -32,3 +35,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the mistake in one line, without argparse's usage lines, and exits with code 2."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the options\n")
+
+
+def stop_at_eof(stop: Callable[[], object]) -> None:
+    """Starts a thread that calls `stop` when standard input closes (the parent process ended) and exits the process 5 s later."""
+
+    def wait():
+        while os.read(0, 4096):
+            pass
+        stop()
+        time.sleep(5)
+        os._exit(0)  # a request that does not end must not keep an orphan alive
+
+    threading.Thread(target=wait, name="stop-at-eof", daemon=True).start()

@@ -20,7 +20,7 @@ from inference.server import grpc_service, inference_server, web
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import rules
-from sharding.system import sockets
+from sharding.system import cli, sockets
 from tests.support import tiny
 
 MODEL = tiny.model()
@@ -79,7 +79,7 @@ def main() -> None:
         file.write(str(grpc_port))
     sockets.announce(args.address_file, sock)
     uvicorn_server = web.server(serve.make_app(server))
-    web.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
+    cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
     uvicorn_server.run(sockets=[sock])
     grpc_server.stop(0).wait()
     scheduler.close()
