@@ -43,9 +43,9 @@ def empty_prefix(model, num_sequences, capacity):
     return decode_state.placed(kv_cache.create(model, num_sequences, capacity))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_slots(model, num_slots, capacity, num_steps):
-    """Returns a `DecodeState` of `num_slots` unused slots; a decode call runs at most `num_steps` steps."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def empty_slots(model, num_slots, capacity):
+    """Returns a `DecodeState` of `num_slots` unused slots, with `capacity` positions each."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
     state = decode_state.DecodeState(
         cache=kv_cache.create_slots(model, num_slots, capacity),
@@ -55,7 +55,6 @@ def empty_slots(model, num_slots, capacity, num_steps):
         active=jnp.zeros((num_slots,), bool),
         request=decode_state.request_arrays((), num_slots),
         ring=window.create(num_slots, model.model_dim),
-        limit=jnp.int32(num_steps),
     )
     return decode_state.placed(state)
 
@@ -70,8 +69,8 @@ def score(model, params, tokens_BT):
     return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
 
 
-@functools.partial(jax.jit, donate_argnums=2)
-def insert(prefix, rows_N, state, slots_N, request):
+@functools.partial(jax.jit, donate_argnums=3)
+def insert(prefix, rows_N, request, state, slots_N):
     """Copies prompt `rows_N[n]` of `prefix` into slot `slots_N[n]` and activates it; skips slots out of range; returns the state."""
 
     def put(target, values):
@@ -100,9 +99,9 @@ def top_values(state, slot_N, window_N, rows_N):
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
-def generate(model, num_steps, max_len, routed, params, state):
-    """Runs up to `num_steps` decode steps; stops early when no slot is active.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+def generate(model, num_steps, max_len, routed, params, limit, state):
+    """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
 
     Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, number of generated tokens, K logp.
     Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
@@ -114,7 +113,7 @@ def generate(model, num_steps, max_len, routed, params, state):
 
     def more(carry):
         step, state, *_ = carry
-        return (step < jnp.minimum(num_steps, state.limit)) & jnp.any(state.active)
+        return (step < jnp.minimum(num_steps, limit)) & jnp.any(state.active)
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts = carry

@@ -54,7 +54,6 @@ class DecodeState:
     active: jax.Array  # bool [B]
     request: Request
     ring: jax.Array  # last hidden states by new token (inference/proofs/window.py)
-    limit: jax.Array  # int32, the most steps of the next call
 
 
 def layout(tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
@@ -63,7 +62,7 @@ def layout(tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
         return kv_cache.layout(tree, mesh)
 
     def of(x):
-        return rules.fitting(mesh, x.shape, ("batch", *[None] * (x.ndim - 1)) if x.ndim else ())
+        return rules.fitting(mesh, x.shape, ("batch", *[None] * (x.ndim - 1)))
 
     return jax.tree.map(of, tree.replace(cache=())).replace(cache=kv_cache.layout(tree.cache, mesh))
 

@@ -158,24 +158,12 @@ class Engine(engine_api.Engine):
         self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
     ) -> State:
         """Copies prompt `rows[i]` into slot `slots[i]`, with parameters in row i of `request`; unused entries have slot = num_slots."""
-        prefix = dataclasses.replace(prefix, experts=())
-
-        def insert(part, own_slots):
-            return compiled_steps.insert(prefix, rows, part, own_slots, request)
-
+        insert = functools.partial(compiled_steps.insert, dataclasses.replace(prefix, experts=()), rows, request)
         return self._run(cpu_sub_batches.at, insert, state, slots)
 
     def deactivate(self, state: State, slots) -> State:
         """Returns the state with decoding stopped in `slots`: int32 [B], where unused entries have slot = num_slots."""
         return self._run(cpu_sub_batches.at, compiled_steps.deactivate, state, slots)
-
-    def with_limit(self, state: State, limit: int) -> State:
-        """Returns the state with `limit` as the most steps that the next decode call runs."""
-        limit_array = np.int32(limit)
-        if self.mesh.size > 1:  # laid out as programs return it: another layout would be compiled again
-            replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            limit_array = jax.device_put(limit_array, replicated)
-        return tuple(dataclasses.replace(part, limit=limit_array) for part in state)
 
     def top_values(self, state: State, slot: int, window_index: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Fetches the k largest values, as (indices, bits), of the first `num_rows` rows of a proof window (32 hidden states).
@@ -200,8 +188,7 @@ class Engine(engine_api.Engine):
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
-        sizes = num_slots, self.config.capacity, self.config.steps_per_call
-        return self._run(compiled_steps.empty_slots, self.model, *sizes)
+        return self._run(compiled_steps.empty_slots, self.model, num_slots, self.config.capacity)
 
     # JetStream's contract.
 
@@ -230,27 +217,18 @@ class Engine(engine_api.Engine):
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
-    def generate(self, params: transformer.Params, decode_state: State) -> tuple[State, Result]:
-        """Starts one decode call for all slots; returns (new state, result) before the devices have finished."""
+    def generate(
+        self, params: transformer.Params, decode_state: State, limit: int | None = None
+    ) -> tuple[State, Result]:
+        """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result) without blocking."""
         K = self.config.steps_per_call
         options = self.model, K, self.config.max_model_len, self.config.routed_experts
-        generate = functools.partial(compiled_steps.generate, *options, self._decode_weights.of(params))
+        arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit)
+        generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         state, *results = zip(*done, strict=True)
         data, extras, proofs, experts = compiled_steps.join(*results) if len(state) > 1 else done[0][1:]
-        return state, Result(
-            data=data,
-            tokens_idx=(0, K),
-            valid_idx=(K, 2 * K),
-            length_idx=(2 * K, 2 * K + 1),
-            samples_per_slot=1,
-            raw_logps=extras[0],
-            top_ids=extras[1],
-            top_logps=extras[2],
-            proof_indices=proofs[0],
-            proof_bits=proofs[1],
-            experts=experts,
-        )
+        return state, Result(data, (0, K), (K, 2 * K), (2 * K, 2 * K + 1), 1, *extras, *proofs, experts)
 
     def get_prefix_destination_sharding(self) -> None:
         """Returns None: a prefix stays on the devices where `prefill` put it."""

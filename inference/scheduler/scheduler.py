@@ -295,8 +295,7 @@ class Scheduler:
         is_likely = self._arrivals.is_next_likely(time.monotonic())
         steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting)
         num_steps = self._slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
-        state = self._engine.with_limit(self._state, num_steps)
-        self._state, result = self._engine.generate(self._params, state)
+        self._state, result = self._engine.generate(self._params, self._state, num_steps)
         self._publish()
         values = self._engine.read(result)
         self.stats["generate_calls"] += 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from inference.engine import compiled_steps, decode_state, kv_cache, weights
+from inference.engine import compiled_steps, kv_cache, weights
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
@@ -129,8 +129,9 @@ def test_the_state_stays_where_it_is(name, axes):
     (state,) = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
     with jax.set_mesh(engine.mesh):
-        compiled = compiled_steps.generate.lower(engine.model, 5, capacity, False, placed, state).compile()
-    came, went = compiled.input_shardings[0][1], compiled.output_shardings[0]
+        lowered = compiled_steps.generate.lower(engine.model, 5, capacity, False, placed, np.int32(5), state)
+        compiled = lowered.compile()
+    came, went = compiled.input_shardings[0][2], compiled.output_shardings[0]
     same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
     assert all(jax.tree.leaves(same)), same
     rows = 8 // rules.num_batch_shards(engine.mesh)
@@ -195,7 +196,6 @@ def test_layouts_by_hand():
     (state,) = engine.init_decode_state()
     assert state.ring.sharding.shard_shape(state.ring.shape)[0] == 2
     assert state.request.sampling.bias.sharding.shard_shape(state.request.sampling.bias.shape)[0] == 2
-    assert decode_state.layout(state, mesh).limit == jax.sharding.PartitionSpec()
 
 
 def test_a_run_starts_its_server_on_the_mesh_of_its_config(tmp_path):

@@ -47,10 +47,10 @@ class Stepped(engine_lib.Engine):
         super().__init__(*args)
         self.entered, self.permits, self.free = threading.Semaphore(0), threading.Semaphore(0), False
 
-    def generate(self, params, state):
+    def generate(self, *args):
         self.entered.release()
         assert self.free or self.permits.acquire(timeout=WAIT_S)
-        return super().generate(params, state)
+        return super().generate(*args)
 
     def step(self, act=lambda: None):
         """Lets one call run; messages of `act` are read after this call, before the next."""

@@ -51,11 +51,11 @@ class Updating(engine_lib.Engine):
 
     updates, scheduler, calls = {}, None, 0
 
-    def generate(self, params_, state):
+    def generate(self, *args):
         self.calls += 1
         if self.calls in self.updates:
             self.scheduler.update(params(self.updates[self.calls]), self.updates[self.calls])
-        return super().generate(params_, state)
+        return super().generate(*args)
 
 
 def rollouts_of(request, *, version=0, updates=None, **claims):
