@@ -105,7 +105,7 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
 
     Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, number of generated tokens, K logp.
     Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
-    (indices, bits) [2, B, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None.
+    (indices, bits) [B, 2, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
@@ -163,17 +163,13 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
     is_finished_2B, window_2B, rows_2B = window.finished(start.generated, state.generated, start.active & ~state.active)
     proofs = window.reduce(state.ring, is_finished_2B & state.request.want_proof[None], window_2B, rows_2B)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, proofs, experts
+    return state, data, extras, tuple(x_2Bk.swapaxes(0, 1) for x_2Bk in proofs), experts
 
 
 @jax.jit
-def join(data, extras, proofs, experts):
-    """Concatenates the results of `generate` for several sub-batches along the slot axis; each argument is a tuple of their results."""
-
-    def join(parts, axis=0):
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *parts)
-
-    return join(data), join(extras), join(proofs, axis=1), join(experts)
+def join(results):
+    """Concatenates the results of `generate` for several sub-batches, without the states, along the slot axis."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

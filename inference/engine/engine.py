@@ -92,8 +92,8 @@ class Result(engine_api.ResultTokens):
     top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the sampling distribution; -inf where filtered out
     # First of the window that the call completed, then of the partly filled one of a sequence that ended; zeros in slots
     # without proofs.
-    proof_indices: jax.Array  # int32 [2, B, k]
-    proof_bits: jax.Array  # uint16 [2, B, k]
+    proof_indices: jax.Array  # int32 [B, 2, k]
+    proof_bits: jax.Array  # uint16 [B, 2, k]
     experts: jax.Array | None  # [B, K, L, X], if they are recorded
 
 
@@ -183,7 +183,7 @@ class Engine(engine_api.Engine):
         return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
 
     def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
-        """Fetches (indices, bits), [2, B, k] each: the top values of the proof windows that a decode call finished."""
+        """Fetches (indices, bits), [B, 2, k] each: the top values of the proof windows that a decode call finished."""
         return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
@@ -226,9 +226,11 @@ class Engine(engine_api.Engine):
         arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit)
         generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
-        state, *results = zip(*done, strict=True)
-        data, extras, proofs, experts = compiled_steps.join(*results) if len(state) > 1 else done[0][1:]
-        return state, Result(data, (0, K), (K, 2 * K), (2 * K, 2 * K + 1), 1, *extras, *proofs, experts)
+        results = [result for _, *result in done]
+        data, extras, proofs, experts = compiled_steps.join(results) if len(results) > 1 else results[0]
+        return tuple(part for part, *_ in done), Result(
+            data, (0, K), (K, 2 * K), (2 * K, 2 * K + 1), 1, *extras, *proofs, experts
+        )
 
     def get_prefix_destination_sharding(self) -> None:
         """Returns None: a prefix stays on the devices where `prefill` put it."""

@@ -56,7 +56,10 @@ class Fault(RuntimeError):
 
 
 class Scheduler:
-    """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread."""
+    """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread.
+
+    Other threads may only read `slots`, `prefixes`, and `stats`.
+    """
 
     def __init__(
         self,
@@ -73,15 +76,15 @@ class Scheduler:
         self._max_queue, self._num_slots = max_queue, engine.config.num_slots
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._arrivals = arrivals.ArrivalWindow(self._num_slots)
-        self._slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
+        self.slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
         self._output: step_output.StepOutput | None = None  # of the last call, not yet published
         self.num_pending = 0  # requests whose future is not done
         self._lock = threading.Lock()
         self._is_closing = False
         self.is_paused = False
         self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
-        self._prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
-        self._waiting = prefill_queue.PrefillQueue(engine, self._prefixes, self.stats)
+        self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
+        self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version)
         self._state = engine.init_decode_state() if state is None else state
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -141,25 +144,6 @@ class Scheduler:
         """True until the scheduler's thread has ended, by `close` or by an error."""
         return self._thread.is_alive()
 
-    @property
-    def num_running(self) -> int:
-        """The number of sequences that are in slots, that is, being decoded."""
-        return len(self._slots.running)
-
-    @property
-    def num_running_requests(self) -> int:
-        """The number of requests with a sequence in a slot."""
-        return len(self._slots.groups)
-
-    @property
-    def prefix_bytes(self) -> int:
-        """The size of the prefix cache in bytes."""
-        return self._prefixes.num_bytes
-
-    def cache_usage(self) -> float:
-        """Returns the fraction of the slots' positions that contain a token, 0 to 1."""
-        return self._slots.usage()
-
     def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
         """Queues `action` for the scheduler's thread; returns a future of the policy version after the action."""
         done: concurrent.futures.Future = concurrent.futures.Future()
@@ -201,7 +185,7 @@ class Scheduler:
 
     def _turn(self) -> bool:
         """Runs one turn of the thread's loop (see the module); returns False if the loop should end."""
-        is_idle = self.is_paused or not (self._waiting or self._slots.running)
+        is_idle = self.is_paused or not (self._waiting or self.slots.running)
         if is_idle:
             self._publish()
         if not self._read_messages(is_idle):
@@ -213,7 +197,7 @@ class Scheduler:
         try:
             self._waiting.prefill_chunk()
             self._start_sequences()
-            if self._slots.running:
+            if self.slots.running:
                 self._decode()
             else:
                 self._publish()
@@ -221,7 +205,7 @@ class Scheduler:
             self.stats["faults"] += 1
             self._publish()
             self._fail_all(Fault(f"the device failed during this request; send the request again: {error}"))
-            self._prefixes.clear()
+            self.prefixes.clear()
             self._state = self._engine.init_decode_state()
         return True
 
@@ -255,16 +239,16 @@ class Scheduler:
     def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
         self.is_paused = is_paused
         if clear_prefixes:
-            self._prefixes.clear()
+            self.prefixes.clear()
 
     def _drop_done(self) -> None:
         """Removes requests that were cancelled or failed, from the queue and from slots."""
         self._waiting.drop_done()
-        if dropped := [slot for slot, sequence in self._slots.running if sequence.group.future.done()]:
+        if dropped := [slot for slot, sequence in self.slots.running if sequence.group.future.done()]:
             self.stats["aborted"] += len(dropped)
             self._deactivate(dropped)
             for slot in dropped:
-                self._slots.release(slot)
+                self.slots.release(slot)
 
     def _deactivate(self, slots: list[int]) -> None:
         """Stops decoding in the given slots on the device."""
@@ -272,11 +256,11 @@ class Scheduler:
 
     def _start_sequences(self) -> None:
         """Fills the free slots from the prefill queue, with one insert call for all prompts of one prefill."""
-        free = collections.deque(self._slots.free)
+        free = collections.deque(self.slots.free)
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
-        while free and (sequence := self._waiting.next(self._slots.fair_share)):
+        while free and (sequence := self._waiting.next(max(1, self._num_slots // 2))):
             slot = free.popleft()
-            self._slots.put(slot, sequence)
+            self.slots.put(slot, sequence)
             started[id(sequence.group.prefix)].append((slot, sequence))
         for pairs in started.values():
             slots, sequences = zip(*pairs, strict=True)
@@ -294,29 +278,29 @@ class Scheduler:
         begun = time.perf_counter()
         is_likely = self._arrivals.is_next_likely(time.monotonic())
         steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting)
-        num_steps = self._slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
+        num_steps = self.slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
         self._state, result = self._engine.generate(self._params, self._state, num_steps)
         self._publish()
         values = self._engine.read(result)
         self.stats["generate_calls"] += 1
         self.stats["decode_steps"] += int(values[2].max())
         self.stats["decode_s"] += time.perf_counter() - begun
-        output = step_output.StepOutput(self._engine, self._state, result, self._slots.running)
-        output.collect(values, self.version, self._fail)
+        output = step_output.StepOutput(self._engine, self._state, result, self.slots.running, self._fail)
+        output.collect(values, self.version)
         self.stats["tokens"] += output.num_tokens
         self.stats["first_tokens"] += len(output.started)
         self.stats["first_token_s"] += sum(time.monotonic() - s.group.submitted_s for s in output.started)
         if output.unseen_ends:
             self._deactivate(output.unseen_ends)
         for slot, _ in output.finished:
-            self._slots.release(slot)
+            self.slots.release(slot)
         self._output = output
 
     def _publish(self) -> None:
         """Publishes the output of the last decode call, unless it is already published."""
         if self._output is not None:
             self.stats["samples"] += len(self._output.finished)  # first: a client may read it after its future
-            self._output.publish(self._fail)
+            self._output.publish()
             self._output = None
 
     def _fail(self, group: sequence_lib.SequenceGroup, reason: str) -> None:
@@ -326,9 +310,9 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         finished = [sequence.group for _, sequence in self._output.finished] if self._output else []
-        for group in (*self._slots.groups, *self._waiting, *finished):
+        for group in (*self.slots.groups, *self._waiting, *finished):
             sequence_lib.fail(group.future, error)
-        self._slots.clear()
+        self.slots.clear()
         self._waiting.drop_done()
         self._output = None
 

@@ -17,9 +17,6 @@ class Slots:
         self._sequences: list[sequence_lib.Sequence | None] = [None] * num_slots
         self._max_model_len = max_model_len
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
     def __iter__(self) -> Iterator[sequence_lib.Sequence | None]:
         return iter(list(self._sequences))  # a copy: other threads iterate while the scheduler's thread changes it
 
@@ -38,15 +35,10 @@ class Slots:
         """The numbers of the slots not in use, in ascending order."""
         return [slot for slot, sequence in enumerate(self) if sequence is None]
 
-    @property
-    def fair_share(self) -> int:
-        """The most slots that one request gets while others wait: half of the slots."""
-        return max(1, len(self) // 2)
-
     def usage(self) -> float:
         """Returns the fraction of the slots' positions that contain a token, 0 to 1."""
         lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for _, s in self.running]
-        return sum(lengths) / (len(self) * self._max_model_len)
+        return sum(lengths) / (len(self._sequences) * self._max_model_len)
 
     def put(self, slot: int, sequence: sequence_lib.Sequence) -> None:
         """Assigns a sequence to a free slot."""
@@ -62,7 +54,7 @@ class Slots:
 
     def clear(self) -> None:
         """Frees all slots; does not change the counts of their requests."""
-        self._sequences = [None] * len(self)
+        self._sequences = [None] * len(self._sequences)
 
     def num_steps(self, steps_per_call: int, *, is_any_waiting: bool, is_request_likely: bool) -> int:
         """Returns the most steps that the next decode call should run.

@@ -5,6 +5,7 @@
 2. `publish` does the rest while the next call runs: proofs, listeners, finished samples.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,52 +14,43 @@ from inference.engine import engine as engine_lib
 from inference.proofs import window as proof_window
 from inference.scheduler import sequence as sequence_lib
 
-Fail = Callable[[sequence_lib.SequenceGroup, str], None]  # ends a request with the reason
 
-
+@dataclasses.dataclass(eq=False)
 class StepOutput:
-    """The output of one decode call, which `collect` adds to the running sequences.
+    """The output of one decode call, which `collect` adds to the running sequences."""
 
-    `started` are the sequences that got their first token, `finished` the (slot, sequence) pairs that ended. `unseen_ends` are
-    the slots of ended sequences that the device would continue, because it cannot detect the stop.
-    """
+    engine: engine_lib.Engine
+    state: engine_lib.State
+    result: engine_lib.Result
+    running: Sequence[tuple[int, sequence_lib.Sequence]]  # (slot, sequence)
+    fail: Callable[[sequence_lib.SequenceGroup, str], None]  # ends a request with the reason
+    num_tokens: int = 0
+    started: list[sequence_lib.Sequence] = dataclasses.field(default_factory=list)  # they got their first token
+    finished: list[tuple[int, sequence_lib.Sequence]] = dataclasses.field(default_factory=list)
+    unseen_ends: list[int] = dataclasses.field(default_factory=list)  # slots of ends that the device cannot detect
+    windows: list[tuple] = dataclasses.field(default_factory=list)  # to prove: (sequence, rows, indices [k], bits [k])
 
-    def __init__(
-        self,
-        engine: engine_lib.Engine,
-        state: engine_lib.State,
-        result: engine_lib.Result,
-        running: Sequence[tuple[int, sequence_lib.Sequence]],
-    ):
-        self._engine, self._state, self._result, self._running = engine, state, result, running
-        self.started: list[sequence_lib.Sequence] = []
-        self.finished: list[tuple[int, sequence_lib.Sequence]] = []
-        self.unseen_ends: list[int] = []
-        self.num_tokens = 0
-        # (sequence, rows, indices [k], bits [k]) of the windows that proofs are made of
-        self._windows: list[tuple[sequence_lib.Sequence, int, np.ndarray, np.ndarray]] = []
-
-    def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int, fail: Fail) -> None:
+    def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int) -> None:
         """Appends the call's tokens, sampled by policy `version`, to their sequences. `values` are the result of `Engine.read`.
 
-        A sequence with a log-probability that is not finite, or without a new token, fails its request through `fail`.
+        A sequence with a log-probability that is not finite, or without a new token, fails its request.
         """
         tokens, logprobs, counts = values
         is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
-        result = self._result
-        for slot, sequence in self._running:
+        result = self.result
+        for slot, sequence in self.running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
-                fail(
+                self.fail(
                     sequence.group, "a log-probability is not finite: broken weights or an overflow; check the weights"
                 )
                 continue
             if count == 0:  # without this, the request would never end
-                fail(sequence.group, "the engine returned no token for a slot in use; send the request again")
+                self.fail(sequence.group, "the engine returned no token for a slot in use; send the request again")
                 continue
             before = len(completion.tokens)
             new = tokens[slot, :count].tolist(), logprobs[slot, :count].tolist()
-            is_end_unseen = sequence.append(*new, version, self._engine.config.max_model_len)
+            is_end_unseen = sequence.append(*new, version, self.engine.config.max_model_len)
             num_new = len(completion.tokens) - before
             self.num_tokens += num_new
             if before == 0:
@@ -77,17 +69,17 @@ class StepOutput:
             if request.proofs:
                 self._add_windows(slot, sequence, before, is_end_unseen)
 
-    def publish(self, fail: Fail) -> None:
+    def publish(self) -> None:
         """Makes the proofs, calls the listeners, and completes the futures of finished requests. Without a proof, a request fails."""
-        if self._windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
-            sequences, num_rows, indices, bits = zip(*self._windows, strict=True)
-            proofs = proof_window.encode(num_rows, indices, bits, self._engine.model.model_dim)
+        if self.windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
+            sequences, num_rows, indices, bits = zip(*self.windows, strict=True)
+            proofs = proof_window.encode(num_rows, indices, bits, self.engine.model.model_dim)
             for sequence, proof in zip(sequences, proofs, strict=True):
                 sequence.proofs.append(proof)
                 if not proof:
-                    fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
+                    self.fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
         # Before a future is set: a streaming client must not see the end before the last piece.
-        for _, sequence in self._running:
+        for _, sequence in self.running:
             if sequence.group.listener is not None:
                 try:
                     sequence.group.listener(sequence.index, sequence.completion)
@@ -105,7 +97,7 @@ class StepOutput:
             if not num_rows:
                 continue
             if which == 1 and is_end_unseen:  # so the device has not reduced this window
-                indices, bits = self._engine.top_values(self._state, slot, after // size, num_rows)
+                indices, bits = self.engine.top_values(self.state, slot, after // size, num_rows)
             else:
-                indices, bits = (values[which, slot] for values in self._engine.read_proofs(self._result))
-            self._windows.append((sequence, num_rows, indices, bits))
+                indices, bits = (values[slot, which] for values in self.engine.read_proofs(self.result))
+            self.windows.append((sequence, num_rows, indices, bits))

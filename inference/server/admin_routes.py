@@ -44,7 +44,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "status": "ok" if alive else "the scheduler stopped; see the server's log",
             "policy_version": scheduler.version,
             "paused": scheduler.is_paused,
-            "running": scheduler.num_running,
+            "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
             "stats": dict(scheduler.stats),
         }
@@ -74,13 +74,13 @@ class _Collector:
         """Yields the current value of each metric."""
         scheduler, config = self._server.scheduler, self._server.engine.config
         stats = dict(scheduler.stats)
-        waiting = max(scheduler.num_pending - scheduler.num_running_requests, 0)
+        waiting = max(scheduler.num_pending - len(scheduler.slots.groups), 0)
         cache = {"num_gpu_blocks": str(config.num_slots), "block_size": str(config.max_model_len)}
         queries, hits, tokens = (stats.pop(name) for name in ("prefix_queries", "prefix_hits", "tokens"))
-        yield self._metric("gauge", "vllm:num_requests_running", scheduler.num_running_requests)
+        yield self._metric("gauge", "vllm:num_requests_running", len(scheduler.slots.groups))
         yield self._metric("gauge", "vllm:num_requests_waiting", waiting)
         yield self._metric("gauge", "vllm:num_requests_waiting_by_reason", waiting, reason="capacity")
-        yield self._metric("gauge", "vllm:kv_cache_usage_perc", scheduler.cache_usage())
+        yield self._metric("gauge", "vllm:kv_cache_usage_perc", scheduler.slots.usage())
         yield self._metric("gauge", "vllm:cache_config_info", 1, **cache)
         yield self._metric("counter", "vllm:num_preemptions_total", 0)  # a sequence keeps its slot until it ends
         yield self._metric("counter", "vllm:prefix_cache_queries_total", queries)
@@ -88,8 +88,8 @@ class _Collector:
         yield self._metric("counter", "vllm:prompt_tokens_total", queries)
         yield self._metric("counter", "vllm:generation_tokens_total", tokens)
         yield self._metric("gauge", "intellax:policy_version", scheduler.version)
-        yield self._metric("gauge", "intellax:slots_running", scheduler.num_running)
-        yield self._metric("gauge", "intellax:prefix_cache_bytes", scheduler.prefix_bytes)
+        yield self._metric("gauge", "intellax:slots_running", len(scheduler.slots.running))
+        yield self._metric("gauge", "intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
         for name, value in stats.items():
             yield self._metric("counter", f"intellax:{name}_total", value)
 

@@ -249,9 +249,9 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
     asyncio.run(serve.make_app(server)(scope, receive, send))
     assert sent[0]["status"] == 499
     deadline = time.monotonic() + START_S
-    while (server.scheduler.num_running or server.scheduler.num_pending) and time.monotonic() < deadline:
+    while (len(server.scheduler.slots.running) or server.scheduler.num_pending) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.scheduler.num_running == server.scheduler.num_pending == 0
+    assert len(server.scheduler.slots.running) == server.scheduler.num_pending == 0
     assert server.scheduler.stats["samples"] < 500  # of a thousand
 
 
@@ -328,7 +328,7 @@ def test_an_update_under_requests(weights, server):
         async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=START_S) as client:
             body = {"token_ids": PROMPT, "sampling_params": {"n": 40, "ignore_eos": True}}
             requests = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for _ in range(2)]
-            while not server.scheduler.num_running:
+            while not len(server.scheduler.slots.running):
                 await asyncio.sleep(0.001)
             update = await client.post("/update_weights", json={"version": 100})
             return update, [await request for request in requests]

@@ -197,8 +197,8 @@ def test_proofs_are_of_windows_that_were_asked_for():
         indices, bits = bench.engine.read_proofs(result)
         for which in range(2):
             for slot in range(CONFIG.num_slots):
-                if indices[which, slot].any():
-                    found[which, slot] = before, toploc.encode([(indices[which, slot], bits[which, slot])])[0]
+                if indices[slot, which].any():
+                    found[which, slot] = before, toploc.encode([(indices[slot, which], bits[slot, which])])[0]
     assert {key: before for key, (before, _) in found.items()} == {(0, 1): 30, (1, 1): 35}
     hidden_JD, _ = teacher_forced(ask.tokens, bench.tokens[1])
     results = proofs_lib.verify(hidden_JD, [found[0, 1][1], found[1, 1][1]])

@@ -51,7 +51,7 @@ def test_slots_count_the_sequences_of_each_request():
         slots.put(slot, one.start_next(None))
     slots.put(3, other.start_next(None))
     assert (one.num_running, one.num_started, other.num_running) == (3, 3, 1)
-    assert slots.groups == [one, other] and slots.fair_share == 2 and not slots.free
+    assert slots.groups == [one, other] and not slots.free
     assert slots.usage() == pytest.approx(4 * 3 / 40)
     slots.release(1)
     assert one.num_running == 2 and [s.index for _, s in slots.running] == [0, 2, 0] and list(slots)[1] is None

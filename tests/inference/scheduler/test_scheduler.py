@@ -127,7 +127,7 @@ def test_a_completion_does_not_depend_on_its_company(start, alone, order):
     stepped.run()
     for index, future in futures.items():
         assert future.result(WAIT_S) == alone(MIXED[index]), MIXED[index]
-    assert scheduler.num_running == scheduler.num_pending == 0
+    assert len(scheduler.slots.running) == scheduler.num_pending == 0
 
 
 def test_the_number_of_steps_per_call_changes_no_token(start, alone):
@@ -287,7 +287,7 @@ def test_a_cancelled_request_frees_its_slots(start, alone):
     running = scheduler.submit(Ask(num_samples=7, max_tokens=90))  # four in slots, three ready
     other = stepped.step(lambda: scheduler.submit(Ask()))
     waiting = scheduler.submit(Ask(seed=99))
-    assert scheduler.num_pending == 3 and scheduler.num_running == 4
+    assert scheduler.num_pending == 3 and len(scheduler.slots.running) == 4
     stepped.step(lambda: (running.cancel(), waiting.cancel()))
     assert scheduler.num_pending == 1
     stepped.run()
@@ -423,7 +423,7 @@ def test_reuse_changes_no_bit(chunked):
     assert got == [plain.submit(request).result(WAIT_S) for request in requests]
     other = scheduler_lib.GenerateRequest((1, *TURN[1:40]), max_tokens=9)  # one token differs, at the start
     assert reusing.submit(other).result(WAIT_S) == plain.submit(other).result(WAIT_S)
-    assert plain.stats["prefix_hits"] == 0 and plain.prefix_bytes == 0
+    assert plain.stats["prefix_hits"] == 0 and plain.prefixes.num_bytes == 0
     # 16 of 40, all of 40 again, 32 of 41, 32 of 70, all 48 (three chunks of the 70), 5 again; nothing of the 16 and the other
     assert reusing.stats["prefix_hits"] == 16 + 40 + 32 + 32 + 48 + 5
     assert reusing.stats["prefix_queries"] == sum(len(r.tokens) for r in requests) + 40
@@ -434,7 +434,7 @@ def test_new_weights_forget_old_prefixes(chunked):
     scheduler = chunked()
     request = scheduler_lib.GenerateRequest(TURN[:40], max_tokens=5)
     (old,) = scheduler.submit(request).result(WAIT_S)
-    assert scheduler.prefix_bytes > 0
+    assert scheduler.prefixes.num_bytes > 0
     scheduler.update(params(1), 0).result(WAIT_S)  # the same number, other weights
     (new,) = scheduler.submit(request).result(WAIT_S)
     assert new.tokens != old.tokens and scheduler.stats["prefix_hits"] == 0
@@ -448,9 +448,9 @@ def test_prefixes_obey_their_limit(chunked):
     scheduler = chunked(prefix_cache_bytes=3 * one)
     for first in (1, 2, 3, 4, 2):
         scheduler.submit(scheduler_lib.GenerateRequest((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
-        assert scheduler.prefix_bytes <= 3 * one
+        assert scheduler.prefixes.num_bytes <= 3 * one
     assert (
-        scheduler.stats["prefix_hits"] == 20 and scheduler.prefix_bytes == 3 * one
+        scheduler.stats["prefix_hits"] == 20 and scheduler.prefixes.num_bytes == 3 * one
     )  # the 2 was still there, the 1 not
     scheduler.submit(scheduler_lib.GenerateRequest((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
     assert scheduler.stats["prefix_hits"] == 20
@@ -615,7 +615,7 @@ class Poisoned(Stepped):
         indices, bits = super().read_proofs(result)
         if self.hidden:
             bits = bits.copy()
-            bits[:, 0, 5] = 0x7FC0  # NaN in bfloat16
+            bits[0, :, 5] = 0x7FC0  # NaN in bfloat16
         return indices, bits
 
 
@@ -631,7 +631,7 @@ def test_a_number_that_is_not_finite_fails_its_request_only(start, alone, flag):
     setattr(engine, flag, False)
     assert good.result(WAIT_S) == alone(dataclasses.replace(Ask(seed=3, max_tokens=2 * K), tokens=(1, 2, 3)))
     assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask()) and scheduler.is_alive
-    assert scheduler.num_running == scheduler.num_pending == 0 and scheduler.stats["faults"] >= 1
+    assert len(scheduler.slots.running) == scheduler.num_pending == 0 and scheduler.stats["faults"] >= 1
 
 
 def test_a_device_that_fails_once_fails_its_requests(start, alone, monkeypatch):

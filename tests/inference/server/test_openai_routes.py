@@ -54,7 +54,7 @@ class Scripted(engine_lib.Engine):
         if self.script is None:
             return tokens, logprobs, counts
         tokens, counts = np.array(tokens), np.array(counts)
-        for slot, sample in enumerate(self.scheduler._slots):
+        for slot, sample in enumerate(self.scheduler.slots):
             if sample is not None and counts[slot]:
                 said = self.script[len(sample.completion.tokens) :][: counts[slot]]
                 said = said[: said.index(258) + 1] if 258 in said else said
@@ -476,14 +476,14 @@ def test_a_reader_that_leaves_a_stream_frees_its_slots(server):
         left.clear()
         await asyncio.wait_for(serve.make_app(server)(scope, receive, send), WAIT_S)
         for _ in range(1000):  # while the loop lives, whose end would free the slots, too
-            if server.scheduler.num_running == server.scheduler.num_pending == 0:
+            if len(server.scheduler.slots.running) == server.scheduler.num_pending == 0:
                 break
             await asyncio.sleep(0.01)
         return server.scheduler.stats["aborted"]
 
     before = server.scheduler.stats["aborted"]
     assert asyncio.run(main()) > before
-    assert server.scheduler.num_running == server.scheduler.num_pending == 0
+    assert len(server.scheduler.slots.running) == server.scheduler.num_pending == 0
 
 
 def test_an_event_loop_that_is_gone_frees_the_slots(server):
