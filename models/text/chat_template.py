@@ -8,6 +8,7 @@
 
 import functools
 import json
+import pathlib
 import re
 
 import jinja2
@@ -18,51 +19,7 @@ import jinja2.sandbox
 
 # Qwen's format with two differences. The reasoning of earlier turns stays, so a conversation only grows at its end and a
 # later turn can reuse the sampled ids. It renders no empty <think> block, because each byte is a token here.
-CHATML = r"""
-{%- if tools or messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
-    {%- if tools %}
-        {{- ('\n\n' if messages[0].role == 'system' else '') + '# Tools\n\nYou may call one or more functions to ' }}
-        {{- 'assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML ' }}
-        {{- 'tags:\n<tools>' }}
-        {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
-        {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-        {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": ' }}
-        {{- '<args-json-object>}\n</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- generation %}
-        {%- if message.reasoning_content is string %}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- message.content or '' }}
-        {%- for call in message.tool_calls or [] %}
-            {%- set call = call.function or call %}
-            {{- '\n' if message.content or not loop.first }}
-            {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
-            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
-    {%- elif message.role != 'system' %}
-        {{- raise_exception('a message has role "' ~ message.role ~ '"; use system, user, assistant or tool') }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-""".lstrip("\n")
+CHATML = pathlib.Path(__file__).with_name("chatml.jinja").read_text("utf-8")
 
 
 class Generation(jinja2.ext.Extension):

@@ -29,11 +29,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
 
 from rl import envs
 from rl.envs import environment
-from sharding.system import cli
 
 LIMIT_S = 1  # CPU seconds for one completion on a worker
 CHECK_LIMIT_S = 5  # and on a validator
@@ -153,11 +151,12 @@ class Scorer:
         """Sends completions to a child. Returns (scores or None, CPU seconds, error) of each, or an empty list if the child ended."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
         reply = child.exchange(request, CLOCK_FACTOR * self.limit_s)
-        if reply is None or reply["grown"]:
+        scored = _read_scored(reply, len(completions))
+        if scored is None or reply.get("grown"):
             child.end()
-        if reply is not None and "error" in reply:
+        if scored is None and "error" in reply and request["completions"] == [""]:  # no completion can have sent it
             raise ValueError(reply["error"])
-        return reply["scored"] if reply else []
+        return scored or []
 
     def _report(self, task: environment.Task, errors: list[str]) -> None:
         for error in errors:
@@ -183,12 +182,13 @@ class _Child:
         """True if the last process exceeded its time limit. False for other ends, such as lack of memory due to earlier completions."""
         return self.status in (None, -signal.SIGXCPU)
 
-    def exchange(self, request: dict, timeout_s: float) -> dict | None:
-        """Sends a request to the scoring process. Returns its reply, or None if the process ended or took longer than `timeout_s`."""
+    def exchange(self, request: dict, timeout_s: float) -> dict:
+        """Sends a request to the scoring process. Returns its reply, or {} if the process ended or took longer than `timeout_s`."""
         if self.process is None:
             self._start()
-        with contextlib.suppress(OSError):  # the process has ended; the reply is None then
-            _send(self._pipe, request)
+        with contextlib.suppress(OSError):  # the process has ended, or does not read; it sends no reply then
+            self._pipe.settimeout(timeout_s)
+            self._pipe.sendall(_encode(request))
         return self._receive(timeout_s)
 
     def end(self) -> None:
@@ -198,7 +198,7 @@ class _Child:
             self.status = self._finalizer()
 
     def _start(self) -> None:
-        self._pipe, far_end = connection.Pipe()
+        self._pipe, far_end = socket.socketpair()
         with far_end:
             command = [sys.executable, *COMMAND, json.dumps(self._config | {"pipe": far_end.fileno()})]
             # Printed text goes to standard error, and standard input is empty.
@@ -206,7 +206,7 @@ class _Child:
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[far_end.fileno()], cwd=ROOT
             )
         self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
-        reply = self._receive(START_S) or {}
+        reply = self._receive(START_S)
         if "ready" not in reply:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
@@ -214,22 +214,25 @@ class _Child:
                 f"the scorer of environment {self._config['name']} did not start: {reason}; fix the environment or env.options"
             )
 
-    def _receive(self, timeout_s: float) -> dict | None:
-        if not self._pipe.poll(timeout_s):
-            return None
-        timer = threading.Timer(timeout_s, _shut_down, [self._pipe])  # a reply may stop halfway
-        timer.start()
+    def _receive(self, timeout_s: float) -> dict:
+        """Reads one line of JSON within `timeout_s`. Returns {} for anything else: a completion may have taken over the process."""
+        assert self.process is not None
+        line, deadline_s = bytearray(), time.monotonic() + timeout_s
         try:
-            reply = _receive(self._pipe, MAX_REPLY_BYTES)
-        finally:
-            timer.cancel()
-        if reply is None and self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-        return reply
+            while not line.endswith(b"\n"):
+                self._pipe.settimeout(max(deadline_s - time.monotonic(), 0))
+                line += (chunk := self._pipe.recv(2**16))
+                if not chunk:  # the process ends; its status is needed
+                    self.process.wait(max(deadline_s - time.monotonic(), 0))
+                if not chunk or len(line) > MAX_REPLY_BYTES:
+                    return {}
+            reply = json.loads(line)
+            return reply if isinstance(reply, dict) else {}
+        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
+            return {}
 
 
-def _end(process: subprocess.Popen, pipe: connection.Connection) -> int | None:
+def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
     status = process.poll()
     process.kill()
     process.wait()
@@ -237,45 +240,46 @@ def _end(process: subprocess.Popen, pipe: connection.Connection) -> int | None:
     return status
 
 
-def _shut_down(pipe: connection.Connection) -> None:
-    """Ends a read of this pipe, even if a process that the child started keeps the other end open."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:  # closed meanwhile
-        end.shutdown(socket.SHUT_RDWR)
+def _encode(message: dict) -> bytes:
+    return json.dumps(message).encode() + b"\n"  # no pickles: a completion may have taken over the child
 
 
-def _send(pipe: connection.Connection, message: dict) -> None:
-    pipe.send_bytes(json.dumps(message).encode())  # no pickles: a completion may have taken over the child
-
-
-def _receive(pipe: connection.Connection, max_bytes: int | None = None) -> dict | None:
-    """Reads the next message from a pipe. Returns None if the other process ended, or its message is too long or not JSON."""
-    with contextlib.suppress(EOFError, OSError, ValueError):
-        return json.loads(pipe.recv_bytes(max_bytes))
-    return None
+def _read_scored(reply: dict, count: int) -> list | None:
+    """Returns (scores or None, CPU seconds, error) of each of `count` completions. Returns None for a malformed reply."""
+    try:
+        found = [
+            (None if scores is None else _numbers(scores), float(cpu_s), str(error))
+            for scores, cpu_s, error in reply["scored"]
+        ]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return found if len(found) == count else None
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the child process of a Scorer: answers requests until the parent closes the pipe. Returns the exit status."""
-    parser = cli.Parser(prog="python -m rl.envs.scorer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("config", help="JSON: name, options, seed, limit_s, pipe (a file descriptor)")
-    config = json.loads(parser.parse_args(argv).config)
+def main(config_json: str) -> int:
+    """Runs the child process of a Scorer: answers requests until the parent closes the pipe. Returns the exit status.
+
+    `config_json` is an object with name, options, seed, limit_s, and pipe (a file descriptor).
+    """
+    config = json.loads(config_json)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
-    os.set_inheritable(config["pipe"], False)  # processes that a checker starts must not keep it open
-    pipe = connection.Connection(config["pipe"])
+    pipe = socket.socket(fileno=config["pipe"])
+    pipe.set_inheritable(False)  # processes that a checker starts must not keep it open
     try:
         env = envs.load(config["name"], seed=config["seed"], **config["options"])
         make_task = functools.lru_cache(1024)(env.make_task)
         env.score(make_task(0, "train"), "")  # imports everything that a checker imports on first use
     except Exception as error:  # an environment's own code may raise anything
-        _send(pipe, {"error": environment.describe(error)})
+        pipe.sendall(_encode({"error": environment.describe(error)}))
         return 1
     ready_bytes = _address_space_bytes()
     _limit(resource.RLIMIT_AS, ready_bytes + MAX_GROWTH_BYTES)
-    _send(pipe, {"ready": True})
-    while (request := _receive(pipe)) is not None:
+    pipe.sendall(_encode({"ready": True}))
+    for line in pipe.makefile("rb"):
+        request = json.loads(line)
         signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends a process that waits and whose parent is gone
         reply: dict = {}
         try:
@@ -288,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.alarm(0)
         _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         reply["grown"] = _address_space_bytes() > ready_bytes + MAX_GROWTH_BYTES // 2
-        _send(pipe, reply)
+        pipe.sendall(_encode(reply))
     return 0
 
 
@@ -339,4 +343,4 @@ def _address_space_bytes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

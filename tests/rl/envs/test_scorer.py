@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +17,16 @@ from rl import envs
 from rl.envs import environment, scorer
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
+REPLIES = {
+    "half": b'{"scored": [[{"reward"',
+    "huge": b"x" * 2**25,
+    "nested": b"[" * 100_000 + b"\n",
+    "list": b"[]\n",
+    "no_scores": b'{"grown": false}\n',
+    "no_numbers": b'{"scored": [[{"reward": "9"}, 0, ""]], "grown": false}\n',
+    "too_many": b'{"scored": [[{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""]], "grown": false}\n',
+    "error": b'{"error": "the environment is broken"}\n',
+}
 LEAKED = []
 REPORTED = []  # by the scorers of a test
 
@@ -45,8 +54,8 @@ def build(*, marks="", broken="", seed=0):
             pow(9, 9**9)
         elif order == "wait":
             time.sleep(1e6)
-        elif order == "send":  # takes over the child: a message of this many bytes, of which one is sent
-            os.write(json.loads(sys.argv[1])["pipe"], struct.pack("!i", int(argument)) + b"x")
+        elif order == "send":  # takes over the child
+            os.write(json.loads(sys.argv[1])["pipe"], REPLIES[argument])
             time.sleep(1e6)
         elif order == "until":
             while not pathlib.Path(marks, argument).exists():
@@ -93,7 +102,7 @@ def open_files():
 
 def child():
     envs.ENVS["orders"] = build
-    sys.exit(scorer.main(sys.argv[1:]))
+    sys.exit(scorer.main(sys.argv[1]))
 
 
 @pytest.fixture
@@ -143,11 +152,12 @@ def test_a_child_that_waits_is_ended(orders, monkeypatch):
     assert worth(orders("wait", "a")) == [0, 1]
 
 
-@pytest.mark.parametrize("num_bytes", [100, 2**30], ids=["half", "huge"])
-def test_a_reply_that_stops_halfway_or_is_too_long_costs_itself_alone(orders, monkeypatch, num_bytes):
+@pytest.mark.parametrize("reply", REPLIES)
+def test_a_malformed_reply_costs_itself_alone(orders, monkeypatch, reply):
+    """Whatever a completion sends that has taken over its child: the run goes on, and a fresh child scores the others."""
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     begun_s = time.monotonic()
-    assert worth(orders(f"send {num_bytes}", "a")) == [0, 1] and time.monotonic() - begun_s < 20
+    assert worth(orders(f"send {reply}", "a")) == [0, 1] and time.monotonic() - begun_s < 20
 
 
 @pytest.mark.slow
@@ -155,7 +165,7 @@ def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
-    assert waiting.exchange({"index": 0, "split": "train", "completions": ["wait"]}, 30) is None
+    assert waiting.exchange({"index": 0, "split": "train", "completions": ["wait"]}, 30) == {}
     waiting.end()
     assert waiting.status == -signal.SIGALRM and not waiting.hit_limit
 
