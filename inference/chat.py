@@ -85,7 +85,6 @@ def served(arguments: list[str]) -> Iterator[str]:
         command = [sys.executable, "-m", "inference.serve", *arguments, "--port", "0", "--address_file", str(file)]
         command += ["--num_slots", "2", "--prefill_batch", "1", "--steps_per_call", "4", "--exit_with_parent"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
-            assert process.stdin is not None
             try:
                 deadline = time.monotonic() + START_S
                 while not file.exists():
@@ -94,15 +93,14 @@ def served(arguments: list[str]) -> Iterator[str]:
                     time.sleep(0.05)
                 yield file.read_text()
             finally:
-                process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=2)
+                    process.communicate(timeout=2)  # closes standard input, which stops the server
                 process.kill()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the chat command of the terminal. Returns the exit code."""
-    parser = cli.Parser(prog="python -m inference.chat", description=(__doc__ or "").partition("\n")[0])
+    parser = cli.Parser(prog="python -m inference.chat", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="root of a weight broadcast, whose newest version is served")
     source.add_argument("--model", help="a Hugging Face folder or hub ID")
@@ -119,14 +117,12 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             url = args.url
             if url is None:
-                kind = "weights" if args.weights else "model"
-                folder = getattr(args, kind)
+                kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)
                 if pathlib.Path(folder).exists():  # not a URL or a hub ID; the server has another working directory
                     folder = str(pathlib.Path(folder).resolve())
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
-            http = stack.enter_context(
-                httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=10))
-            )
+            timeout = httpx.Timeout(600, connect=10)
+            http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=timeout))
             talk(http, options, args.system)
     except (ValueError, OSError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -47,7 +47,7 @@ class Client:
     """A client that spreads requests over several inference servers. Use it as `async with Client(urls) as client`."""
 
     def __init__(
-        self, urls: Sequence[str], *, timeout_s: float = 600.0, give_up_s: float = 60.0, api_key: str | None = None
+        self, urls: Sequence[str], *, timeout_s: float = 600, give_up_s: float = 60, api_key: str | None = None
     ):
         """Creates a client.
 
@@ -157,21 +157,19 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
         raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
     versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
-        raise ValueError(
-            f"server sent {len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions, not equally many"
-        )
+        counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
+        raise ValueError(f"server sent {counts}, not equally many")
     if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
     if len(tokens) > sampling.get("max_tokens", len(tokens)):
         raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were requested")
     if choice["finish_reason"] not in rollout_lib.FINISH_REASONS:
-        raise ValueError(
-            f"server sent the finish_reason {str(choice['finish_reason'])[:80]!r}, which a rollout does not allow"
-        )
+        reason = str(choice["finish_reason"])[:80]
+        raise ValueError(f"server sent the finish_reason {reason!r}, which a rollout does not allow")
     proofs = base64.b64decode(choice["proofs"], validate=True)
     if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
         raise ValueError(
-            f"server sent {len(proofs)} bytes of proofs; at most {rollout_lib.MAX_PROOF_BYTES} are allowed"
+            f"server sent {len(proofs)} bytes of proofs, more than {rollout_lib.MAX_PROOF_BYTES}, the maximum"
         )
     experts = None
     if sampling.get("return_routed_experts"):
@@ -182,15 +180,14 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:
     shape, dtype = field["shape"], str(field["dtype"])[:80]
     if dtype not in ("uint8", "uint16") or field["start"] != 0:
+        start = str(field["start"])[:80]
         raise ValueError(
-            f"server sent routed_experts of {dtype!r} from token {str(field['start'])[:80]}; uint8 or uint16 from token 0 were requested"
+            f"server sent routed_experts of {dtype!r} from token {start}, not uint8 or uint16 from token 0"
         )
     if len(shape) != 3 or any(type(size) is not int or not 0 < size < 2**31 for size in shape) or shape[0] != num_rows:
         raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were requested")
     data = base64.b64decode(field["data"], validate=True)
     dtype = np.dtype(dtype).newbyteorder("<")
     if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:
-        raise ValueError(
-            f"server sent {len(data)} bytes of routed_experts, which do not fit shape {shape} or the limit"
-        )
+        raise ValueError(f"server sent {len(data)} bytes of routed_experts, which do not fit {shape} or the limit")
     return np.frombuffer(data, dtype).reshape(shape)

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
     if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
         _log(
-            f"note: --max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
+            f"note: --max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained on"
         )
     if args.address_file:
         sockets.announce(args.address_file, sock)
@@ -124,12 +124,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.Parser(prog="python -m inference.serve", description=(__doc__ or "").partition("\n")[0])
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays"
-    )
-    source.add_argument("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
+    parser = cli.Parser(prog="python -m inference.serve", description=__doc__)
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays")
+    add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
     add = parser.add_argument
     add("--weights_key", help="hex of the public key that must have signed the weights")
     add("--host", default="127.0.0.1")
@@ -145,11 +143,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--steps_per_call", type=int, default=8)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
-    add(
-        "--mesh",
-        default="",
-        help="mesh axes over this host's devices, such as tensor=4,expert=2,data=-1 (default: one device)",
-    )
+    add("--mesh", default="", help="mesh axes over this host's devices, such as tensor=4,data=-1 (default: one device)")
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
     add("--routed_experts", action="store_true", help="record each token's experts, for router replay")
@@ -166,18 +160,15 @@ def _check(args: argparse.Namespace) -> None:
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
         raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
     if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():
-        raise ValueError(
-            f"--address_file {args.address_file} is in a directory that does not exist; create the directory first"
-        )
+        raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create that first")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
 
 
 def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
-    config = engine_lib.EngineConfig(
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(engine_lib.EngineConfig)}
-    )
+    fields = dataclasses.fields(engine_lib.EngineConfig)
+    config = engine_lib.EngineConfig(**{field.name: getattr(args, field.name) for field in fields})
     options = {
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,

@@ -59,9 +59,8 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     async def metrics():
         registry = prometheus_client.CollectorRegistry()
         registry.register(_Collector(server))
-        return responses.PlainTextResponse(
-            prometheus_client.generate_latest(registry), media_type="text/plain; version=0.0.4"
-        )
+        text = prometheus_client.generate_latest(registry)
+        return responses.PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 class _Collector:

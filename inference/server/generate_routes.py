@@ -15,30 +15,31 @@ from collections.abc import Sequence
 import fastapi
 from fastapi import responses
 
+from inference.engine import request as request_lib
 from inference.engine import routed_experts
-from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas, web
+from models import config
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
     """Adds the route POST /inference/v1/generate (vLLM's API with token IDs) to an app."""
 
     @app.post("/inference/v1/generate")
-    async def generate(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.Generate, max_body_bytes)
+    async def generate(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.Generate, max_body_bytes)
         request = server.request(body.sampling_params, body.token_ids, proofs=body.proofs)
         future = asyncio.wrap_future(server.scheduler.submit(request))
-        completions = await web.run_until_disconnect(http_request, future)  # a disconnect frees the slots
+        completions = await web.run_until_disconnect(http, future)  # a disconnect frees the slots
         start = body.sampling_params.routed_experts_prompt_start
         reply = {
             "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
-            "choices": [{"index": i} | _choice(server, c, start) for i, c in enumerate(completions)],
+            "choices": [{"index": i} | _choice(server.engine.model, c, start) for i, c in enumerate(completions)],
             "usage": usage([(request, completions)]),
         }
         return responses.JSONResponse(reply | prompt_logprobs(request, completions[0]))
 
 
-def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[scheduler_lib.Completion]]]) -> dict:
+def usage(answered: Sequence[tuple[request_lib.GenerateRequest, Sequence[request_lib.Completion]]]) -> dict:
     """Returns OpenAI's `usage` object, the token counts of all prompts; `cached_tokens` were found in the prefix cache."""
     num_prompt = sum(len(request.tokens) for request, _ in answered)
     num_new = sum(len(completion.tokens) for _, completions in answered for completion in completions)
@@ -50,7 +51,7 @@ def usage(answered: Sequence[tuple[scheduler_lib.GenerateRequest, Sequence[sched
     }
 
 
-def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: scheduler_lib.Completion) -> dict:
+def prompt_logprobs(request: request_lib.GenerateRequest, completion: request_lib.Completion) -> dict:
     """Returns {"prompt_logprobs": vLLM's list} if requested, else {}. The first token has None: no token precedes it."""
     if not request.prompt_logprobs or completion.prompt_logprobs is None:
         return {}
@@ -58,10 +59,8 @@ def prompt_logprobs(request: scheduler_lib.GenerateRequest, completion: schedule
     return {"prompt_logprobs": [None, *({str(token): {"logprob": x}} for token, x in list(scored)[1:])]}
 
 
-def extra_fields(
-    server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int
-) -> dict:
-    """Returns the fields of a completion that OpenAI's API lacks: policy versions, proofs, routed experts from token `experts_start`."""
+def extra_fields(model: config.ModelConfig, completion: request_lib.Completion, experts_start: int) -> dict:
+    """Returns the fields of a completion that OpenAI's API lacks: policy versions, log-probabilities, experts from token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
         "policy_versions": [[version, len(list(run))] for version, run in runs],
@@ -70,19 +69,16 @@ def extra_fields(
     if completion.raw_logprobs:
         fields["untempered_logprobs"] = completion.raw_logprobs
     if completion.experts is not None:
-        model = server.engine.model
         fields["routed_experts"] = routed_experts.reply_field(completion.experts, model, experts_start)
     return fields
 
 
-def _choice(server: inference_server.InferenceServer, completion: scheduler_lib.Completion, experts_start: int) -> dict:
-    content = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
-    ]
+def _choice(model: config.ModelConfig, completion: request_lib.Completion, experts_start: int) -> dict:
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     return {
         "token_ids": completion.tokens,
         "finish_reason": completion.finish_reason,
         "logprobs": {"content": content},
         "proofs": base64.b64encode(completion.proofs).decode(),
-    } | extra_fields(server, completion, experts_start)
+    } | extra_fields(model, completion, experts_start)

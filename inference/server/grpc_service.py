@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
+from inference.engine import request as request_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 
 MAX_RPCS = 256  # each has a thread
-POLL_S = 0.5  # the longest time until a disconnected client is noticed
 MESSAGES: Any = jetstream_pb2  # its classes exist only at run time
 
 
@@ -38,9 +38,7 @@ def start(server: inference_server.InferenceServer, host: str, port: int) -> tup
     try:
         bound = grpc_server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise ValueError(
-            f"cannot listen on {host}:{port} for gRPC; choose another port, or 0 for a free one"
-        ) from error
+        raise ValueError(f"cannot listen on {host}:{port} for gRPC; use another port, or 0 for a free one") from error
     grpc_server.start()
     return bound, grpc_server
 
@@ -52,7 +50,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     def Decode(self, request, context) -> Iterator:
         is_text = request.WhichOneof("content") == "text_content"
         text, ids = request.text_content.text, request.token_content.token_ids
-        generate = scheduler_lib.GenerateRequest(
+        generate = request_lib.GenerateRequest(
             tokens=self._tokenizer.encode(text) if is_text else list(ids),
             max_tokens=request.max_tokens,
             seed=int.from_bytes(os.urandom(4), "little"),
@@ -75,8 +73,9 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         except scheduler_lib.Closed as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         future.add_done_callback(lambda _: pieces.put(None))
+        context.add_callback(lambda: pieces.put(None))  # the client disconnected
         try:
-            yield from self._replies(pieces, context, with_text=is_text)
+            yield from self._replies(pieces, with_text=is_text)
             if context.is_active():
                 future.result()
         except (scheduler_lib.Fault, scheduler_lib.Closed) as error:
@@ -87,17 +86,10 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     def HealthCheck(self, request, context):
         return MESSAGES.HealthCheckResponse(is_live=self._scheduler.is_alive)
 
-    def _replies(self, pieces: queue.SimpleQueue, context, *, with_text: bool) -> Iterator:
+    def _replies(self, pieces: queue.SimpleQueue, *, with_text: bool) -> Iterator:
         stream = self._tokenizer.text_stream()
         content = MESSAGES.DecodeResponse.StreamContent
-        while context.is_active():
-            try:
-                piece = pieces.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            if piece is None:
-                return
-            new, final = piece
+        for new, final in iter(pieces.get, None):
             tokens = [token for token in new if token not in self._tokenizer.stop_ids]
             text = stream.push(tokens, final=final) if with_text else ""
             sample = content.Sample(text=text, token_ids=tokens)

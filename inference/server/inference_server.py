@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import warmup
@@ -89,7 +90,7 @@ class InferenceServer:
             self.have = pulled if source is None else None
             return version
 
-    def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> scheduler_lib.GenerateRequest:
+    def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
         """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
 
         `extra` are fields of `GenerateRequest` that the route sets.
@@ -99,16 +100,13 @@ class InferenceServer:
             if (value := getattr(sampling, name)) != neutral:
                 raise ValueError(f"{name} = {value} is not supported; leave it out or send {neutral}")
         if sampling.routed_experts_prompt_start >= max(len(tokens), 1):
-            raise ValueError(
-                f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start} is past the prompt's "
-                f"{len(tokens)} tokens; send a smaller one"
-            )
+            start = f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start}"
+            raise ValueError(f"{start} is past the prompt's {len(tokens)} tokens; send a smaller one")
         if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.tokenizer.stop_ids
-        experts = sampling.return_routed_experts
-        left, records_experts = max(self.max_model_len - len(tokens), 1), self.engine.config.routed_experts
-        return scheduler_lib.GenerateRequest(
+        experts, left = sampling.return_routed_experts, max(self.max_model_len - len(tokens), 1)
+        return request_lib.GenerateRequest(
             tokens=tokens,
             num_samples=sampling.n,
             max_tokens=left if sampling.max_tokens is None else sampling.max_tokens,
@@ -122,7 +120,7 @@ class InferenceServer:
             logit_bias=tuple((int(token), float(value)) for token, value in sampling.logit_bias.items()),
             raw_logprobs=sampling.untempered_logprobs,
             prompt_logprobs=sampling.prompt_logprobs is not None,
-            routed_experts=records_experts if experts is None else experts,
+            routed_experts=self.engine.config.routed_experts if experts is None else experts,
             **extra,
         )
 
@@ -137,11 +135,8 @@ class InferenceServer:
 
         config = hf.read_config(folder)
         if config != self.engine.model:
-            raise ValueError(
-                f"{folder} has another model than this server, and update needs the same one; start another server for it"
-            )
-        params = _load_folder(folder, self.store)
-        return self._swap(params, self.scheduler.version + 1 if version is None else version)
+            raise ValueError(f"{folder} has another model than this server; send the same one, or start another server")
+        return self._swap(_load_folder(folder, self.store), self.scheduler.version + 1 if version is None else version)
 
     def _swap(self, params: transformer.Params, version: int) -> int:
         check_params(params, self.engine.model)

@@ -20,45 +20,42 @@ from collections.abc import AsyncIterator, Sequence
 import fastapi
 from fastapi import responses
 
+from inference.engine import request as request_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import generate_routes, inference_server, schemas, web
 from models.text import parsers
 from models.text import tokenizer as tokenizer_lib
 
-InferenceServer = inference_server.InferenceServer
-GenerateRequest, Completion = scheduler_lib.GenerateRequest, scheduler_lib.Completion
 
-
-def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> None:
+def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
     """Adds the OpenAI-compatible routes (chat, completions, tokenize, models) to an app."""
 
     @app.post("/v1/chat/completions")
-    async def chat(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.Chat, max_body_bytes)
-        return await _complete_chat(server, http_request, body, _render(server, body))
+    async def chat(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.Chat, max_body_bytes)
+        return await _complete_chat(server, http, body, _render(server, body))
 
     @app.post("/v1/chat/completions/tokens")
-    async def chat_tokens(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.ChatTokens, max_body_bytes)
-        return await _complete_chat(server, http_request, body, body.tokens)
+    async def chat_tokens(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.ChatTokens, max_body_bytes)
+        return await _complete_chat(server, http, body, body.tokens)
 
     @app.post("/v1/completions")
-    async def completions(http_request: fastapi.Request):
-        return await _complete_text(
-            server, http_request, await web.read_schema(http_request, schemas.Completions, max_body_bytes)
-        )
+    async def completions(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.Completions, max_body_bytes)
+        return await _complete_text(server, http, body)
 
     @app.post("/tokenize")
-    async def tokenize(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.Tokenize, max_body_bytes)
+    async def tokenize(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.Tokenize, max_body_bytes)
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
         tokens = _render(server, body) if body.prompt is None else _prompt_ids(server, body, body.prompt)
         return {"count": len(tokens), "max_model_len": server.max_model_len, "tokens": tokens}
 
     @app.post("/detokenize")
-    async def detokenize(http_request: fastapi.Request):
-        body = await web.read_schema(http_request, schemas.Detokenize, max_body_bytes)
+    async def detokenize(http: fastapi.Request):
+        body = await web.read_schema(http, schemas.Detokenize, max_body_bytes)
         vocab_size = server.engine.model.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"token ID {bad[0]} is outside the vocabulary; send 0 to {vocab_size - 1}")
@@ -81,9 +78,7 @@ def add(app: fastapi.FastAPI, server: InferenceServer, max_body_bytes: int) -> N
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-async def _complete_chat(
-    server: InferenceServer, http_request: fastapi.Request, body: schemas.Chat, tokens: list[int]
-) -> responses.Response:
+async def _complete_chat(server, http: fastapi.Request, body: schemas.Chat, tokens: list[int]) -> responses.Response:
     if body.tool_choice not in ("auto", "none"):
         raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
     if body.response_format and (kind := body.response_format.get("type")) != "text":
@@ -92,12 +87,10 @@ async def _complete_chat(
         raise ValueError(f"top_logprobs = {body.top_logprobs} needs logprobs; send logprobs = true, too")
     if body.max_completion_tokens is not None:
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    return await _reply(server, http_request, body, [tokens], body.top_logprobs, _ChatFormat)
+    return await _reply(server, http, body, [tokens], body.top_logprobs, _ChatFormat)
 
 
-async def _complete_text(
-    server: InferenceServer, http_request: fastapi.Request, body: schemas.Completions
-) -> responses.Response:
+async def _complete_text(server, http: fastapi.Request, body: schemas.Completions) -> responses.Response:
     if body.echo:
         raise ValueError("echo = true is not supported; prepend the prompt yourself, or request prompt_logprobs")
     is_list = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
@@ -109,10 +102,10 @@ async def _complete_text(
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
     tokens: list = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]
-    return await _reply(server, http_request, body, tokens, max(body.logprobs or 0, 0), _TextFormat)
+    return await _reply(server, http, body, tokens, max(body.logprobs or 0, 0), _TextFormat)
 
 
-def _render(server: InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
+def _render(server: inference_server.InferenceServer, body: schemas.Chat | schemas.Tokenize) -> list[int]:
     """Returns the prompt's token IDs of a conversation. Raises ValueError if the chat template rejects its messages."""
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
@@ -156,7 +149,9 @@ def _template_call(call: dict) -> dict:
     return call | {"function": function | {"arguments": loaded if isinstance(loaded, dict) else arguments or {}}}
 
 
-def _prompt_ids(server: InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
+def _prompt_ids(
+    server: inference_server.InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str
+) -> list[int]:
     return server.tokenizer.prompt_ids(text) if body.add_special_tokens else server.tokenizer.encode(text)
 
 
@@ -169,22 +164,22 @@ class _TextFormat:
     is_chat, prefix, kind, chunk_kind = False, "cmpl", "text_completion", "text_completion"
     opening: dict | None = None
 
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body, request: GenerateRequest):
-        self._tokenizer, self._body, self._stops = tokenizer, body, request.stop_texts
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body, request: request_lib.GenerateRequest):
+        self._tokenizer, self.body, self.request = tokenizer, body, request
         self._in_reasoning = tokenizer.opens_reasoning(request.tokens)
         self._streams = [tokenizer.text_stream(structured=self.is_chat) for _ in range(request.num_samples)]
         self._texts = [""] * request.num_samples
         self._sent = [parsers.Parsed(None, "", ())] * request.num_samples
 
-    def choice(self, completion: Completion) -> dict:
+    def choice(self, completion: request_lib.Completion) -> dict:
         parsed = self._parse(self._tokenizer.decode(completion.tokens), True)
         return {"text": parsed.content} | self._end(completion, parsed)
 
-    def delta(self, index: int, piece: Completion) -> dict:
+    def delta(self, index: int, piece: request_lib.Completion) -> dict:
         before, parsed = self._grow(index, piece)
         return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
 
-    def _grow(self, index: int, piece: Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
+    def _grow(self, index: int, piece: request_lib.Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
         """Appends a streamed piece to sample `index`. Returns the sample's parsed text (before, after) the piece."""
         final = bool(piece.finish_reason)
         self._texts[index] += self._streams[index].push(piece.tokens, final=final)
@@ -192,14 +187,14 @@ class _TextFormat:
         return before, self._sent[index]
 
     def _parse(self, text: str, final: bool) -> parsers.Parsed:
-        return parsers.Parsed(None, _cut_at_stop(text, self._stops, final), ())
+        return parsers.Parsed(None, _cut_at_stop(text, self.request.stop_texts, final), ())
 
-    def _end(self, piece: Completion, parsed: parsers.Parsed) -> dict:
+    def _end(self, piece: request_lib.Completion, parsed: parsers.Parsed) -> dict:
         reason = "tool_calls" if parsed.calls and piece.finish_reason == "stop" else piece.finish_reason
-        has_logprobs = self._body.logprobs is not None and self._body.logprobs is not False
+        has_logprobs = self.body.logprobs is not None and self.body.logprobs is not False
         return {"finish_reason": reason or None, "logprobs": self._logprobs(piece) if has_logprobs else None}
 
-    def _logprobs(self, piece: Completion) -> dict:
+    def _logprobs(self, piece: request_lib.Completion) -> dict:
         tokens = [self._spell(token) for token in piece.tokens]
         return {
             "tokens": tokens,
@@ -216,55 +211,45 @@ class _ChatFormat(_TextFormat):
     is_chat, prefix, kind, chunk_kind = True, "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
-    def choice(self, completion: Completion) -> dict:
+    def choice(self, completion: request_lib.Completion) -> dict:
         parsed = self._parse(self._tokenizer.structured_text(completion.tokens), True)
-        message: dict = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning is not None:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [_call(call) for call in parsed.calls]
-        return {"message": message} | self._end(completion, parsed)
+        return {"message": parsed.message(_call_id)} | self._end(completion, parsed)
 
-    def delta(self, index: int, piece: Completion) -> dict:
+    def delta(self, index: int, piece: request_lib.Completion) -> dict:
         before, parsed = self._grow(index, piece)
         num_calls = len(before.calls)
         delta = {
             "reasoning_content": (parsed.reasoning or "")[len(before.reasoning or "") :],
             "content": parsed.content[len(before.content) :],
-            "tool_calls": [{"index": at} | _call(call) for at, call in enumerate(parsed.calls) if at >= num_calls],
+            "tool_calls": [
+                {"index": at} | call.field(_call_id(at)) for at, call in enumerate(parsed.calls) if at >= num_calls
+            ],
         }
         return {"delta": {name: new for name, new in delta.items() if new}} | self._end(piece, parsed)
 
     def _parse(self, text: str, final: bool) -> parsers.Parsed:
         return parsers.parse(
-            _cut_at_stop(text, self._stops, final),
+            _cut_at_stop(text, self.request.stop_texts, final),
             self._tokenizer.call_format,
-            tools=self._body.tools,
-            read_calls=bool(self._body.tools) and self._body.tool_choice != "none",
+            tools=self.body.tools,
+            read_calls=bool(self.body.tools) and self.body.tool_choice != "none",
             in_reasoning=self._in_reasoning,
             final=final,
         )
 
-    def _logprobs(self, piece: Completion) -> dict:
+    def _logprobs(self, piece: request_lib.Completion) -> dict:
         def entry(token: int, logprob: float) -> dict:
             spelled = self._tokenizer.token_bytes(token)
             return {"token": self._spell(token), "logprob": logprob, "bytes": list(spelled)}
 
         tops = piece.top or [[]] * len(piece.tokens)
-        content = [
-            entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
-            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
-        ]
+        rows = zip(piece.tokens, piece.logprobs, tops, strict=True)
+        content = [entry(*pair) | {"top_logprobs": [entry(*top) for top in entries]} for *pair, entries in rows]
         return {"content": content}
 
 
 async def _reply(
-    server: InferenceServer,
-    http_request: fastapi.Request,
-    body: schemas.Chat | schemas.Completions,
-    prompts: Sequence[list[int]],
-    top_logprobs: int,
-    format_type: type[_TextFormat],
+    server, http: fastapi.Request, body, prompts: Sequence[list[int]], top_logprobs: int, format_type: type[_TextFormat]
 ) -> responses.Response:
     """Completes the prompts and returns a JSON reply, or a stream of events for the only prompt.
 
@@ -283,24 +268,24 @@ async def _reply(
         "model": body.model or server.model_name,
     }
     if body.stream:
-        return _EventStream(server.scheduler, requests[0], body, formats[0], head)
-    answered = await web.run_until_disconnect(http_request, _complete(server.scheduler, requests))
+        return _EventStream(server.scheduler, formats[0], head)
+    answered = await web.run_until_disconnect(http, _complete(server.scheduler, requests))
     choices, prompt_fields = [], {}
     for request, completions, formatter in zip(requests, answered, formats, strict=True):
         for completion in completions:
             prompt_fields = generate_routes.prompt_logprobs(request, completion)
             choice = {"index": len(choices)} | formatter.choice(completion)
-            choice |= generate_routes.extra_fields(server, completion, body.routed_experts_prompt_start)
+            choice |= generate_routes.extra_fields(server.engine.model, completion, body.routed_experts_prompt_start)
             if body.return_token_ids:
                 prompt_fields["prompt_token_ids"] = list(request.tokens)
                 choice["token_ids"] = completion.tokens
             choices.append(choice if format_type.is_chat else choice | prompt_fields)
     usage = generate_routes.usage(list(zip(requests, answered, strict=True)))
-    top_level = prompt_fields if format_type.is_chat else {}
-    return responses.JSONResponse(head | {"choices": choices, "usage": usage} | top_level)
+    body_fields = prompt_fields if format_type.is_chat else {}
+    return responses.JSONResponse(head | {"choices": choices, "usage": usage} | body_fields)
 
 
-async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence) -> list[list[request_lib.Completion]]:
     """Runs requests; returns the list of completions of each. If one request fails or the caller is cancelled, cancels all."""
     futures = []
     try:
@@ -312,8 +297,8 @@ async def _complete(scheduler: scheduler_lib.Scheduler, requests: Sequence[Gener
             future.cancel()
 
 
-def _call(call: parsers.ToolCall) -> dict:
-    return call.field(f"call_{uuid.uuid4().hex[:24]}")
+def _call_id(_index: int) -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _cut_at_stop(text: str, stops: Sequence[str], final: bool) -> str:
@@ -331,19 +316,12 @@ class _EventStream(responses.StreamingResponse):
     cancelled when the client disconnects, also before the first event.
     """
 
-    def __init__(
-        self,
-        scheduler: scheduler_lib.Scheduler,
-        request: GenerateRequest,
-        body: schemas.Chat | schemas.Completions,
-        formatter: _TextFormat,
-        head: dict,
-    ):
+    def __init__(self, scheduler: scheduler_lib.Scheduler, formatter: _TextFormat, head: dict):
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()  # (sample index, piece); None at the end
-        self._num_sent = [0] * request.num_samples
-        self._future = scheduler.submit(request, self._listen)
+        self._num_sent = [0] * formatter.request.num_samples
+        self._future = scheduler.submit(formatter.request, self._listen)
         self._future.add_done_callback(lambda _: self._put(None))
-        events = self._events(request, body, formatter, head)
+        events = self._events(formatter, head)
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope, receive, send) -> None:
@@ -353,17 +331,18 @@ class _EventStream(responses.StreamingResponse):
         finally:
             self._future.cancel()
 
-    def _listen(self, index: int, completion: Completion) -> None:
+    def _listen(self, index: int, completion: request_lib.Completion) -> None:
         """Queues the new tokens of sample `index` for sending. The scheduler calls it in its own thread after each decode."""
         start, self._num_sent[index] = self._num_sent[index], len(completion.tokens)
         lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
         self._put((index, dataclasses.replace(completion, **lists)))
 
-    def _put(self, item: tuple[int, Completion] | None) -> None:
+    def _put(self, item: tuple[int, request_lib.Completion] | None) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, item)
 
-    async def _events(self, request: GenerateRequest, body, formatter: _TextFormat, head: dict) -> AsyncIterator[str]:
+    async def _events(self, formatter: _TextFormat, head: dict) -> AsyncIterator[str]:
+        request, body = formatter.request, formatter.body
         for index in range(request.num_samples if formatter.opening else 0):
             prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
             yield _event(head | prompt | {"choices": [{"index": index} | (formatter.opening or {})]})

@@ -52,16 +52,12 @@ class RequestError(Exception):
 
 
 def server(
-    app: fastapi.FastAPI,
-    *,
-    drain_s: int = 5,
-    max_bodies_bytes: int = MAX_BODIES_BYTES,
-    max_connections: int | None = None,
+    app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES, max_connections: int = 0
 ) -> uvicorn.Server:
     """Returns a uvicorn server of `app` without log output. Start it by `.run(sockets=[sock])`, which blocks.
 
     Setting `should_exit = True`, or SIGTERM, stops it: it accepts no more connections, and running requests get `drain_s`
-    seconds. `max_connections` defaults to three quarters of the files that the process may open.
+    seconds. If `max_connections` is 0, it is three quarters of the files that the process may open.
     """
     app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
     app.add_exception_handler(RequestError, _reply_error)
@@ -108,11 +104,9 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
             if size + len(chunk) > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the maximum; send a smaller one")
             if not budget.take(network, len(chunk)):
-                message = (
-                    f"request bodies from your network use {budget.used[network]} bytes, and {budget.free} are free; "
-                    f"try again in {RETRY_S} s"
-                )
-                raise RequestError(503, "overloaded", message, {"retry-after": str(RETRY_S)})
+                usage = f"request bodies from your network use {budget.used[network]} bytes, and {budget.free} are free"
+                headers = {"retry-after": str(RETRY_S)}
+                raise RequestError(503, "overloaded", f"{usage}; try again in {RETRY_S} s", headers)
             size += len(chunk)
             chunks.append(chunk)
         yield b"".join(chunks)

@@ -50,6 +50,15 @@ class Parsed:
     content: str
     calls: tuple[ToolCall, ...]
 
+    def message(self, call_id: Callable[[int], str]) -> dict:
+        """Returns the assistant's message in the form of OpenAI's API. `call_id(index)` names each of its tool calls."""
+        message: dict = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.field(call_id(index)) for index, call in enumerate(self.calls)]
+        return message
+
 
 def detect_format(template: str) -> str:
     """Returns the tool call format of a chat template, one of FORMATS; "chatml" if the template mentions no tools."""

@@ -68,15 +68,12 @@ class Tokenizer:
 
         Raises ValueError for a string that UTF-8 cannot encode.
         """
-        if not special:
-            try:
-                return self.model.encode(text, add_special_tokens=False).ids
-            except TypeError as error:  # JSON may contain half a surrogate pair
-                raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
-        ids = []
-        for piece in self._escaper.special.split(text):
-            ids += [self.specials[piece]] if piece in self.specials else self.encode(piece)
-        return ids
+        if special:
+            return self._encode_rendered(text, escape="")
+        try:
+            return self.model.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # JSON may contain half a surrogate pair
+            raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
 
     def prompt_ids(self, text: str) -> list[int]:
         """Returns the token IDs of a plain-text prompt, with the tokens that begin or end a sequence (such as Llama's first token)."""
@@ -93,8 +90,6 @@ class Tokenizer:
 
     def structured_text(self, ids: Sequence[int]) -> str:
         """Decodes a completion for `parsers.parse`: the text keeps only the special tokens that structure messages."""
-        if self._unstructured_ids == self.special_ids:
-            return self.decode(ids)
         return self.decode([id for id in ids if id not in self._unstructured_ids], skip_special=False)
 
     def token_bytes(self, id: int) -> bytes:
@@ -159,13 +154,7 @@ class Tokenizer:
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
         text = self.structured_text(ids[:end])
         parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=in_reasoning)
-        message: dict = {"role": "assistant"}
-        if parsed.reasoning is not None:
-            message["reasoning_content"] = parsed.reasoning
-        message["content"] = parsed.content
-        if parsed.calls:
-            message["tool_calls"] = [call.field(f"call_{index}") for index, call in enumerate(parsed.calls)]
-        return message
+        return parsed.message(lambda index: f"call_{index}")
 
     def bridge(
         self,
@@ -202,12 +191,11 @@ class Tokenizer:
         """Writes a folder that `load` and transformers' AutoTokenizer can read. An existing generation_config.json is kept."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        names = {id: name for name, id in self.specials.items()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.named,
-            "eos_token": names[self.eos_id],
-            "pad_token": names[self.pad_id],
+            "eos_token": self.model.id_to_token(self.eos_id),
+            "pad_token": self.model.id_to_token(self.pad_id),
             "clean_up_tokenization_spaces": False,
             "model_max_length": 2**31 - 1,
         }
@@ -322,8 +310,7 @@ class Tokenizer:
     @functools.cached_property
     def _stop(self) -> re.Pattern:
         """The pattern of the end of an assistant turn: a stop token or, in harmony, <|end|>, which does not stop sampling."""
-        names = {id: name for name, id in self.specials.items()}
-        ends = [names[id] for id in self.stop_ids if id in names]
+        ends = [name for name, id in self.specials.items() if id in self.stop_ids]
         ends += harmony.ENDS if self.call_format == "harmony" else ()
         return re.compile("|".join(map(re.escape, ends)))
 
@@ -386,14 +373,14 @@ def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
     """Builds a Tokenizer from a checkpoint's files. Raises ValueError if its kind (model) or its special tokens are not supported."""
     model, named = parts.model, parts.named
     layout = json.loads(model.to_str())
-    mistake = None
-    if any(kind in json.dumps([layout["pre_tokenizer"], layout["normalizer"]]) for kind in ("Metaspace", "Prepend")):
-        mistake = "is a SentencePiece tokenizer, whose IDs depend on where a text is split"
-    elif "ByteLevel" not in json.dumps(layout["decoder"]):
-        mistake = "has no byte-level decoder, which decoding token by token needs"
-    if mistake:
-        remedy = "use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
-        raise ValueError(f"tokenizer.json {mistake}; {remedy}")
+    encoder = json.dumps([layout["pre_tokenizer"], layout["normalizer"]])
+    remedy = "use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
+    if "Metaspace" in encoder or "Prepend" in encoder:
+        raise ValueError(
+            f"tokenizer.json is a SentencePiece tokenizer, whose IDs depend on where a text is split; {remedy}"
+        )
+    if "ByteLevel" not in json.dumps(layout["decoder"]):
+        raise ValueError(f"tokenizer.json has no byte-level decoder, which decoding token by token needs; {remedy}")
     model.encode_special_tokens = True
     model.no_padding()
     model.no_truncation()
@@ -404,20 +391,13 @@ def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
         id = model.token_to_id(name)
         if id is None:
             raise ValueError(
-                f"tokenizer_config.json has {key} {name!r}, which tokenizer.json does not contain; download both again"
+                f"tokenizer_config.json has {key} {name!r}, which tokenizer.json lacks; download both again"
             )
         specials.setdefault(name, id)
     eos_id = specials[named["eos_token"]]
-    return Tokenizer(
-        model,
-        specials,
-        parts.template,
-        pad_id=specials[named.get("pad_token", named["eos_token"])],
-        eos_id=eos_id,
-        stop_ids=tuple(dict.fromkeys([eos_id, *parts.stop_ids])),
-        named=named,
-        tool_template=parts.tool_template,
-    )
+    pad_id = specials[named.get("pad_token", named["eos_token"])]
+    stop_ids = tuple(dict.fromkeys([eos_id, *parts.stop_ids]))
+    return Tokenizer(model, specials, parts.template, pad_id, eos_id, stop_ids, named, parts.tool_template)
 
 
 def _byte_chars() -> list[str]:

@@ -51,9 +51,8 @@ def read(path: str | os.PathLike) -> TokenizerFiles:
     if "eos_token" not in named:
         raise ValueError(f"{directory}/tokenizer_config.json lacks eos_token; add the token that ends a turn")
     template, tool_template = _templates(directory, config)
-    return TokenizerFiles(
-        _read_model(directory / "tokenizer.json"), named, template, tool_template, _stop_ids(directory)
-    )
+    model = _read_model(directory / "tokenizer.json")
+    return TokenizerFiles(model, named, template, tool_template, _stop_ids(directory))
 
 
 def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:
@@ -70,9 +69,8 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
         try:
             found = {entry["name"]: entry["template"] for entry in found}
         except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{directory}/tokenizer_config.json: an entry of chat_template lacks {error}; download it again"
-            ) from error
+            file = directory / "tokenizer_config.json"
+            raise ValueError(f"{file}: an entry of chat_template lacks {error}; download it again") from error
     named = dict(found) if isinstance(found, dict) else {"default": found}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
         named[path.stem] = path.read_text("utf-8")

@@ -33,17 +33,9 @@ REFUSED = {
     "composite": "it mixes other datasets, which can be named themselves",
     "game_of_life_halting": "its checker gives 1.0 to any nonsense when the truth is False",
     "puzzle24": "its checker accepts any four numbers that make 24, not only those of the puzzle",
-    "codeio": _UNSTABLE,
-    "isomorphic_strings": _UNSTABLE,
-    "knight_swap": _UNSTABLE,
-    "list_functions": _UNSTABLE,
-    "ransom_note": _UNSTABLE,
-    "word_ladder": _UNSTABLE,
-    "polynomial_multiplication": _EVALUATED,
-    "intermediate_integration": _EVALUATED,
-    "simple_integration": _EVALUATED,
-    "boxnet": _UNSOLVED,
-    "rush_hour": _UNSOLVED,
+    **dict.fromkeys("codeio isomorphic_strings knight_swap list_functions ransom_note word_ladder".split(), _UNSTABLE),
+    **dict.fromkeys(("polynomial_multiplication", "intermediate_integration", "simple_integration"), _EVALUATED),
+    **dict.fromkeys(("boxnet", "rush_hour"), _UNSOLVED),
 }
 
 _ARITHMETIC = re.compile(r"(?!.*\*\*)(?!.*\d{7})[\d\s+*/().-]*", re.DOTALL)  # no powers: 9**9**9 never ends
@@ -60,12 +52,7 @@ GUARDS = {
 
 
 def build(
-    dataset: str = "",
-    *,
-    partial_credit: bool = False,
-    system_prompt: str = INSTRUCTION,
-    seed: int = 0,
-    **config,
+    dataset: str = "", *, partial_credit: bool = False, system_prompt: str = INSTRUCTION, seed: int = 0, **config
 ) -> environment.Environment:
     """Builds the environment of one dataset of reasoning-gym. `config` has the fields of the dataset's own config class.
 
@@ -75,10 +62,10 @@ def build(
         import reasoning_gym  # takes 1 to 2 s: only when used
         from reasoning_gym import factory
     except ImportError as error:
-        raise ValueError(
-            f"environment reasoning_gym:{dataset} cannot be loaded ({error}): it needs the package reasoning-gym, an "
-            'optional dependency; run pip install -e ".[reasoning-gym]" in the checkout'
-        ) from error
+        reason = (
+            f"environment reasoning_gym:{dataset} needs the package reasoning-gym, an optional dependency ({error})"
+        )
+        raise ValueError(f'{reason}; run pip install -e ".[reasoning-gym]" in the checkout') from error
     name = f"reasoning_gym:{dataset}"
     _check(dataset, config, factory.DATASETS)
     size = SIZES.get(dataset, SIZE)

@@ -40,6 +40,7 @@ CLOCK_FACTOR = 10  # a completion may take this many times the limit by the cloc
 START_S = 120.0
 PATIENCE_S = 1.0  # how long to wait for a busy child before another is started
 OUT_OF_MEMORY = 3  # exit status
+TIMEOUTS = (None, -signal.SIGXCPU)  # statuses of a child that exceeded its time limit; None if the parent ended it
 MAX_KINDS = 16  # of errors that are reported
 MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
 MAX_GROWTH_BYTES = 2**30  # of address space, from when the child is ready
@@ -120,7 +121,7 @@ class Scorer:
 
     def _score_alone(self, child: "_Child", task: environment.Task, completion: str) -> Scored:
         found = self._exchange(child, task, [completion])
-        if not found and not child.hit_limit:  # something else may have ended the child
+        if not found and child.status not in TIMEOUTS:  # another completion may have used up the memory
             found = self._exchange(child, task, [completion])
         return found[0] if found else Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
 
@@ -133,9 +134,7 @@ class Scorer:
             self._report(task, errors)
         return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply]
 
-    def _zeros(
-        self, child: "_Child", task: environment.Task, error: str = "it takes too long or too much memory"
-    ) -> dict:
+    def _zeros(self, child: "_Child", task: environment.Task, error: str = "it takes too much time or memory") -> dict:
         """Returns {name: 0} for each number in this task's scores, found by scoring "". Raises ValueError with `error` if that fails."""
         # The first child may end for another reason.
         reply = self._send(child, task, [""]) or self._send(child, task, [""])
@@ -177,11 +176,6 @@ class _Child:
         self.process: subprocess.Popen | None = None
         self.status: int | None = None  # of the process that `end` ended; None if it was still running
 
-    @property
-    def hit_limit(self) -> bool:
-        """True if the last process exceeded its time limit. False for other ends, such as lack of memory due to earlier completions."""
-        return self.status in (None, -signal.SIGXCPU)
-
     def exchange(self, request: dict, timeout_s: float) -> dict:
         """Sends a request to the scoring process. Returns its reply, or {} if the process ended or took longer than `timeout_s`."""
         if self.process is None:
@@ -201,17 +195,17 @@ class _Child:
         self._pipe, far_end = socket.socketpair()
         with far_end:
             command = [sys.executable, *COMMAND, json.dumps(self._config | {"pipe": far_end.fileno()})]
-            # Printed text goes to standard error, and standard input is empty.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[far_end.fileno()], cwd=ROOT
-            )
+            # Standard input is empty, and printed text goes to standard error.
+            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno()]}
+            self.process = subprocess.Popen(command, cwd=ROOT, **files)
         self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
         reply = self._receive(START_S)
         if "ready" not in reply:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
+            name = self._config["name"]
             raise ValueError(
-                f"the scorer of environment {self._config['name']} did not start: {reason}; fix the environment or env.options"
+                f"the scorer of environment {name} did not start: {reason}; fix the environment or env.options"
             )
 
     def _receive(self, timeout_s: float) -> dict:
@@ -321,9 +315,7 @@ def _numbers(scores: dict) -> dict[str, float]:
         raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add the reward")
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise TypeError(
-                f"the environment's score function returned {str(name)[:80]!r} as the name of a reward component; use 1 to {MAX_NAME} printable characters"
-            )
+            raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
         if not math.isfinite(value):
             raise ValueError(f"score returned {name} = {value}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}

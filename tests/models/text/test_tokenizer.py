@@ -234,7 +234,7 @@ def test_a_template_knows_the_specials_by_name(tmp_path):
     saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
     assert (saved["bos_token"], saved["unk_token"]) == ("<|endoftext|>", "<unk>")
     assert tokenizer.load(tmp_path / "b").render([{"role": "user", "content": "a"}]).token_ids == [PAD, 97, END]
-    with pytest.raises(ValueError, match="has bos_token '<s>', which tokenizer.json does not contain"):
+    with pytest.raises(ValueError, match="has bos_token '<s>', which tokenizer.json lacks"):
         tokenizer.load(folder(tmp_path / "c", chat_template=template, bos_token="<s>"))
 
 

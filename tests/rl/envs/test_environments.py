@@ -149,7 +149,7 @@ def test_refusals(name, options, message):
 def test_reasoning_gym_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it was not installed
     with pytest.raises(
-        ValueError, match=r"reasoning_gym:chain_sum cannot be loaded .*run pip install -e \"\.\[reasoning"
+        ValueError, match=r"reasoning_gym:chain_sum needs the package .*run pip install -e \"\.\[reasoning"
     ):
         envs.load("reasoning_gym:chain_sum")
 
