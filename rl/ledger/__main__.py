@@ -23,9 +23,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if report.error:
-        print(
-            f"error: entry {report.bad_seq} of {args.path} is bad: {report.error}; restore a good copy", file=sys.stderr
-        )
+        found = f"entry {report.num_entries} of {args.path} is bad: {report.error}"
+        print(f"error: {found}; restore a good copy", file=sys.stderr)
         return 1
     if args.command == "show":
         with ledger_lib.Ledger(args.path) as ledger:

@@ -22,6 +22,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, storage
@@ -32,11 +33,10 @@ WINDOW_MS = 24 * 3600 * 1000
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `verify`: `error` is the fault of the first bad entry and `bad_seq` its number; both are None for a good ledger."""
+    """The result of `verify`: the good entries of a ledger file, and the fault of the first bad one, if any."""
 
-    num_entries: int  # good ones
-    error: str | None
-    bad_seq: int | None
+    num_entries: int  # good ones; also the number of the bad one
+    error: str | None  # None for a good ledger
     head: str | None  # "SEQ:HASH" of the last good entry, to be noted elsewhere
 
 
@@ -127,7 +127,7 @@ class Ledger(contextlib.AbstractContextManager):
     def entries(self) -> list[storage.Entry]:
         """Returns all entries of the ledger file, oldest first."""
         with self._lock:
-            return [entry for entry in storage.read(self._connection, 0) if isinstance(entry, storage.Entry)]
+            return list(storage.read(self._connection, 0))
 
     def _load(self) -> None:
         self.state, self._next, self._hash = balances.State(), 0, bytes(32)
@@ -135,18 +135,21 @@ class Ledger(contextlib.AbstractContextManager):
         # The last entries and the head must be of one moment, since other processes append.
         with storage.transaction(self._connection, "BEGIN"):
             self._catch_up()
-            error = storage.head_error(self._connection, self._next - 1, self._hash, self.state.keeper)
-        if error:
-            raise self._bad(error)
+            with self._named_in_errors():
+                storage.check_head(self._connection, self._next - 1, self._hash, self.state.keeper)
 
     def _catch_up(self) -> None:
-        for entry in storage.checked(self._connection, self.state, self._next, self._hash):
-            if isinstance(entry, str):
-                raise self._bad(f"entry {self._next}: {entry}")
-            self._next, self._hash = entry.seq + 1, entry.hash
+        with self._named_in_errors():
+            for entry in storage.checked(self._connection, self.state, self._next, self._hash):
+                self._next, self._hash = entry.seq + 1, entry.hash
 
-    def _bad(self, error: str) -> ValueError:
-        return ValueError(f"ledger {self._path} is bad: {error}; restore a copy that rl.ledger verify accepts")
+    @contextlib.contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            rule = f"entry {self._next}: {error}; restore a copy that rl.ledger verify accepts"
+            raise ValueError(f"ledger {self._path} is bad: {rule}") from error
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
@@ -162,31 +165,22 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
         raise FileNotFoundError(f"no ledger at {path}; give the path of a ledger file")
     if head is not None and not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
         raise ValueError(f"head {head!r} is not SEQ:HASH; copy the head from the output of python -m rl.ledger verify")
-    state, good, last = balances.State(), 0, bytes(32)
-
-    def report(error: str | None) -> Report:
-        return Report(good, error, good if error else None, f"{good - 1}:{last.hex()}" if good else None)
-
+    head_seq, head_hash = (int(head.split(":")[0]), head.split(":")[1]) if head else (-1, "")
+    state, good, last, fault = balances.State(), 0, bytes(32), None
     try:
-        connection = storage.connect(pathlib.Path(path))
+        with contextlib.closing(storage.connect(pathlib.Path(path))) as connection:
+            for entry in storage.checked(connection, state, 0, last):
+                if keeper is not None and state.keeper != keeper:
+                    raise ValueError(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
+                if entry.seq == head_seq and entry.hash.hex() != head_hash:
+                    raise ValueError(f"its hash differs from the head {head}")
+                good, last = entry.seq + 1, entry.hash
+            if head_seq >= good:
+                raise ValueError(f"missing: the ledger ends before the head {head}")
+            storage.check_head(connection, good - 1, last, state.keeper)
     except (ValueError, sqlite3.Error) as error:
-        return report(f"not a ledger: {error}")
-    try:
-        for entry in storage.checked(connection, state, 0, last):
-            if isinstance(entry, str):
-                return report(entry)
-            if keeper is not None and state.keeper != keeper:
-                return report(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
-            if head is not None and entry.seq == int(head.split(":")[0]) and entry.hash.hex() != head.split(":")[1]:
-                return report(f"its hash differs from the head {head}")
-            good, last = entry.seq + 1, entry.hash
-        if head is not None and int(head.split(":")[0]) >= good:
-            return report(f"missing: the ledger ends before the head {head}")
-        return report(storage.head_error(connection, good - 1, last, state.keeper))
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message quotes bytes of a damaged file
-        return report(f"unreadable: {error}")
-    finally:
-        connection.close()
+        fault = str(error)
+    return Report(good, fault, f"{good - 1}:{last.hex()}" if good else None)
 
 
 def now_ms() -> int:

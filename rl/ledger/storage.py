@@ -2,7 +2,7 @@
 
 1. `insert` chains an event: SHA-256 over number, time, previous hash, event, and signature; the keeper signs the hash.
 2. `write_head` signs the number of entries, so that a removed tail is found.
-3. `checked` reads entries and reports the first bad one. For any bytes in the file, it raises only sqlite3.Error and UnicodeDecodeError.
+3. `checked` reads entries and raises for the first bad one: for any bytes in the file, only ValueError or sqlite3.Error.
 
 SQLite's rollback journal: a copy of the file is a copy of the ledger.
 """
@@ -37,21 +37,17 @@ class Entry:
     seal: bytes
 
 
-def checked(
-    connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes
-) -> Iterator[Entry | str]:
-    """Verifies entries from number `start`, applies each to `state`, and yields it. For a bad one, yields the reason (str) and ends."""
+def checked(connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
+    """Verifies entries from number `start`, applies each to `state`, and yields it. Raises ValueError with the reason for a bad one."""
     expected = start
     for entry in read(connection, start):
-        error = entry if isinstance(entry, str) else _entry_error(entry, state, expected, previous)
-        if isinstance(entry, str) or error:
-            yield str(error)
-            return
+        if error := _entry_error(entry, state, expected, previous):
+            raise ValueError(error)
         state.apply(entry.event, entry.time_ms)
         yield entry
         expected, previous = expected + 1, entry.hash
     if expected == 0:
-        yield "missing: a ledger has at least the opening entry"
+        raise ValueError("missing: a ledger has at least the opening entry")
 
 
 def _entry_error(entry: Entry, state: balances.State, expected: int, previous: bytes) -> str | None:
@@ -71,22 +67,20 @@ def _entry_error(entry: Entry, state: balances.State, expected: int, previous: b
     return state.refusal(entry.event, entry.time_ms)
 
 
-def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry | str]:
-    """Yields the entries from number `start`, without verifying them; for one that cannot be decoded, the reason as a string."""
-    query = (
-        "SELECT seq, time_ms, event, signature, previous, hash, seal FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
-    )
+def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry]:
+    """Yields the entries from number `start` without verifying them. Raises ValueError for one that cannot be decoded."""
+    query = "SELECT * FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
     # One query a row: a cursor reads one row ahead, and would raise for a damaged entry at the good one before it.
     while values := connection.execute(query, (start,)).fetchone():
         seq, time_ms, body, signature, previous, hash_, seal = values
-        whole = type(seq) is int and type(time_ms) is int and 0 <= time_ms < 2**63
+        whole = type(seq) is int and start <= seq and type(time_ms) is int and 0 <= time_ms < 2**63
         whole &= isinstance(body, bytes) and len(body) <= events.MAX_EVENT_BYTES
         sizes = ((signature, 64), (previous, 32), (hash_, 32), (seal, 64))
         whole &= all(isinstance(value, bytes) and len(value) == size for value, size in sizes)
-        event = events.decode(body, signature) if whole else "a column of it has the wrong type or size"
-        yield event if isinstance(event, str) else Entry(seq, time_ms, event, previous, hash_, seal)
-        if type(seq) is not int or seq < start:
-            return  # the index of a damaged file is wrong
+        event = events.decode(body, signature) if whole else "a column of it has the wrong type, size, or number"
+        if isinstance(event, str):
+            raise ValueError(event)
+        yield Entry(seq, time_ms, event, previous, hash_, seal)
         start = seq + 1
 
 
@@ -126,18 +120,18 @@ def _head_message(seq: int, hash_: bytes) -> bytes:
     return b"intellax/head/1" + struct.pack("<Q", seq) + hash_
 
 
-def head_error(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> str | None:
-    """Returns why the keeper's signed head does not name entry `seq` with this hash as the last one, or None if it does."""
+def check_head(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> None:
+    """Raises ValueError unless the keeper's signed head names entry `seq` with this hash as the last one of the ledger."""
     rows = connection.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
-        return "there must be exactly one head"
+        raise ValueError("there must be exactly one head")
     _, head_seq, head_hash, signature = rows[0]
-    message = _head_message(head_seq, head_hash) if isinstance(head_hash, bytes) else b""
-    if not message or not rollout_lib.signed(keeper, signature, message):
-        return "the keeper did not sign the head"
+    if not isinstance(head_hash, bytes) or not rollout_lib.signed(
+        keeper, signature, _head_message(head_seq, head_hash)
+    ):
+        raise ValueError("the keeper did not sign the head")
     if (head_seq, head_hash) != (seq, hash_):
-        return f"missing: by the head, the last entry is {head_seq}"
-    return None
+        raise ValueError(f"missing: by the head, the last entry is {head_seq}")
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:

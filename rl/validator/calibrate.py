@@ -44,29 +44,18 @@ SAFETY = 2.0
 BAND_SAFETY = 1.25
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
-MIN_TOLERANCE = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3, routing=1e-3)
-MIN_PROOFS = toploc.Thresholds(exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
-CEILING = toploc.DEPLOYED
+# Smallest limits on one rollout, by name in `Measured`.
+LEAST = dict(margin=1e-3, logprob=1e-3, routing=1e-3, exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
 WAIT_S = 3600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One honest way to generate rollouts, which a validator must accept: changed fields of engine and model config, and a mesh."""
-
-    engine: dict
-    model: dict
-    mesh: dict
-
-
-VARIANTS = {
-    "same": Variant({}, {}, {}),
-    "small_batch": Variant({"num_slots": 3, "prefill_batch": 1}, {}, {}),
-    "single_steps": Variant({"steps_per_call": 1}, {}, {}),
-    "long_calls": Variant({"steps_per_call": 32, "num_slots": 17}, {}, {}),
-    "float32": Variant({}, {"dtype": "float32"}, {}),
-    "bfloat16": Variant({}, {"dtype": "bfloat16"}, {}),
-    "tensor_parallel": Variant({}, {}, {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}),
+# Honest ways to generate rollouts, which a validator must accept: changed fields of engine and model config, and a mesh.
+VARIANTS: dict[str, dict[str, dict]] = {
+    "same": {},
+    "small_batch": {"engine": {"num_slots": 3, "prefill_batch": 1}},
+    "single_steps": {"engine": {"steps_per_call": 1}},
+    "long_calls": {"engine": {"steps_per_call": 32, "num_slots": 17}},
+    "float32": {"model": {"dtype": "float32"}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "tensor_parallel": {"mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}},
 }
 
 
@@ -106,14 +95,11 @@ def roll_out(
     options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
     sampling = {name: config.sampling[name] for name in ("max_tokens", "top_k", "top_p", "min_p")}
-    with contextlib.ExitStack() as stack:
-        scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
-        stack.callback(scores.close)
+    engine = engine_lib.Engine(exp.model, exp.engine, exp.tokenizer)
+    scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S)
+    scheduler = scheduler_lib.Scheduler(engine, params, version, max_queue=10**6)
+    with contextlib.closing(scores), contextlib.closing(scheduler):
         run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
-        scheduler = scheduler_lib.Scheduler(
-            engine_lib.Engine(exp.model, exp.engine, exp.tokenizer), params, version, max_queue=10**6
-        )
-        stack.callback(scheduler.close)
         waiting = []
         for group in groups:
             task = env.make_task(group.index, group.split)
@@ -150,19 +136,18 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
         for one in validator.replay(rollouts[start : start + verifier.MAX_REPLAY_ROWS]):
             evidence.append(checks.evidence(one))
             refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
+            # Limits are per 128 values; a short tail of a small model has fewer.
+            num_rows, dim = one.hidden_ND.shape
+            sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
+            mismatches = [proof.exp_mismatches for proof in one.proofs]
             found: dict[str, Any] = {
                 "margin": one.margin_N,
                 "logprob": one.error_N,
                 "routing": 0.0 if one.gap_T is None else one.gap_T,
+                "exp_mismatches": [math.ceil(n * 128 / k) for n, k in zip(mismatches, sizes, strict=True)],
             }
             for name in ("mantissa_mean", "mantissa_median", "sign_mismatches"):
                 found[name] = [getattr(proof, name) for proof in one.proofs]
-            # Limits are per 128 values; a short tail of a small model has fewer.
-            num_rows, dim = one.hidden_ND.shape
-            sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
-            found["exp_mismatches"] = [
-                math.ceil(proof.exp_mismatches * 128 / k) for proof, k in zip(one.proofs, sizes, strict=True)
-            ]
             for name, values in found.items():
                 value = np.max(values).item()
                 largest[name] = max(largest.get(name, value), value)
@@ -179,22 +164,13 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all measured variants keep."""
-
-    def worst(name: str) -> float:
-        return SAFETY * max(getattr(m, name) for m in measured)
-
-    proofs: dict[str, Any] = {
-        name: min(getattr(CEILING, name), max(getattr(MIN_PROOFS, name), worst(name)))
-        for name in ("exp_mismatches", "mantissa_mean", "mantissa_median")
+    limit: dict[str, Any] = {
+        name: max(least, SAFETY * max(getattr(m, name) for m in measured)) for name, least in LEAST.items()
     }
+    names = ("exp_mismatches", "mantissa_mean", "mantissa_median")
+    proofs = {name: min(getattr(toploc.DEPLOYED, name), limit.pop(name)) for name in names}
     proofs["exp_mismatches"] = math.ceil(proofs["exp_mismatches"])
-    tolerance = rules_lib.Tolerance(
-        margin=max(MIN_TOLERANCE.margin, worst("margin")),
-        max_wrong_tokens=0,
-        logprob=max(MIN_TOLERANCE.logprob, worst("logprob")),
-        proofs=toploc.Thresholds(**proofs),
-        routing=max(MIN_TOLERANCE.routing, worst("routing")),
-    )
+    tolerance = rules_lib.Tolerance(**limit, max_wrong_tokens=0, proofs=toploc.Thresholds(**proofs))
     bands = {
         name: max(getattr(FLOORS, name), BAND_SAFETY * max(m.bound[name] for m in measured))
         for name in ("margin", "logprob", "proof")
@@ -221,13 +197,12 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")
     get = verifier.published(weights)
-    config = exp.config
-    validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(config))
+    validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(exp.config))
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
         if rollouts is None:
-            num_devices = math.prod(VARIANTS[name].mesh.values())
+            num_devices = math.prod(VARIANTS[name]["mesh"].values())
             print(f"{name}: left out, it needs {num_devices} devices and {jax.device_count()} are available")
             continue
         m = measured[name] = measure(validator, rollouts)
@@ -242,17 +217,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices; add one that needs fewer"
         )
-    tolerance, bands = limits(list(measured.values()))
-    verifier.save_bands(
-        args.out,
-        tolerance,
-        bands,
-        {
-            "version": version,
-            "backend": jax.devices()[0].device_kind,
-            "variants": {name: dataclasses.asdict(m) for name, m in measured.items()},
-        },
-    )
+    variants = {name: dataclasses.asdict(m) for name, m in measured.items()}
+    about = {"version": version, "backend": jax.devices()[0].device_kind, "variants": variants}
+    verifier.save_bands(args.out, *limits(list(measured.values())), about)
     print(f"wrote {args.out}")
     return 0
 
@@ -261,24 +228,25 @@ def variant_rollouts(
     exp: experiment_lib.Experiment,
     params: transformer.Params,
     version: int,
-    variant: Variant,
+    variant: dict[str, dict],
     count: int,
     key: rollout_lib.WorkerKey,
 ) -> list[rollout_lib.Rollout] | None:
-    """Generates `count` honest rollouts with a variant of engine, model, and mesh; returns None if the machine has too few devices."""
-    if variant.mesh:
-        num_devices = math.prod(variant.mesh.values())
+    """Generates `count` honest rollouts with one of VARIANTS. Returns None if the machine has too few devices for its mesh."""
+    if axes := variant.get("mesh"):
+        num_devices = math.prod(axes.values())
         if jax.device_count() < num_devices:
             return None
-        mesh = mesh_lib.create(variant.mesh, devices=jax.devices()[:num_devices])
+        mesh = mesh_lib.create(axes, devices=jax.devices()[:num_devices])
         params = jax.device_put(params, rules.shardings(transformer.specs(exp.model), mesh))
     groups: list[task_schedule.Group] = []
     step = 1
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)
         step += 1
-    model = dataclasses.replace(exp.model, **variant.model)
-    changed = dataclasses.replace(exp, model=model, engine=dataclasses.replace(exp.engine, **variant.engine))
+    model = dataclasses.replace(exp.model, **variant.get("model", {}))
+    engine = dataclasses.replace(exp.engine, **variant.get("engine", {}))
+    changed = dataclasses.replace(exp, model=model, engine=engine)
     made = roll_out(changed, params, version, groups, key)
     return [rollout for group in made for rollout in group][:count]
 
@@ -297,9 +265,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--version", type=int, help="version of the published weights (default: the newest)")
     parser.add_argument("--rollouts", type=int, default=512, help="number of rollouts per variant")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        default=list(VARIANTS),
-        help=f"ways to generate (default: all of {', '.join(VARIANTS)})",
-    )
+    names = list(VARIANTS)
+    text = f"ways to generate (default: all of {', '.join(names)})"
+    parser.add_argument("--variants", nargs="+", default=names, help=text)

@@ -13,12 +13,13 @@ dropped worker starts again as an unknown one, and a cheat would need 2^16 hones
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import storage
@@ -52,24 +53,20 @@ class State:
 
     def __init__(self, path: str | pathlib.Path, identity: str, *, keep_steps: int):
         """Opens or creates the state file of `identity`. Raises ValueError if it is of another run or ledger, in use, or damaged."""
-        self._path, self._num_bytes = path, 0
+        self._num_bytes = 0
         self.files: dict[str, validator_status.Status] = {}
         self.names: collections.OrderedDict[tuple[str, bool], tuple[str, ...]] = collections.OrderedDict()
         self.unsettled: set[str] = set()
         self.seen = seen_set.SeenSet(keep_steps)
-        try:  # check_same_thread: the service opens it in one thread and decides in another, never at the same time
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
-        except sqlite3.Error as error:
-            raise ValueError(f"validator state {path} cannot be opened: {error}; give another --state") from error
-        try:
-            self._open(identity)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, sqlite3.Error):
-                raise
-            raise ValueError(
-                f"validator state {path}: {error}; another validator may use it, or it is damaged: give another --state"
-            ) from error
+        with contextlib.ExitStack() as stack:
+            try:  # check_same_thread: the service opens it in one thread and decides in another, never at the same time
+                self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1)
+                stack.callback(self.close)
+                self._open(identity)
+            except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+                remedy = "stop the validator that uses it, or give another --state"
+                raise ValueError(f"validator state {path} cannot be opened: {error}; {remedy}") from error
+            stack.pop_all()
 
     def close(self) -> None:
         """Closes the state file, so that another process may open it."""
@@ -94,9 +91,16 @@ class State:
         """
         entries = [(rollout.step, checks.seen_entries(rollout)) for rollout in accepted]
         texts = {sha: _to_json(status) for sha, status in files.items() if sha not in self.files}
+        dropped, num_bytes = [], self._num_bytes + sum(map(len, texts.values()))
+        for sha, status in self.files.items():
+            if len(self.files) + len(texts) - len(dropped) <= MAX_FILES and num_bytes <= MAX_BYTES:
+                break
+            dropped.append(sha)
+            num_bytes -= len(_to_json(status))
         execute, executemany = self._connection.execute, self._connection.executemany
         with storage.transaction(self._connection):
             executemany("INSERT INTO files (sha, status, settled) VALUES (?, ?, 0)", texts.items())
+            executemany("DELETE FROM files WHERE sha = ?", [(sha,) for sha in dropped])
             execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", (*name, ",".join(request)))
             rows = [(step, digest, *place) for step, (digest, place) in entries]
             executemany("INSERT INTO seen VALUES (?, ?, ?, ?, ?)", rows)
@@ -106,7 +110,6 @@ class State:
             for worker, test in tests.items():
                 most = max(max(values) for values in test["log_wealth"].values())
                 execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (worker, json.dumps(test), most))
-            dropped, num_bytes = self._drop_files(texts)
             oldest = "SELECT rowid FROM names ORDER BY rowid LIMIT max(0, (SELECT count(*) FROM names) - ?)"
             execute(f"DELETE FROM names WHERE rowid IN ({oldest})", (MAX_FILES,))
             workers = self._drop_tests()
@@ -120,25 +123,11 @@ class State:
             self.seen.add(step, *pair)
         return workers
 
-    def settle(self, shas: Iterable[str]) -> None:
+    def settle(self, shas: Sequence[str]) -> None:
         """Records that the ledger contains the verdicts on the files with these hashes."""
-        shas = list(shas)
         with storage.transaction(self._connection):
             self._connection.executemany("UPDATE files SET settled = 1 WHERE sha = ?", [(sha,) for sha in shas])
         self.unsettled.difference_update(shas)
-
-    def _drop_files(self, texts: dict[str, str]) -> tuple[list[str], int]:
-        """Deletes the oldest statuses beyond MAX_FILES or MAX_BYTES, but none in `texts`. Returns (deleted hashes, bytes left)."""
-        num_files = len(self.files) + len(texts)
-        num_bytes = self._num_bytes + sum(map(len, texts.values()))
-        dropped = []
-        query = "SELECT number, sha, length(status) FROM files ORDER BY number LIMIT 1"
-        while (num_files > MAX_FILES or num_bytes > MAX_BYTES) and num_files > len(texts):
-            number, sha, length = self._connection.execute(query).fetchone()
-            self._connection.execute("DELETE FROM files WHERE number = ?", (number,))
-            dropped.append(sha)
-            num_files, num_bytes = num_files - 1, num_bytes - length
-        return dropped, num_bytes
 
     def _drop_tests(self) -> set[str]:
         """Deletes the tests with the least evidence, down to 3/4 of MAX_TESTS, if there are too many. Returns their workers."""
@@ -146,9 +135,9 @@ class State:
         if count <= MAX_TESTS:
             return set()
         least = "SELECT node FROM records ORDER BY wealth LIMIT ?"
-        workers = {worker for (worker,) in self._connection.execute(least, (count - 3 * MAX_TESTS // 4,))}
-        self._connection.executemany("DELETE FROM records WHERE node = ?", [(worker,) for worker in workers])
-        return workers
+        rows = self._connection.execute(least, (count - 3 * MAX_TESTS // 4,)).fetchall()
+        self._connection.executemany("DELETE FROM records WHERE node = ?", rows)
+        return {worker for (worker,) in rows}
 
     def _open(self, identity: str) -> None:
         execute = self._connection.execute
@@ -163,12 +152,9 @@ class State:
                 execute("INSERT INTO run VALUES (?)", (identity,))
                 execute(f"PRAGMA user_version = {FORMAT}")
             elif version != FORMAT:
-                raise ValueError(f"{self._path} is not a validator state of format {FORMAT}; give another --state")
+                raise ValueError(f"it is not a validator state of format {FORMAT}")
         if (found := execute("SELECT identity FROM run").fetchall()) != [(identity,)]:
-            owner = found[0][0] if found else "no run"
-            raise ValueError(
-                f"validator state {self._path} belongs to {owner}, not to {identity}; give another --state"
-            )
+            raise ValueError(f"it belongs to {found[0][0] if found else 'no run'}, not to {identity}")
         for sha, text, settled in execute("SELECT sha, status, settled FROM files ORDER BY number"):
             self.files[sha] = _from_json(text)
             self._num_bytes += len(text)

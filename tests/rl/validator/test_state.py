@@ -249,10 +249,10 @@ def test_old_steps_are_forgotten_on_disk_too(restart):
 def test_another_file_than_ours(tmp_path):
     path = tmp_path / "state.db"
     state = validator_state.State(path, "a run", keep_steps=4)
-    with pytest.raises(ValueError, match="locked; another validator may use it"):
+    with pytest.raises(ValueError, match="locked; stop the validator that uses it"):
         validator_state.State(path, "a run", keep_steps=4)
     state.close()
-    with pytest.raises(ValueError, match="belongs to a run, not to another; give another --state"):
+    with pytest.raises(ValueError, match="belongs to a run, not to another; .* or give another --state"):
         validator_state.State(path, "another", keep_steps=4)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 7")
@@ -262,7 +262,7 @@ def test_another_file_than_ours(tmp_path):
     path.write_bytes(b"SQLite, but for the rest of it" * 100)
     with pytest.raises(ValueError, match="not a database"):
         validator_state.State(path, "a run", keep_steps=4)
-    with pytest.raises(ValueError, match="unable to open database file; give another --state"):
+    with pytest.raises(ValueError, match="unable to open database file; .* or give another --state"):
         validator_state.State(tmp_path / "absent" / "state.db", "a run", keep_steps=4)
     assert validator_state.identity(b"1", None) != validator_state.identity(b"2", None)
     assert validator_state.identity(b"1", "ab") != validator_state.identity(b"1", None)
@@ -338,5 +338,5 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
 
 def test_one_process_at_a_time(restart, tmp_path):
     restart()
-    with pytest.raises(ValueError, match="another validator may use it"):
+    with pytest.raises(ValueError, match="stop the validator that uses it"):
         stand.start(tmp_path)
