@@ -295,7 +295,7 @@ class Service:
         for group in groups:
             for one in group:
                 self._check_repeat(one, newest)
-            whole = checks.first_failure(checks.WHOLE_GROUP, [one.rollout for one in group], self._validator.rules)
+            whole = checks.whole_group([one.rollout for one in group], self._validator.rules)
             if not whole.accepted and _is_good(group):
                 if whole.reason == "samples":
                     whole = checks.Verdict(validator_status.PARTIAL, str(whole))

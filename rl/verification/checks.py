@@ -8,13 +8,10 @@ A check takes (subject, rules) and returns a `Verdict`; `first_failure` runs a t
    claim about experts must not change the result of the checks after it.
 
 No check raises for the content of a rollout, and none does I/O: `Rules` holds the functions that call an environment.
-
-INTELLECT-2 requires P(EOS) > 0.1 at the end. An honest policy samples an EOS of probability 0.05 once in twenty chances, so that
-rule rejects honest rollouts at temperature 1; `Rules.min_stop_probability` can set it. The default bounds chance: over T
-positions, an honest rollout ends where P(stop) < q with probability at most T q.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -22,11 +19,10 @@ from typing import TypeVar
 import numpy as np
 
 from inference.engine import sampler
-from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
+from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
-from rl.verification import seen_set, sequential_test
 
 NOISE_SPAN = 20.0  # nats: Gumbel noise of 23 bits is at most 16.6 and at least -2.8, plus room for rounding
 CHANCE = 1e-7  # probability of rejecting an honest rollout, per check that depends on chance
@@ -66,35 +62,21 @@ def first_failure(checks: Iterable[Check[Subject]], subject: Subject, rules: rul
 
 def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks well-formed rollouts of one lease by `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds per rollout."""
-    verdict = first_failure(WHOLE_GROUP, rollouts, rules)
     each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
-    return next((found for found in each if not found.accepted), OK) if verdict.accepted else verdict
+    return next((found for found in itertools.chain([whole_group(rollouts, rules)], each) if not found.accepted), OK)
 
 
-# ---- the rollouts of one group --------------------------------------------------------------------------------------
-
-
-def samples_complete(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if each sample of the group is present exactly once, or a verdict that rejects."""
+def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if rollouts are all samples of one group, each once, with one prompt and of one worker, or a verdict that rejects."""
     group = _prescribed(rollouts[0], rules)
     count = group.num_samples if group else 0
     found = sorted(rollout.sample for rollout in rollouts)
-    return _accept_if(found == list(range(count)), "samples", f"expected 0..{count - 1} once each, got {found[:16]}")
-
-
-def same_prompt(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if all rollouts of a group have the same prompt, or a verdict that rejects."""
-    prompts = {rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}
-    return _accept_if(len(prompts) == 1, "prompt", "the samples of one group have different prompts")
-
-
-def same_worker(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if all rollouts of a group name the same worker, or a verdict that rejects."""
-    workers = {rollout.worker for rollout in rollouts}
-    return _accept_if(len(workers) == 1, "signature", "the samples of one group come from different workers")
-
-
-WHOLE_GROUP = (samples_complete, same_prompt, same_worker)
+    if found != list(range(count)):
+        return Verdict("samples", f"expected 0..{count - 1} once each, got {found[:16]}")
+    if len({rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}) > 1:
+        return Verdict("prompt", "the samples of one group have different prompts")
+    is_same = len({rollout.worker for rollout in rollouts}) == 1
+    return _accept_if(is_same, "signature", "the samples of one group come from different workers")
 
 
 # ---- one rollout, without weights -----------------------------------------------------------------------------------
@@ -111,32 +93,25 @@ def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if step, group, task, and sample number of a rollout are those that the run's task schedule prescribes, or a verdict that rejects."""
+    """Returns OK if the step, task, sample, seed, and temperature of a rollout are those of the run's schedule, or a verdict that rejects.
+
+    The seed of the sampling noise is prescribed, so that a worker cannot choose among several samples.
+    """
     if not rules.groups(rollout.step):
         return Verdict("step", f"{rollout.step} is not a step of this run")
-    group = _prescribed(rollout, rules)
+    group, found = _prescribed(rollout, rules), rollout.task
     if group is None:
-        return Verdict("task", f"group {rollout.task.group} does not belong to step {rollout.step}")
-    found = rollout.task
+        return Verdict("task", f"group {found.group} does not belong to step {rollout.step}")
     if (found.env, found.index, found.seed) != (rules.env, group.index, rules.env_seed):
         expected = f"{rules.env} {group.index} of seed {rules.env_seed}"
         return Verdict("task", f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
-    last = group.num_samples - 1
-    return _accept_if(0 <= rollout.sample <= last, "samples", f"expected one of 0..{last}, got {rollout.sample}")
-
-
-def seed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the sampling noise has the prescribed seed, so that a worker cannot choose among several samples, or a verdict that rejects."""
-    expected = (_group(rollout, rules).seed + rollout.sample) % 2**32
-    detail = f"expected {expected} for sample {rollout.sample}, got {rollout.seed}"
-    return _accept_if(rollout.seed == expected, "seed", detail)
-
-
-def temperature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the sampling temperature is the one prescribed for the rollout's group, or a verdict that rejects."""
-    expected = _group(rollout, rules).temperature
-    detail = f"expected {expected}, got {rollout.temperature}"
-    return _accept_if(abs(rollout.temperature - expected) <= 1e-6, "temperature", detail)
+    if not 0 <= rollout.sample < group.num_samples:
+        return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
+    seed = (group.seed + rollout.sample) % 2**32
+    if rollout.seed != seed:
+        return Verdict("seed", f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
+    detail = f"expected {group.temperature}, got {rollout.temperature}"
+    return _accept_if(abs(rollout.temperature - group.temperature) <= 1e-6, "temperature", detail)
 
 
 def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -222,7 +197,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, seed, temperature, lengths, vocabulary, version_window, experts_named)
+AT_LEASE = (task, lengths, vocabulary, version_window, experts_named)
 WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, prompt)
 
 
@@ -307,49 +282,7 @@ def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, i
 # ---- one rollout and its replay -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Replayed:
-    """One rollout and the values that our replay recomputed for it; arrays [N, ...] have a row per sampled token."""
-
-    rollout: rollout_lib.Rollout
-    positions_N: np.ndarray
-    margin_N: np.ndarray  # largest noised logit minus that of the token, nats
-    logp_N: np.ndarray
-    tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
-    hidden_ND: np.ndarray
-    gap_T: np.ndarray | None = None  # router margins of claimed experts, but for the last token; None without a claim
-    proofs: Sequence[toploc.ProofResult] = ()
-
-    @property
-    def error_N(self) -> np.ndarray:
-        """The absolute difference of the claimed and the replayed log-probability of each sampled token, [N]."""
-        return np.abs(self.rollout.logprobs[self.positions_N] - self.logp_N)
-
-
-def replayed(rollouts: Sequence[rollout_lib.Rollout], replay, thresholds: toploc.Thresholds) -> list[Replayed]:
-    """Splits the arrays of a `replay.Replay` by rollout and verifies the TOPLOC proofs. Returns one `Replayed` per rollout."""
-    found = []
-    for row, rollout in enumerate(rollouts):
-        sampled = np.flatnonzero(rollout.sampled_mask)
-        tilt_NK = replay.tilt[row, sampled].astype(np.float64)
-        found.append(
-            Replayed(
-                rollout,
-                sampled,
-                margin_N=replay.margin[row, sampled],
-                logp_N=replay.logp[row, sampled],
-                # A token outside the filters has probability 0 and no finite ratio; `sampling` rejects it.
-                tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
-                hidden_ND=replay.hidden[row, sampled],
-                gap_T=None if rollout.routed_experts is None else replay.gap[row, : len(rollout.tokens) - 1],
-            )
-        )
-    proofs = [toploc.split(one.rollout.proofs, *one.hidden_ND.shape) for one in found]
-    results = toploc.verify_proofs_batch([one.hidden_ND for one in found], proofs, thresholds=thresholds)
-    return [dataclasses.replace(one, proofs=result) for one, result in zip(found, results, strict=True)]
-
-
-def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def routing(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the MoE routers choose the claimed experts, within the tolerance, or a verdict that rejects. OK if the rollout names no experts."""
     if one.gap_T is None:
         return OK
@@ -360,7 +293,7 @@ def routing(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(wrong == 0, "routing", detail)
 
 
-def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the seed's sampling noise draws the claimed tokens, within the tolerance, or a verdict that rejects."""
     margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
     wrong = int((margin_N > rules.tolerance.margin).sum())
@@ -369,13 +302,13 @@ def sampling(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(wrong <= rules.tolerance.max_wrong_tokens, "sampling", detail)
 
 
-def logprob(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if no claimed log-probability differs from the replayed one by more than the tolerance, or a verdict that rejects."""
     error, limit = float(one.error_N.max()), rules.tolerance.logprob
     return _accept_if(error <= limit, "logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
-def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def stopping(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the stop token at the end was not too unlikely, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
     if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
         return OK
@@ -385,7 +318,7 @@ def stopping(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(probability >= floor, "termination", detail)
 
 
-def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def shape(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the tokens do not fit a distribution hotter or colder than at the claimed temperature, or a verdict that rejects. OK for greedy rollouts."""
     odds = sequential_test.log_mean_exp(one.tilt_K)
     best = sequential_test.TILTS[int(one.tilt_K.argmax())]
@@ -393,7 +326,7 @@ def shape(one: Replayed, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(one.rollout.temperature == 0 or odds < -math.log(CHANCE), "shape", detail)
 
 
-def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
+def proof(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the TOPLOC proofs fit the hidden states of the replay, or a verdict that rejects."""
     failed = [result for result in one.proofs if not result.accepted]
     if not failed:
@@ -404,7 +337,7 @@ def proof(one: Replayed, rules: rules_lib.Rules) -> Verdict:
 WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
 
 
-def evidence(one: Replayed) -> sequential_test.Evidence:
+def evidence(one: replay.Replayed) -> sequential_test.Evidence:
     """Returns the contribution of an accepted rollout to the sequential test of its worker: mean differences from the replay."""
     k = min(128, one.hidden_ND.size)
     proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]

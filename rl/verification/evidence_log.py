@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, seen_set, sequential_test
+from rl.verification import checks, replay, seen_set, sequential_test
 
 
 class EvidenceLog:
@@ -33,7 +33,7 @@ class EvidenceLog:
                 out.append(self._verdict(rollout.worker))
         return out
 
-    def add_replay(self, one: checks.Replayed) -> checks.Verdict:
+    def add_replay(self, one: replay.Replayed) -> checks.Verdict:
         """Adds a rollout whose replay was accepted, if there are bands. Returns OK, or "statistics" if its worker is flagged as a cheat."""
         if self._bands is None:
             return checks.OK

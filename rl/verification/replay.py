@@ -16,7 +16,7 @@ tokens scored together, V vocabulary, D model, K tempered distributions, L MoE l
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,12 @@ import numpy as np
 from flax import struct
 
 from inference.engine import kv_cache, sampler
+from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
 from rl.batch import packing, router_replay
+from rl.verification import rules as rules_lib
 from rl.verification import sequential_test
 
 BLOCK_TOKENS = 1024  # of a block: enough rows for an efficient matmul; 5 to 15 % quicker than 2048 on two cores
@@ -41,15 +43,27 @@ LENGTH_MULTIPLE = 64
 Array = Any  # np.ndarray on the host, jax.Array in a program
 
 
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """The recomputed values of G rollouts as host arrays [G, T, ...]; column t is about token t if that token was sampled, else 0."""
+# The recomputed values of G rollouts by field of `Replayed`: host arrays [G, T, ...]; column t is about token t if it was sampled.
+_Arrays = dict[str, np.ndarray]
 
-    margin: np.ndarray  # largest noised logit minus that of the token, nats
-    logp: np.ndarray  # of the token, in the distribution sampled from
-    tilt: np.ndarray  # log of q_k(token) / p(token) with q_k ~ p^TILTS[k]
-    hidden: np.ndarray  # the state that predicts the token
-    gap: np.ndarray | None = None  # largest router margin of all layers, of every token; None without named experts
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """One rollout and the values that our replay recomputed for it; arrays [N, ...] have a row per sampled token."""
+
+    rollout: rollout_lib.Rollout
+    positions_N: np.ndarray
+    margin_N: np.ndarray  # largest noised logit minus that of the token, nats
+    logp_N: np.ndarray  # of the token, in the distribution sampled from
+    tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
+    hidden_ND: np.ndarray  # the states that predict the tokens
+    gap_T: np.ndarray | None = None  # largest router margin of all layers, but for the last token; None without experts
+    proofs: Sequence[toploc.ProofResult] = ()
+
+    @property
+    def error_N(self) -> np.ndarray:
+        """The absolute difference of the claimed and the replayed log-probability of each sampled token, [N]."""
+        return np.abs(self.rollout.logprobs[self.positions_N] - self.logp_N)
 
 
 @struct.dataclass
@@ -66,28 +80,52 @@ class _Targets:
 def replay(
     model: config_lib.ModelConfig,
     weights: Callable[[int], transformer.Params],
-    filters: Mapping[str, Any],
+    rules: rules_lib.Rules,
     rollouts: Sequence[rollout_lib.Rollout],
-    max_model_len: int,
-) -> Replay:
-    """Recomputes rollouts with the weights of the policy versions that they name, and returns the values to compare with.
+) -> list[Replayed]:
+    """Recomputes well-formed rollouts with the weights of the policy versions that they name, and verifies their TOPLOC proofs.
 
-    Rollouts must be well-formed, with at most `max_model_len` tokens. `filters` are the sampling filters top_k, top_p, and min_p.
     `weights` returns the params of a version; an error that it raises is passed on.
     """
+    out = recompute(model, weights, rules, rollouts)
+    found = []
+    for row, rollout in enumerate(rollouts):
+        sampled = np.flatnonzero(rollout.sampled_mask)
+        tilt_NK = out["tilt"][row, sampled].astype(np.float64)
+        found.append(
+            Replayed(
+                rollout,
+                sampled,
+                margin_N=out["margin"][row, sampled],
+                logp_N=out["logp"][row, sampled],
+                # A token outside the filters has probability 0 and no finite ratio; `checks.sampling` rejects it.
+                tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
+                hidden_ND=out["hidden"][row, sampled],
+                gap_T=None if rollout.routed_experts is None else out["gap"][row, : len(rollout.tokens) - 1],
+            )
+        )
+    hidden, limits = [one.hidden_ND for one in found], rules.tolerance.proofs
+    proofs = [toploc.split(one.rollout.proofs, *one.hidden_ND.shape) for one in found]
+    results = toploc.verify_proofs_batch(hidden, proofs, thresholds=limits)
+    return [dataclasses.replace(one, proofs=result) for one, result in zip(found, results, strict=True)]
+
+
+def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
+    """Returns the values that a replay of rollouts yields, with a row per rollout; "gap" (router margins) if one names experts."""
     longest = max(len(r.tokens) for r in rollouts)
-    assert longest <= max_model_len
-    T = min(max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+    assert longest <= rules.max_model_len
+    T = min(rules.max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
     shape = (len(rollouts), T)
-    out = Replay(
-        np.zeros(shape, np.float32),
-        np.zeros(shape, np.float32),
-        np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
-        np.zeros((*shape, model.model_dim), jnp.bfloat16),
-        np.zeros(shape, np.float32) if _any_names_experts(rollouts) else None,
-    )
+    out: _Arrays = {
+        "margin": np.zeros(shape, np.float32),
+        "logp": np.zeros(shape, np.float32),
+        "tilt": np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
+        "hidden": np.zeros((*shape, model.model_dim), jnp.bfloat16),
+    }
+    if _any_names_experts(rollouts):
+        out["gap"] = np.zeros(shape, np.float32)
     dtypes = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
-    filters = {name: np.asarray(filters[name], dtype) for name, dtype in dtypes.items()}
+    filters = {name: np.asarray(rules.filters[name], dtype) for name, dtype in dtypes.items()}
     by_version: dict[int, list[int]] = {}
     mixed = []
     for i, rollout in enumerate(rollouts):
@@ -112,7 +150,7 @@ def _any_names_experts(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
 # ---- one version: packed ---------------------------------------------------------------------------------------------
 
 
-def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -> None:
+def _replay_packed(model, params, filters, rollouts, rows_of_out, out: _Arrays) -> None:
     blocks, block_of, columns = _pack(rollouts, model)
     which, sampled = _sampled_tokens(rollouts, columns)
     block, rows = block_of[which], np.asarray(rows_of_out)[which]
@@ -125,10 +163,10 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: Replay) -
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
         mine = np.flatnonzero(block == m)
-        if (gap_BT := scores.pop("gap", None)) is not None and out.gap is not None:
+        if (gap_BT := scores.pop("gap", None)) is not None and "gap" in out:
             gap_N = np.asarray(gap_BT).reshape(-1)
             for i in np.flatnonzero(block_of == m):
-                out.gap[rows_of_out[i], : len(columns[i])] = gap_N[columns[i]]
+                out["gap"][rows_of_out[i], : len(columns[i])] = gap_N[columns[i]]
         _store(scores, rows[mine], sampled.position[mine], out)
 
     before = run(0)
@@ -144,10 +182,10 @@ def _padded_to(N: int, sampled: _Targets, mine: np.ndarray) -> _Targets:
     return jax.tree.map(lambda x: np.resize(x[mine], N), sampled)
 
 
-def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray, out: Replay) -> None:
+def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray, out: _Arrays) -> None:
     """Copies the first len(rows) scores to (rows, positions) in `out`. As uint16, numpy copies bfloat16 faster."""
     for name, values in scores.items():
-        found, into = np.asarray(values)[: len(rows)], getattr(out, name)
+        found, into = np.asarray(values)[: len(rows)], out[name]
         if into.dtype == jnp.bfloat16:
             found, into = found.view(np.uint16), into.view(np.uint16)
         into[rows, positions] = found
@@ -287,7 +325,7 @@ def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters
 
 
 def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
-    """Returns the arrays of `Replay` for S tokens, given the hidden states that predict them."""
+    """Returns margin, logp, tilt, and hidden (see `Replayed`) of S tokens, given the hidden states that predict them."""
     repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
     sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
     logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
@@ -307,8 +345,8 @@ def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, ja
 # ---- several versions: one pass of each over the same keys -----------------------------------------------------------
 
 
-def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -> None:
-    G, T = 1 << (len(rollouts) - 1).bit_length(), out.margin.shape[1]
+def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: _Arrays) -> None:
+    G, T = 1 << (len(rollouts) - 1).bit_length(), out["margin"].shape[1]
     tokens_GT, writer_GT = np.zeros((G, T), np.int32), np.full((G, T), -1, np.int32)
     claims = router_replay.RouterReplay.of(model)
     experts = claims.empty(G, T) if _any_names_experts(rollouts) else None
@@ -323,9 +361,9 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: Replay) -
     for version in np.unique(writer_GT[writer_GT >= 0]).tolist():
         params = weights(version)
         hidden_CD, cache, gap_GT = _run_version(model, params, tokens_GT, writer_GT == version, cache, experts)
-        if out.gap is not None and gap_GT is not None:
+        if "gap" in out and gap_GT is not None:
             i, t = np.nonzero(writer_GT == version)
-            out.gap[rows[i], t] = np.asarray(gap_GT)[i, t]
+            out["gap"][rows[i], t] = np.asarray(gap_GT)[i, t]
         mine = sampler_version == version
         if not mine.any():  # it prefilled a prompt only
             continue

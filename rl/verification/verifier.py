@@ -117,10 +117,9 @@ class Validator:
         """Replays a group that passed `reject_without_weights`. Returns the reason to reject the group, or None to accept it."""
         return _first_reason(self.check_with_weights(rollouts))
 
-    def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Replayed]:
+    def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
         """Recomputes rollouts and verifies their proofs, without verdicts. Raises ValueError or OSError if weights are not available."""
-        found = replay_lib.replay(self.model, self._weights, self.rules.filters, rollouts, self.rules.max_model_len)
-        return checks.replayed(rollouts, found, self.rules.tolerance.proofs)
+        return replay_lib.replay(self.model, self._weights, self.rules, rollouts)
 
     def _check_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         try:

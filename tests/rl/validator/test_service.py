@@ -23,7 +23,7 @@ from rl.protocol import task_schedule
 from rl.validator import service as service_lib
 from rl.validator import state
 from rl.validator import status as validator_status
-from rl.verification import checks, evidence_log, sequential_test, verifier
+from rl.verification import checks, evidence_log, replay, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from tests.support import bare_rules, tiny
 
@@ -69,7 +69,7 @@ class Validator(verifier.Validator):
             return verdict
         results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
         margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
-        one = checks.Replayed(
+        one = replay.Replayed(
             rollout, np.arange(3, 8), margin_N, np.full(5, -0.5), zeros, np.zeros((5, 32)), proofs=results
         )
         return self.evidence.add_replay(one)

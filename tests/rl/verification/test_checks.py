@@ -16,7 +16,7 @@ from rl.batch import router_replay
 from rl.envs import scorer
 from rl.protocol import task_schedule
 from rl.validator import status
-from rl.verification import checks, seen_set, sequential_test, verifier
+from rl.verification import checks, replay, seen_set, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from tests.support import proofs as proofs_lib
 
@@ -230,7 +230,7 @@ def test_a_group_is_its_samples_once_each():
     whole = [make(i) for i in range(4)]
 
     def whole_group(rollouts):
-        return checks.first_failure(checks.WHOLE_GROUP, rollouts, RULES)
+        return checks.whole_group(rollouts, RULES)
 
     assert whole_group(whole[::-1]).accepted
     for broken in (whole[:3], [*whole[:3], make(2)], [*whole, make(3)]):
@@ -296,7 +296,7 @@ def scored(rollout=None, **changes):
         tilt_K=np.zeros(4),
         hidden_ND=np.random.default_rng(0).standard_normal((3, 64)).astype(toploc.jnp.bfloat16),
     )
-    return checks.Replayed(**fields | changes)
+    return replay.Replayed(**fields | changes)
 
 
 @pytest.mark.parametrize(

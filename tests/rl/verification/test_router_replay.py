@@ -12,7 +12,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import routed_experts
 from inference.scheduler import scheduler as scheduler_lib
 from models import moe, transformer
-from rl.verification import checks, verifier
+from rl.verification import checks, replay, verifier
 from rl.verification import rules as rules_lib
 from tests.support import bare_rules, claims, tiny
 from tests.support import rollouts as rollouts_lib
@@ -168,6 +168,6 @@ def spy(seen, x_BTD, params, config, **options):
 
 
 def test_a_gap_that_is_no_number_is_refused():
-    one = checks.Replayed(honest()[0], *[np.zeros(2)] * 5, gap_T=np.array([0.0, np.nan]))
+    one = replay.Replayed(honest()[0], *[np.zeros(2)] * 5, gap_T=np.array([0.0, np.nan]))
     assert checks.routing(one, validator().rules).reason == "routing"
     assert checks.routing(dataclasses.replace(one, gap_T=None), validator().rules).accepted

@@ -93,7 +93,7 @@ def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=we
 
 
 def replay(rollouts):
-    return replay_lib.replay(MODEL, weights, request_lib.NO_FILTERS, rollouts, CAPACITY)
+    return replay_lib.replay(MODEL, weights, bare_rules.make(MODEL, CAPACITY, STRICT), rollouts)
 
 
 @functools.cache
@@ -120,18 +120,18 @@ def test_an_honest_group_passes():
     assert len({tuple(rollout.tokens) for rollout in honest()}) == 4
     assert check(honest()) is None
     found = replay(honest())
-    for i, rollout in enumerate(honest()):
+    for rollout, one in zip(honest(), found, strict=True):
         sampled = np.flatnonzero(rollout.sampled_mask)
         # The replay's own float32: the token is the argmax but where two noised logits are closer than that.
-        assert found.margin[i, sampled].max() <= 1e-5
-        np.testing.assert_allclose(found.logp[i, sampled], rollout.logprobs[sampled], rtol=0, atol=2e-5)
-        assert found.hidden.dtype == jnp.bfloat16 and found.hidden.shape == (4, CAPACITY, MODEL.model_dim)
+        assert one.rollout is rollout and one.margin_N.max() <= 1e-5
+        np.testing.assert_allclose(one.logp_N, rollout.logprobs[sampled], rtol=0, atol=2e-5)
+        assert one.hidden_ND.dtype == jnp.bfloat16 and one.hidden_ND.shape == (len(sampled), MODEL.model_dim)
 
 
 def test_the_replay_scores_tempered_distributions():
     """Against the learner's forward pass and float64: log q(token) / p(token), q ~ p^b."""
     rollout = honest()[0]
-    found = replay(honest())
+    found = replay_lib.recompute(MODEL, weights, bare_rules.make(MODEL, CAPACITY, STRICT), honest())
     tokens_BT = jnp.asarray(rollout.tokens)[None]
     logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT)[0])[0]
     logp_TV = np.asarray(logits_TV, np.float64)
@@ -141,7 +141,7 @@ def test_the_replay_scores_tempered_distributions():
         for k, b in enumerate(sequential_test.TILTS):
             q_V = np.exp(b * logp_V) / np.exp(b * logp_V).sum()
             # float32 log-probabilities near 10, times b = 4 at most: some 1e-5; a wrong exponent is off by tenths
-            assert found.tilt[0, position, k] == pytest.approx(np.log(q_V[token]) - logp_V[token], abs=1e-3)
+            assert found["tilt"][0, position, k] == pytest.approx(np.log(q_V[token]) - logp_V[token], abs=1e-3)
 
 
 @pytest.mark.parametrize("model_dim", [8, 256, 4096])
@@ -192,18 +192,19 @@ def test_rollouts_packed_together_are_replayed_as_each_alone():
     two_turns = rollouts[0].sampled_mask.copy()
     two_turns[40:50] = False
     rollouts.append(dataclasses.replace(rollouts[0], sampled_mask=two_turns))
-    together = replay_lib.replay(MODEL, weights, filters, rollouts, CAPACITY)
-    alone = jax.tree.map(np.zeros_like, dataclasses.asdict(together))
-    replay_lib._replay_mixed(MODEL, weights, filters, rollouts, range(len(rollouts)), replay_lib.Replay(**alone))
+    rules = bare_rules.make(MODEL, CAPACITY, STRICT, filters=filters)
+    together = replay_lib.recompute(MODEL, weights, rules, rollouts)
+    alone = jax.tree.map(np.zeros_like, together)
+    replay_lib._replay_mixed(MODEL, weights, filters, rollouts, range(len(rollouts)), alone)
     for row, rollout in enumerate(rollouts):
         sampled = np.flatnonzero(rollout.sampled_mask)
         for name in ("margin", "logp", "tilt"):
-            got, expected = getattr(together, name)[row, sampled], alone[name][row, sampled]
+            got, expected = together[name][row, sampled], alone[name][row, sampled]
             # float32 programs of other shapes; tilts are logs of up to four times as much
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-        got, expected = (x.hidden[row, sampled].astype(np.float32) for x in (together, replay_lib.Replay(**alone)))
+        got, expected = (x["hidden"][row, sampled].astype(np.float32) for x in (together, alone))
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-4)  # a unit of bfloat16
-        assert np.isfinite(together.logp[row, sampled]).any()  # others lie outside these filters
+        assert np.isfinite(together["logp"][row, sampled]).any()  # others lie outside these filters
 
 
 @pytest.mark.parametrize(
