@@ -1,20 +1,14 @@
 """The recipe of INTELLECT-2 on QwQ-32B: does globally distributed RL improve a 32 B reasoning model?
 
-    python -m rl.plan --config=configs/intellect2.py --topology=v5p:4x4x4
     python -m rl.train --config=configs/intellect2.py --workdir=/shared/intellect2 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
 
-configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is Qwen/QwQ-32B.
+The checkpoint is Qwen/QwQ-32B. Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025):
+256 prompts x 16 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, AdamW 3e-7, and the constants of
+configs/recipes.py. Its tasks (SYNTHETIC-1, math and code with a length reward) are not included; GSM8K stands in.
 
-Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025): 256 prompts x 16 samples, packed
-rows of 32,768 tokens, at most 16,000 per rollout, AdamW 3e-7, and the constants of configs/recipes.py. Its tasks (SYNTHETIC-1, math
-and code with a length reward) are not included; GSM8K stands in.
-
-Hardware: a learner on v5p:4x4x4 (64 chips), parameters, gradients and moments split over all of them (fsdp), and rollout
-servers of one v5p host each (4 chips, tensor parallel).
-
-Estimate: parameters, gradients, and moments take 7.6 GiB of 95.74 per chip; a step in which every rollout is as long as it may be
-(67 M tokens) takes at least 1,000 s, and a server decodes at most 2,100 tokens/s.
+Hardware: a learner on v5p:4x4x4 (64 chips) and inference servers of one v5p host each (4 chips). Estimate: 7.6 GiB of 95.74 per chip;
+a longest step (67 M tokens) takes at least 1,000 s, and a server decodes at most 2,100 tokens/s.
 """
 
 from configs import recipes, tpu_gsm8k

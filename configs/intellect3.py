@@ -1,21 +1,16 @@
 """The recipe of INTELLECT-3 on GLM-4.5-Air: how far does RL improve a 106 B MoE model?
 
-    python -m rl.plan --config=configs/intellect3.py --topology=v5p:4x4x8
     python -m rl.train --config=configs/intellect3.py --workdir=/shared/intellect3 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
 
-configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is zai-org/GLM-4.5-Air-Base.
+The checkpoint is zai-org/GLM-4.5-Air-Base. Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x
+16 samples, contexts of 65,536 tokens, Muon at 1e-6, weights swapped in flight, evaluation every 15 of about 600 steps, no expert
+parallelism, and the constants of configs/recipes.py. Its environments (math, code, science, logic, search, software) are not
+included; GSM8K stands in.
 
-Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x 16 samples, contexts of 65,536 tokens, Muon at
-1e-6, weights swapped in flight, evaluation every 15 of about 600 steps, and the constants of configs/recipes.py. Its environments
-(math, code, science, logic, search, software) are not included; GSM8K stands in.
-
-Hardware: a learner on v5p:4x4x8 (128 chips), everything split over all of them (fsdp), one row of 65,536 tokens per chip,
-inputs of the layers offloaded to the hosts and, as there, no expert parallelism; inference servers of one v5p host each (4 chips:
-heads, experts and vocabulary split over them).
-
-Estimate: parameters, gradients, and moments take 9.4 GiB of 95.74 per chip; a step in which every rollout is as long as it may be
-(268 M tokens) takes at least 1,990 s, and a server decodes at most 490 tokens/s.
+Hardware: a learner on v5p:4x4x8 (128 chips), one row of 65,536 tokens per chip, and inference servers of one v5p host each
+(4 chips). Estimate: 9.4 GiB of 95.74 per chip; a longest step (268 M tokens) takes at least 1,990 s, and a server decodes at most
+490 tokens/s.
 """
 
 from configs import recipes, tpu_gsm8k

@@ -1,10 +1,4 @@
-"""The architectures of published models, by name, with the dims of their config.json.
-
-    presets.use(c, "qwen3_0_6b")
-
-Experiments start from them, and `rl.plan` sizes a run with them. Loading a checkpoint does not: `models.hf.load` reads its
-config.json.
-"""
+"""The architectures of published models, by name, for experiments and `rl.plan`. `models.hf.load` reads a config.json instead."""
 
 from ml_collections import config_dict
 
@@ -13,8 +7,7 @@ DIMS = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "h
 
 def use(c: config_dict.ConfigDict, name: str) -> None:
     """Sets `c.model` to the architecture `name`, computed in bfloat16 with stacked layers whose inputs alone are saved."""
-    c.model.update(MODELS[name])
-    c.model.update(dict(dtype="bfloat16", remat="block", scan_layers=True))
+    c.model.update(MODELS[name] | dict(dtype="bfloat16", remat="block", scan_layers=True))
 
 
 def _model(family: str, *dims: int, **changes) -> dict:

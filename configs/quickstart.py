@@ -5,8 +5,8 @@
 A model of 0.6 M parameters is warmed up on demonstrations of which 60 % copy the text instead of reversing it, so that
 it mostly copies. RL then sees only rewards (1 for the exact reversal, else 0), on real rollouts with real proofs.
 
-Hardware: 2 CPU cores, 1.6 GiB. Three minutes on two cores of a Xeon. Expect a held-out score of about 0.15 after the warm-up and
-above 0.9 after RL; wall times, seeds and curves are in docs/performance.md.
+Hardware: 2 CPU cores of a Xeon, 1.6 GiB, three minutes (docs/performance.md). The held-out score is about 0.15 after the warm-up and
+above 0.9 after RL.
 """
 
 from configs import base
@@ -17,10 +17,8 @@ def get_config():
     c = base.get_config()
     c.env.name = "reverse_text"
     c.env.options.update(min_length=3, max_length=5, alphabet="abcdefgh", reward="exact")
-    c.warmup.num_steps = 180
-    c.warmup.decoy_fraction = 0.6
-    c.rl.update(num_steps=140, prompts_per_step=32, samples_per_prompt=8)
-    c.rl.advantage = "group_mean_std"
+    c.warmup.update(num_steps=180, decoy_fraction=0.6)
+    c.rl.update(num_steps=140, prompts_per_step=32, samples_per_prompt=8, advantage="group_mean_std")
     c.rl.max_lag = 0  # synchronous: every number of the run repeats bit for bit
     c.optimizer.learning_rate = 5e-4
     c.train.row_length = 160

@@ -11,6 +11,5 @@ from configs import quickstart
 def get_config():
     """Returns the config of this experiment."""
     c = quickstart.get_config()
-    c.rl.max_lag = 1
-    c.rl.loss = "masked_importance_sampling"
+    c.rl.update(max_lag=1, loss="masked_importance_sampling")
     return c

@@ -1,19 +1,13 @@
 """Qwen3-0.6B on GSM8K, on the smallest TPU machine: how far does RL alone improve a 0.6 B model?
 
-    python -m rl.plan --config=configs/qwen3_0_6b_gsm8k.py --topology=v5e:2x4
     python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100
 
-configs/tpu_gsm8k.py explains the commands and downloads. The checkpoint is Qwen/Qwen3-0.6B.
+The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's
+defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.
 
-Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's defaults with its rules of thumb
-for sizes: batches of at least 64 prompts' worth, groups of at least 8.
-
-Hardware: v5e:2x4 (8 chips, one host) for the learner, parameters and batch split over all of them (fsdp), and as much for an
-inference server (tensor parallel).
-
-Estimate: parameters, gradients, and moments take 1.1 GiB of 15.75 per chip; a step in which every rollout is as long as it may be
-(1.0 M tokens) takes at least 6.0 s, and a server decodes at most 26,800 tokens/s.
+Hardware: a learner on v5e:2x4 (8 chips, one host), and as much for an inference server. Estimate: 1.1 GiB of 15.75 per chip; a
+longest step (1.0 M tokens) takes at least 6.0 s, and a server decodes at most 26,800 tokens/s.
 """
 
 from configs import tpu_gsm8k
@@ -22,8 +16,7 @@ from configs import tpu_gsm8k
 def get_config():
     """Returns the config of this experiment."""
     c = tpu_gsm8k.get_config("qwen3_0_6b", "Qwen3-0.6B", "v5e:2x4")
-    c.rl.update(num_steps=300, prompts_per_step=64, samples_per_prompt=8)
-    c.rl.loss = "masked_importance_sampling"
+    c.rl.update(num_steps=300, prompts_per_step=64, samples_per_prompt=8, loss="masked_importance_sampling")
     c.train.update(row_length=8192, rows=8)  # one row per chip
     c.sampling.max_tokens = 1536
     c.evaluation.every = 50

@@ -2,10 +2,9 @@
 
     python -m rl.train --config=configs/recipes.py:intellect2 --workdir=runs/intellect2
 
-and likewise `intellect3`, `prime2026`, `scalerl`. They are in one file because their differences matter. A recipe sets the fields that
-define it: loss and its bounds, advantages, old log-probabilities, optimizer, group size, lag. Fields that depend on the size of the
-model are the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a batch is 256 rollouts instead of
-4096. For the models themselves see configs/intellect2.py. Hardware: 2 CPU cores, as the quickstart.
+A recipe sets the fields that define it: loss and its bounds, advantages, old log-probabilities, optimizer, group size, lag. Fields
+that depend on the size of the model are the quickstart's: learning rates of 3e-7 to 1e-6 are for 32 B to 106 B parameters, and a
+batch is 256 rollouts instead of 4096. configs/intellect2.py has its model. Hardware: 2 CPU cores, as the quickstart.
 """
 
 from configs import quickstart
@@ -26,8 +25,7 @@ def intellect2(c):
     """INTELLECT-2 (arXiv 2505.07291; its configuration of April 2025): two-sided clip against the learner's own old policy."""
     c.rl.loss = "two_sided_clip"
     c.loss_options.two_sided_clip.update(clip_low=0.2, clip_high=0.2, delta=4.0)  # delta bounds the loss of A < 0
-    c.rl.advantage = "group_mean_std"  # ddof 1, epsilon 1e-6
-    c.rl.samples_per_prompt = 16
+    c.rl.update(advantage="group_mean_std", samples_per_prompt=16)
     c.objective.old_logprobs = "learner"  # recomputed before the first of ...
     c.objective.optimizer_steps = 8  # ... 8 steps, there on 512 samples each
     c.train.rows = 2  # so that a batch has 8 micro-batches
@@ -40,13 +38,13 @@ def intellect2(c):
 
 def intellect3(c):
     """INTELLECT-3 (arXiv 2512.16144): IcePop directly against the sampler, Muon, advantages without a standard deviation."""
-    c.rl.loss = "masked_importance_sampling"
+    c.rl.update(
+        loss="masked_importance_sampling", advantage="group_mean", samples_per_prompt=16, max_lag=1, max_off_policy=8
+    )
     # A token with a ratio below stream_low drops the whole rollout.
     c.loss_options.masked_importance_sampling.update(ratio_low=0.5, ratio_high=5.0, stream_low=1e-5)
-    c.rl.update(advantage="group_mean", samples_per_prompt=16, max_lag=1, max_off_policy=8)
-    c.optimizer.name = "muon"
     c.optimizer.learning_rate = 5e-4  # there 1e-6
-    c.optimizer.update(momentum=0.95, weight_decay=0.01)
+    c.optimizer.update(name="muon", momentum=0.95, weight_decay=0.01)
 
 
 def prime2026(c):
@@ -62,8 +60,7 @@ def prime2026(c):
 def scalerl(c):
     """ScaleRL (arXiv 2510.13786): CISPO, advantages normalized over the batch, equal weight per prompt, a lag of up to 8.
 
-    Its float32 output head and its filter of groups without variance are standard in this learner. Two parts are missing: prompts that
-    are solved nine times out of ten are not removed, and long reasoning is not interrupted.
+    Two parts are missing: prompts that are solved nine times out of ten are not removed, and long reasoning is not interrupted.
     """
     c.rl.loss = "cispo"
     c.loss_options.cispo.update(ratio_low=0.0, ratio_high=5.0)

@@ -1,14 +1,14 @@
 """The fields that experiments on TPU slices share: a published model in bfloat16, trained on GSM8K, servers elsewhere.
 
-Before the first start of such an experiment, download its checkpoint, `hf download ORG/NAME --local-dir checkpoints/NAME`, and
-train.jsonl and test.jsonl of github.com/openai/grade-school-math to data/gsm8k. Servers and workers elsewhere need the tokenizer
-at the same path.
+1. Download the checkpoint, `hf download ORG/NAME --local-dir checkpoints/NAME`, and train.jsonl and test.jsonl of
+   github.com/openai/grade-school-math to data/gsm8k. Servers and workers elsewhere need the tokenizer at the same path.
+2. Run `rl.train` on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each
+   other. The work directory and `init_from` are on a disk that all share. 10.0.0.2 is the first host, which prints the commands
+   for servers and workers and waits for them. If one host ends, all end, and the same command resumes.
 
-Run `rl.train` on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each other.
-The work directory and `init_from` are on a disk that all share. 10.0.0.2 is the first host, which prints the commands for servers
-and workers and waits for them. If one host ends, all end, and the same command resumes.
-
-Estimates in the experiments are from `rl.plan`. They assume the chips' full rate: bounds, not measurements.
+A learner splits everything over its chips (fsdp), a server over those of its host (tensor). The experiments' estimates are those of
+`python -m rl.plan --config=configs/NAME.py`: the memory of parameters, gradients, and moments, and the time of a step in which
+every rollout is as long as it may be. They assume the chips' full rate: bounds, not measurements.
 """
 
 from configs import base, presets

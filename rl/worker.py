@@ -4,8 +4,8 @@
 
 1. `GET /run` returns environment, tokenizer, and servers; `POST /lease` returns groups (tasks with prescribed seeds).
 2. Each group is one request of G samples. The environment makes the prompt from the task index and scores each completion.
-3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, up to about 32 MiB, when the
-   previous submission has been answered. Rejections are printed with their reasons.
+3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, when the previous
+   submission has been answered. Rejections are printed with their reasons.
 
 The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds.
 """

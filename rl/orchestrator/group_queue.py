@@ -59,23 +59,26 @@ class Entry:
 
 
 class GroupQueue:
-    """All groups of a run that are open, leased, being checked, or accepted, in the order in which workers get open ones."""
+    """All groups of a run that are open, leased, being checked, or accepted.
+
+    `entries` has them by key, in the order in which workers get the open ones. Only the methods may change it.
+    """
 
     def __init__(self):
-        self._entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
+        self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
 
     def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
         """Adds groups as OPEN, at the end of the queue or, with `first`, at its front; `drawn` are the keys to be replayed."""
         for group in reversed(groups) if first else groups:
-            assert group.key not in self._entries, group.key
-            self._entries[group.key] = Entry(group, group.key in drawn)
-            self._entries.move_to_end(group.key, last=not first)
+            assert group.key not in self.entries, group.key
+            self.entries[group.key] = Entry(group, group.key in drawn)
+            self.entries.move_to_end(group.key, last=not first)
 
     def lease(
         self, worker: str, count: int, deadline_s: float, may_lease: Callable[[Key], bool] = lambda key: True
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups to `worker` until `deadline_s`, skips those that `may_lease` forbids; returns them."""
-        allowed = (e for e in self._entries.values() if e.state is State.OPEN and may_lease(e.group.key))
+        allowed = (e for e in self.entries.values() if e.state is State.OPEN and may_lease(e.group.key))
         leased = list(itertools.islice(allowed, max(0, count)))
         for entry in leased:
             _move(entry, State.LEASED)
@@ -84,12 +87,12 @@ class GroupQueue:
 
     def expire(self, now_s: float) -> list[Entry]:
         """Reopens the groups whose lease ended before `now_s`; returns their entries as they were before, with the worker."""
-        expired = [key for key, entry in self._entries.items() if entry.deadline_s < now_s]
+        expired = [key for key, entry in self.entries.items() if entry.deadline_s < now_s]
         return [self.requeue(key) for key in expired]
 
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
         """Stores the rollouts of a leased group, whose lease then cannot expire. Returns False if `worker` has no lease on it."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
             return False
         _move(entry, State.SUBMITTED)
@@ -98,18 +101,18 @@ class GroupQueue:
 
     def check(self, key: Key) -> None:
         """Moves a submitted group to CHECKING: it waits for its replay with the weights."""
-        _move(self._entries[key], State.CHECKING)
+        _move(self.entries[key], State.CHECKING)
 
     def accept(self, key: Key) -> None:
         """Makes a submitted or replayed group ELIGIBLE: a training batch may use it."""
-        entry = self._entries[key]
+        entry = self.entries[key]
         entry.is_replayed = entry.state is State.CHECKING
         _move(entry, State.ELIGIBLE)
 
     def recheck(self, worker: str) -> list[Entry]:
         """Moves the eligible training groups of `worker` that were never replayed to CHECKING; returns their entries."""
         sought = (State.ELIGIBLE, worker, "train", False)
-        entries = self._entries.values()
+        entries = self.entries.values()
         found = [e for e in entries if (e.state, e.worker, e.group.split, e.is_replayed) == sought]
         for entry in found:
             _move(entry, State.CHECKING)
@@ -117,36 +120,28 @@ class GroupQueue:
 
     def requeue(self, key: Key) -> Entry:
         """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
-        old = self._entries[key]
+        old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
-        self._entries[key] = Entry(old.group, old.is_drawn)
-        self._entries.move_to_end(key, last=False)
+        self.entries[key] = Entry(old.group, old.is_drawn)
+        self.entries.move_to_end(key, last=False)
         return old
 
     def take(self, keys: Sequence[Key]) -> list[Entry]:
         """Removes the groups of a batch, all of which must be eligible; returns their entries in the order of `keys`."""
         assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
-        return [self._entries.pop(key) for key in keys]
+        return [self.entries.pop(key) for key in keys]
 
     def num_eligible(self, keys: Sequence[Key]) -> int:
         """Returns the number of groups in `keys` that a batch may use now."""
-        return sum(key in self._entries and self._entries[key].state is State.ELIGIBLE for key in keys)
+        return sum(key in self.entries and self.entries[key].state is State.ELIGIBLE for key in keys)
 
     def num_held(self, worker: str) -> int:
         """Returns the number of groups of `worker` that are leased, submitted, or waiting for a replay."""
-        return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self._entries.values())
+        return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self.entries.values())
 
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""
-        return collections.Counter(entry.state for entry in self._entries.values())
-
-    def get(self, key: Key) -> Entry | None:
-        """Returns the entry of a group, or None if the group was not added yet or a batch has taken it."""
-        return self._entries.get(key)
-
-    def __getitem__(self, key: Key) -> Entry:
-        """Returns the entry of a group; raises KeyError if the group was not added yet or a batch has taken it."""
-        return self._entries[key]
+        return collections.Counter(entry.state for entry in self.entries.values())
 
 
 def _move(entry: Entry, state: State) -> None:

@@ -223,7 +223,7 @@ class Orchestrator:
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
         with self._changed:
-            held_out = self._queue.get(("held_out", rollout.step, rollout.task.group))
+            held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
             return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
     def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
@@ -232,7 +232,7 @@ class Orchestrator:
         A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
         """
         with self._changed:
-            entry = self._queue.get(key)
+            entry = self._queue.entries.get(key)
             if entry is None or entry.state is not State.LEASED:
                 return self._not_leased(rollouts)
             holder = entry.worker
@@ -255,7 +255,7 @@ class Orchestrator:
 
     def _check(self, key: group_queue.Key) -> str:
         """Checks a submitted group without weights; then accepts it, rejects it, or queues its replay. Returns the reply."""
-        entry = self._queue[key]
+        entry = self._queue.entries[key]
         reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
         with self._changed:
             if reason is not None:
@@ -269,7 +269,7 @@ class Orchestrator:
 
     def _replay(self, key: group_queue.Key) -> None:
         """Replays a group in state CHECKING, then accepts or rejects it."""
-        rollouts = self._queue[key].rollouts
+        rollouts = self._queue.entries[key].rollouts
         reason = self._check_with_weights(rollouts)
         if reason is not None and reason.startswith("weights:"):  # of a published version: our own fault
             found = f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"
@@ -283,7 +283,7 @@ class Orchestrator:
                 self._reject(key, reason, by_replay=True)
 
     def _accept(self, key: group_queue.Key) -> str:
-        entry = self._queue[key]
+        entry = self._queue.entries[key]
         self._queue.accept(key)
         self._counts["accepted"] += len(entry.rollouts) if key[0] == "train" else 0
         self._health.delivered(entry.worker, key)
@@ -317,7 +317,7 @@ class Orchestrator:
                     self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
                     continue
                 oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy
-                stale = [key for key in keys if self._queue[key].oldest_version < oldest]
+                stale = [key for key in keys if self._queue.entries[key].oldest_version < oldest]
                 for key in reversed(stale):
                     self._counts["stale"] += len(self._queue.requeue(key).rollouts)
                 if stale:

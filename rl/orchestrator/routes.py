@@ -1,8 +1,7 @@
 """The HTTP routes of an orchestrator: `GET /run`, `POST /lease`, `POST /submit`.
 
-Two threads decode submissions, which bounds the memory; networks take turns there (inference/server/fair_pool.py). A group that is
-then queued for its checks was leased to its signer. So queued groups take no more memory than the open batches, and they keep
-neither a thread nor a share of the body budget. Slow submissions delay only their own sender.
+Two threads decode submissions, which bounds the memory; networks take turns there. A group that is then queued for its checks was
+leased to its signer. So queued groups take no more memory than the open batches, and slow submissions delay only their sender.
 """
 
 import asyncio

@@ -2,12 +2,11 @@
 
 1. Every rejected group counts against its worker. After `max_rejections` the worker is banned: it gets no more work.
 2. A group rejected by the replay also makes its worker a suspect: from then on all of its groups are replayed.
-3. An expired lease halves the number of groups that the worker may hold. It does not get that group again while another worker
-   is active. Each delivered group doubles the number again.
+3. An expired lease halves the number of groups that the worker may lease. It does not get that group again while another worker
+   is active. Each accepted group doubles the number again.
 
 Keys are free where a run accepts any worker. So this limits one key, not a thousand keys: a run with unknown participants
-names its workers (`topology.workers`). A key that only asks for work is forgotten after a while. Marks against a worker go into the
-checkpoint (`state`); otherwise a worker could gain by provoking a restart. Used under the orchestrator's lock.
+names its workers (`topology.workers`). Marks go into the checkpoint; otherwise a worker could gain by provoking a restart.
 """
 
 import collections
@@ -30,7 +29,7 @@ class _Worker:
 
 
 class WorkerHealth:
-    """The marks against each worker: rejected groups, suspicion, expired leases. They decide how many groups it may lease.
+    """The marks against each worker, which decide how many groups it may lease. The caller provides the lock and the time.
 
     A worker is active if it requested work in the last `lease_s` seconds, and banned after `max_rejections` rejected groups.
     """

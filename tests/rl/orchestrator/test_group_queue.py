@@ -56,13 +56,13 @@ class Machine(stateful.RuleBasedStateMachine):
         self.queue.add(batch(self.step), first=first)
         self.sets[State.OPEN].update(keys)
         self.opened.update(keys)
-        order = [key for key in self.queue._entries if key in self.sets[State.OPEN]]
+        order = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
         assert (order[:P] if first else order[-P:]) == keys
 
     @stateful.rule(worker=WORKERS, count=st.integers(-1, 5), modulus=st.integers(1, 3))
     def lease(self, worker, count, modulus):
         allowed = {key for key in self.sets[State.OPEN] if key[2] % modulus == 0}
-        order = [key for key in self.queue._entries if key in allowed]
+        order = [key for key in self.queue.entries if key in allowed]
         leased = self.queue.lease(worker, count, self.now_s + LEASE_S, lambda key: key[2] % modulus == 0)
         assert [group.key for group in leased] == order[: max(0, count)]
         for group in leased:
@@ -85,7 +85,7 @@ class Machine(stateful.RuleBasedStateMachine):
         assert self.queue.deliver(key, worker, rollouts()) is may
         if may:
             self.move(key, State.LEASED, State.SUBMITTED)
-            assert [r.sample for r in self.queue[key].rollouts] == [0, 1]
+            assert [r.sample for r in self.queue.entries[key].rollouts] == [0, 1]
 
     @stateful.rule(number=NUMBER)
     def check(self, number):
@@ -105,8 +105,8 @@ class Machine(stateful.RuleBasedStateMachine):
         if key := self.pick(state, number):
             old = self.queue.requeue(key)
             assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
-            assert next(iter(self.queue._entries)) == key  # ahead of all others
-            new = self.queue[key]
+            assert next(iter(self.queue.entries)) == key  # ahead of all others
+            new = self.queue.entries[key]
             assert (new.worker, new.rollouts, new.timed_out) == ("", [], frozenset())
             self.move(key, state, State.OPEN)
 
@@ -146,7 +146,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def every_group_is_in_exactly_one_state(self):
-        kept = {entry.group.key: entry.state for entry in self.queue._entries.values()}
+        kept = {entry.group.key: entry.state for entry in self.queue.entries.values()}
         assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not TAKEN}
         assert kept.keys() | self.sets[TAKEN] == self.opened and not kept.keys() & self.sets[TAKEN]
         assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not TAKEN}
@@ -168,7 +168,7 @@ def test_moves_that_the_states_do_not_allow_fail():
             move(key)
     with pytest.raises(AssertionError):
         queue.add(batch(1))
-    assert queue.get(("train", 9, 9)) is None
+    assert queue.entries.get(("train", 9, 9)) is None
 
 
 def test_held_out_groups_are_not_checked_again_and_the_oldest_sampled_token_counts():

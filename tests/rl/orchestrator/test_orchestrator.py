@@ -110,7 +110,7 @@ def hand_in(orchestrator, rollouts):
 
 
 def entries(orchestrator):
-    return list(orchestrator._queue._entries.values())
+    return list(orchestrator._queue.entries.values())
 
 
 def num_eligible(orchestrator):
@@ -420,7 +420,7 @@ def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
 
     orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
     publish(orchestrator, 0)
-    drawn, *others = sorted(lease(orchestrator), key=lambda group: not orchestrator._queue[group.key].is_drawn)
+    drawn, *others = sorted(lease(orchestrator), key=lambda group: not orchestrator._queue.entries[group.key].is_drawn)
     assert submit(orchestrator, answers(drawn)) == "checking"
     checked(orchestrator)
     later(orchestrator.evaluate, 0)
@@ -454,7 +454,7 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
     )
     publish(orchestrator, 0)
     groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
-    *early, drawn = sorted(lease(orchestrator), key=lambda group: orchestrator._queue[group.key].is_drawn)
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: orchestrator._queue.entries[group.key].is_drawn)
     for group in groups:
         submit(orchestrator, answers(group), OTHER)
     for group in early:
