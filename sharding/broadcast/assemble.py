@@ -79,7 +79,7 @@ class TensorRequest:
 
 def load(source: source_lib.Source, version: int, key: str | None = None) -> manifest.Manifest:
     """Returns the manifest of `version`. Raises CorruptSource unless the public key `key` signed it; None accepts any."""
-    found = source.manifest(version)
+    _, found = source.manifest(version)
     if key is not None:
         try:
             manifest.check_signer(found.public_key, key)
@@ -230,7 +230,7 @@ class _Reader:
             data, m = self._delta_object(link, number), self._plan.chain[link]
             try:
                 delta.apply(values, memoryview(data)[offset : offset + size], manifest.ITEM_BYTES[tensor.dtype])
-            except delta.CorruptDelta as error:
+            except journal.CorruptSource as error:
                 raise journal.CorruptSource(
                     f"object {m.objects[number].path} of version {m.version}, tensor {tensor.name!r}: {error}"
                 ) from error

@@ -8,20 +8,12 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
-from typing import NamedTuple
 
 from sharding.download import range_get, relay_selector
 from sharding.format import journal
 
 MAX_RUNNING = 8  # requests for one object
-
-
-class ReceivedRange(NamedTuple):
-    """A range of an object's bytes, [start, stop), and the relay that delivered these bytes."""
-
-    start: int
-    stop: int
-    relay: range_get.Relay
+ReceivedRange = tuple[int, int, range_get.Relay]  # the relay delivered the object's bytes [start, stop)
 
 
 @dataclasses.dataclass
@@ -53,7 +45,7 @@ class ObjectDownload:
         failed three times.
         """
         if not self._waiting:  # an empty object needs no request; its digest is checked all the same
-            return [ReceivedRange(0, 0, self.selector.relays[0])]
+            return [(0, 0, self.selector.relays[0])]
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < MAX_RUNNING:
@@ -96,19 +88,19 @@ class ObjectDownload:
         except range_get.Failed as error:
             self._fail(get, error)
             return
-        self.selector.observe(get.relay, True, get.received, get.seconds)
+        self.selector.observe(get, True)
         if get.rival is not None:  # before its bytes are overwritten
             self._abort(get.rival)
         if get.is_hedge:
             self.pool.count("num_hedges_won")
             if get.rival is not None:
-                self._received.append(ReceivedRange(get.rival.start, get.start, get.rival.relay))
+                self._received.append((get.rival.start, get.start, get.rival.relay))
             assert get.target is not None
             self.target.put(get.start, get.target.view(0, len(get.target)))
-        self._received.append(ReceivedRange(get.start, get.stop, get.relay))
+        self._received.append((get.start, get.stop, get.relay))
 
     def _fail(self, get: range_get.Get, error: range_get.Failed) -> None:
-        self.selector.record_failure(get.relay, error, get.received, get.seconds, self.version)
+        self.selector.record_failure(get, error, self.version)
         self._num_failed += 1
         if isinstance(error, range_get.Missing):
             self._num_missing[get.relay] += 1
@@ -122,12 +114,12 @@ class ObjectDownload:
             if rival is None:  # the request that it hedges failed earlier, and left this range to it
                 self._waiting.appendleft((get.start, get.stop))
         elif rival is not None:
-            self._received.append(ReceivedRange(get.start, rival.start, get.relay))  # the rival fetches the rest
+            self._received.append((get.start, rival.start, get.relay))  # the rival fetches the rest
         else:
             end = get.start + get.received
             if get.received:
                 self.pool.count("num_resumed")
-                self._received.append(ReceivedRange(get.start, end, get.relay))
+                self._received.append((get.start, end, get.relay))
             if end < get.stop:
                 self._waiting.appendleft((end, get.stop))
         if self.only is not None and self._num_failed >= 3:
@@ -146,5 +138,5 @@ class ObjectDownload:
 
     def _abort(self, get: range_get.Get) -> None:
         get.abort()
-        self.selector.observe(get.relay, None, get.received, get.seconds)
+        self.selector.observe(get, None)
         self._running = {future: other for future, other in self._running.items() if other is not get}

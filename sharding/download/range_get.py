@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from sharding.format import digests, journal
+from sharding.format import journal
 
 SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
 HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
@@ -38,22 +38,19 @@ class Options:
 
 
 class Target:
-    """The memory that receives a downloaded object: one or more writable buffers, addressed as one byte string."""
+    """The memory that receives a downloaded object: one or more writable buffers, addressed as one byte string.
 
-    @classmethod
-    def of(cls, entry: journal.Object, views: Sequence[memoryview]) -> "Target":
-        """Returns the target that consists of the buffers `views`. Raises ValueError unless they fit the object `entry`."""
-        target = cls(views)
-        journal.check_path(entry.path)
-        if len(target) != entry.size:
-            raise ValueError(
-                f"object {entry.path} has {entry.size} bytes, the views {len(target)}: pass views of that size"
-            )
-        return target
+    Raises ValueError unless the buffers `views` fit the object `entry`, if given.
+    """
 
-    def __init__(self, views: Sequence[memoryview]):
-        self._views = [memoryview(view).cast("B") for view in views if len(view)]
-        self._starts = list(itertools.accumulate(map(len, self._views), initial=0))
+    def __init__(self, views: Sequence[memoryview], entry: journal.Object | None = None):
+        self.views = [memoryview(view).cast("B") for view in views if len(view)]
+        self._starts = list(itertools.accumulate(map(len, self.views), initial=0))
+        if entry is not None and len(self) != entry.size:
+            text = f"object {entry.path} has {entry.size} bytes, the views {len(self)}: pass views of that size"
+            raise ValueError(text)
+        if entry is not None:
+            journal.check_path(entry.path)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -62,7 +59,7 @@ class Target:
         """Returns a writable view from byte `start`: at most `limit` bytes, and at most to the end of that buffer."""
         i = bisect.bisect_right(self._starts, start) - 1
         offset = start - self._starts[i]
-        return self._views[i][offset : offset + limit]
+        return self.views[i][offset : offset + limit]
 
     def put(self, start: int, data: memoryview) -> None:
         """Copies `data` into the buffers, beginning at byte `start` of the whole."""
@@ -70,14 +67,6 @@ class Target:
             view = self.view(start, len(data))
             view[:] = data[: len(view)]
             start, data = start + len(view), data[len(view) :]
-
-    def copy(self) -> bytes:
-        """Returns a copy of the bytes of all buffers."""
-        return b"".join(self._views)
-
-    def digest(self) -> str:
-        """Returns the hex digest of the bytes of all buffers."""
-        return digests.of(*self._views)
 
 
 class Failed(Exception):

@@ -60,8 +60,9 @@ class RelaySelector:
             found.append(relay)
         return found
 
-    def observe(self, relay: range_get.Relay, succeeded: bool | None, num_bytes: int, seconds: float) -> None:
-        """Updates the relay's success rate and speed with one request; with the speed alone if `succeeded` is None (aborted)."""
+    def observe(self, get: range_get.Get, succeeded: bool | None) -> None:
+        """Updates a relay's success rate and speed with one request; only the speed if `succeeded` is None (aborted)."""
+        relay, num_bytes, seconds = get.relay, get.received, get.seconds
         with self._lock:
             relay.num_bytes += num_bytes
             if num_bytes >= RATE_SAMPLE_BYTES or (not succeeded and seconds > 0.5):
@@ -81,21 +82,15 @@ class RelaySelector:
                 relay.failures_in_a_row += 1
                 relay.suspended_s = time.monotonic() + min(0.05 * 2 ** min(relay.failures_in_a_row, 10), 5.0)
 
-    def record_failure(
-        self,
-        relay: range_get.Relay,
-        error: range_get.Failed,
-        num_bytes: int,
-        seconds: float,
-        version: int | None = None,
-    ) -> None:
+    def record_failure(self, get: range_get.Get, error: range_get.Failed, version: int | None = None) -> None:
         """Records a failed request, and suspends the relay for a moment; after a 404, for requests of `version` only."""
+        relay = get.relay
         relay.reason = str(error)
         if isinstance(error, range_get.Missing):
             if version is not None:
                 relay.lacking_s[version] = time.monotonic() + 0.3  # it may be on its way there
             return
-        self.observe(relay, False, num_bytes, seconds)
+        self.observe(get, False)
         if error.retry_after_s:
             with self._lock:
                 relay.suspended_s = max(relay.suspended_s, time.monotonic() + min(error.retry_after_s, 5.0))

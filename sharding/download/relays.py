@@ -33,8 +33,6 @@ MAX_LISTED = 4096
 PARALLEL_MANIFESTS = 3
 PHANTOM_S = 5.0
 
-_Manifest = tuple[bytes, manifest_lib.Manifest]
-
 
 class Relays:
     """Published weights as read from one or more relays: processes of `python -m sharding.relay`. Has a `Directory`'s methods."""
@@ -48,7 +46,7 @@ class Relays:
         self._trusted_key = trusted_key
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
-        self._manifests: collections.OrderedDict[int, _Manifest] = collections.OrderedDict()
+        self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
         self._phantoms: dict[int, float] = {}  # versions that were listed but not delivered -> ignored until
 
     # ---- versions
@@ -59,7 +57,7 @@ class Relays:
         first_error = None
         while listed:
             try:
-                self.manifest_bytes(listed[-1])
+                self.manifest(listed[-1])
                 return listed
             except FileNotFoundError:
                 listed.pop()
@@ -128,15 +126,8 @@ class Relays:
 
     # ---- manifests and journals
 
-    def manifest_bytes(self, version: int) -> bytes:
-        """Returns the bytes of the valid manifest of `version`. Raises CorruptSource, FileNotFoundError, or Unavailable."""
-        return self._manifest(version)[0]
-
-    def manifest(self, version: int) -> manifest_lib.Manifest:
-        """Returns the manifest of `version`, parsed and valid. Raises as `manifest_bytes` does."""
-        return self._manifest(version)[1]
-
-    def _manifest(self, version: int) -> _Manifest:
+    def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
+        """Returns the manifest of `version`: (its bytes, parsed). Raises CorruptSource, FileNotFoundError, or Unavailable."""
         with self._lock:
             if version in self._manifests:
                 return self._manifests[version]
@@ -147,7 +138,7 @@ class Relays:
                 self._manifests.popitem(last=False)
         return found
 
-    def _download_manifest(self, version: int) -> _Manifest:
+    def _download_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Downloads the manifest of `version`. With a trusted key, returns the first with a valid signature.
 
         Without a key, all relays are requested, and their manifests must be equal. Raises CorruptSource if they differ.
@@ -194,30 +185,30 @@ class Relays:
         path = f"/{journal.dirname(version)}/manifest.json"
         gets = [range_get.Get(relay, path, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
         calls = {self._pool.submit(get): get for get in gets}
-        replies, waiting, begun_s, has_body = {}, set(calls), time.monotonic(), False
+        replies, waiting, has_body = {}, set(calls), False
         # One relay that hangs must not use up the time.
-        until_s = min(deadline_s, begun_s + self._options.patience_s / 4)
+        until_s = min(deadline_s, time.monotonic() + self._options.patience_s / 4)
         while waiting and not (has_body and self._trusted_key is not None):
             done, waiting = range_get.wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
-                relay, seconds = calls[future].relay, time.monotonic() - begun_s
+                get = calls[future]
                 try:
-                    replies[relay], _ = future.result()
+                    replies[get.relay], _ = future.result()
                 except range_get.Failed as error:
-                    replies[relay] = error
-                    self._selector.record_failure(relay, error, 0, seconds)
+                    replies[get.relay] = error
+                    self._selector.record_failure(get, error)
                     continue
                 has_body = True
-                self._selector.observe(relay, True, 0, seconds)
-                until_s = min(until_s, time.monotonic() + max(0.5, 2 * seconds))
+                self._selector.observe(get, True)
+                until_s = min(until_s, time.monotonic() + max(0.5, 2 * get.seconds))
         for future in waiting:
             get = calls[future]
             get.abort()
             replies[get.relay] = error = range_get.Failed(f"{path} did not come in time")
             if not (has_body and self._trusted_key is not None):  # not for being slower than the first body
-                self._selector.record_failure(get.relay, error, 0, time.monotonic() - begun_s)
+                self._selector.record_failure(get, error)
         return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
@@ -265,7 +256,7 @@ class Relays:
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
         """Downloads the object `entry`, verifies its digest, and fills the buffers `into` with it. Raises as `source.Reader.read` does."""
-        target = range_get.Target.of(entry, into)
+        target = range_get.Target(into, entry)
         if entry.size == 0 and entry.digest != digests.of():
             raise journal.CorruptSource(
                 f"object {entry.path} of version {version} is empty, but its digest {entry.digest} is not of 0 bytes"
@@ -287,9 +278,9 @@ class Relays:
                 received = download.run()
             except range_get.Failed:  # of the relay `only`
                 received = []
-            actual = target.digest() if received else ""
+            actual = digests.of(*target.views) if received else ""
             if actual == entry.digest:
-                right = target.copy() if mixed else b""
+                right = b"".join(target.views) if mixed else b""
                 for relay in {r for wrong, ranges in mixed for i, j, r in ranges if wrong[i:j] != right[i:j]}:
                     self._selector.record_corrupt(relay, f"{path} differs from the published object")
                 self._pool.count("num_bytes", entry.size)
@@ -298,7 +289,7 @@ class Relays:
             relays = {relay for _, _, relay in received}
             self._pool.count("num_bad_objects", bool(relays))
             if len(relays) > 1:
-                mixed.append((target.copy(), received))
+                mixed.append((b"".join(target.views), received))
             for relay in relays if len(relays) == 1 else ():
                 num_corrupt[relay] += 1
                 self._selector.record_corrupt(relay, f"{path} has digest {actual}, not {entry.digest}")

@@ -119,15 +119,11 @@ class _Storage:
             if entries or is_complete or not self._sleep(deadline_s):
                 return entries, is_complete
 
-    def manifest_bytes(self, version: int) -> bytes:
-        """Returns the bytes of the manifest of `version`. Raises CorruptSource if invalid, FileNotFoundError if missing."""
-        return self._manifest(version)[0]
+    def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
+        """Returns the manifest of `version`: (bytes of its file, parsed).
 
-    def manifest(self, version: int) -> manifest_lib.Manifest:
-        """Returns the manifest of `version`, parsed and valid. Raises as `manifest_bytes` does."""
-        return self._manifest(version)[1]
-
-    def _manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
+        Raises CorruptSource if the manifest is invalid, and FileNotFoundError if it is missing.
+        """
         data = self._read_manifest(version)
         try:
             return data, manifest_lib.parse(data, version=version, trusted_key=self._trusted_key)
@@ -161,15 +157,13 @@ class Directory(_Storage):
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
         """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
-        target = range_get.Target.of(entry, into)
+        target = range_get.Target(into, entry)
         full = self.root / journal.dirname(version) / entry.path
         try:
             with full.open("rb", buffering=0) as file:
                 actual_size = os.fstat(file.fileno()).st_size
-                if actual_size != entry.size:
-                    raise journal.CorruptSource(
-                        f"object {full} has {actual_size} bytes, not the {entry.size} published: delete that version"
-                    )
+                text = f"object {full} has {actual_size} bytes, not the {entry.size} published: delete that version"
+                journal.require(actual_size == entry.size, text)
                 position = 0
                 while position < entry.size and (n := file.readinto(target.view(position, entry.size))):
                     position += n
@@ -180,12 +174,12 @@ class Directory(_Storage):
                 ) from error
             raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
         self._counters["num_bytes"] += entry.size
-        actual = target.digest()
-        if actual != entry.digest:
-            self._counters["num_bad_objects"] += 1
-            raise journal.CorruptSource(
-                f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
-            )
+        actual = digests.of(*target.views)
+        self._counters["num_bad_objects"] += actual != entry.digest
+        good = actual == entry.digest
+        journal.require(
+            good, f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
+        )
 
     def _new_entries(self, version: int) -> list[journal.Object]:
         position, line = self._cursors.get(version, (0, b""))
@@ -243,7 +237,7 @@ class Bucket(_Storage):
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
         """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
-        target = range_get.Target.of(entry, into)
+        target = range_get.Target(into, entry)
         path = f"{journal.dirname(version)}/{entry.path}"
         data, actual = b"", ""
         for _ in range(MAX_TRIES):
@@ -266,14 +260,9 @@ class Bucket(_Storage):
             newest = max(self._complete, default=-1)
         keys = self._store.list(self._range(journal.dirname(newest + 1), "w")).result()
         paths = [key.decode().partition("/") for key in keys]
-        found, partial = (
-            {
-                version
-                for name, _, path in paths
-                if path == file and (version := journal.parse_dirname(name)) is not None
-            }
-            for file in ("manifest.json", "objects.jsonl")
-        )
+        numbers = [(path, journal.parse_dirname(name)) for name, _, path in paths]
+        found = {n for path, n in numbers if path == "manifest.json" and n is not None}
+        partial = {n for path, n in numbers if path == "objects.jsonl" and n is not None}
         with self._lock:
             self._complete |= found
             return journal.Listing(tuple(sorted(self._complete)), tuple(sorted(partial - found)))

@@ -18,16 +18,15 @@ import struct
 import numpy as np
 import pyarrow as pa
 
+from sharding.format import journal
+
 SPARSE, DENSE = 1, 2
+_require = journal.require
 LEVEL = 1
 SPARSE_BELOW = 0.45  # fraction of elements changed at which both forms are equally large
 ESCAPE = 255
 _HEAD = struct.Struct("<BB")  # form, bytes per element
 _STREAM = struct.Struct("<QQ")  # bytes before and after compression; equal: not compressed
-
-
-class CorruptDelta(ValueError):
-    """Raised for a malformed patch: one that `encode` cannot have written for a chunk of this size."""
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
@@ -58,35 +57,31 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
 
 
 def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None:
-    """Applies a patch of `encode` to `chunk`, a writable uint8 vector. Raises CorruptDelta, with `chunk` unchanged, if it is bad."""
+    """Applies a patch of `encode` to `chunk`, a writable uint8 vector. Raises CorruptSource, with `chunk` unchanged, if it is bad."""
     unit = _unit(item_bytes, len(chunk))
-    if len(patch) < _HEAD.size:
-        raise CorruptDelta(f"patch has {len(patch)} bytes: too short for its header of {_HEAD.size} bytes")
+    _require(len(patch) >= _HEAD.size, f"patch has {len(patch)} bytes: too short for its header of {_HEAD.size} bytes")
     form, stated = _HEAD.unpack_from(patch)
-    if form not in (SPARSE, DENSE) or stated != unit:
-        raise CorruptDelta(f"patch has form {form} with {stated} bytes per element, not form 1 or 2 with {unit}")
+    good = form in (SPARSE, DENSE) and stated == unit
+    _require(good, f"patch has form {form} with {stated} bytes per element, not form 1 or 2 with {unit}")
     num_items = len(chunk) // unit
     # Gaps: one byte per changed element, and one per 255 unchanged ones.
     sizes = [num_items + num_items // ESCAPE] if form == SPARSE else []
     streams = _read_streams(memoryview(patch)[_HEAD.size :], sizes + [num_items] * unit)
     planes = streams[-unit:]
-    if len({len(plane) for plane in planes}) != 1:
-        raise CorruptDelta(
-            f"patch has byte planes of {[len(plane) for plane in planes]} bytes: they must be equally long"
-        )
+    sizes = [len(plane) for plane in planes]
+    _require(len(set(sizes)) == 1, f"patch has byte planes of {sizes} bytes: they must be equally long")
     values = np.empty((len(planes[0]), unit), np.uint8)
     for i, plane in enumerate(planes):
         values[:, i] = plane
     if form == DENSE:
-        if len(values) != num_items:
-            raise CorruptDelta(f"dense patch has {len(values)} elements for a chunk of {num_items}")
+        _require(len(values) == num_items, f"dense patch has {len(values)} elements for a chunk of {num_items}")
         np.bitwise_xor(chunk, values.reshape(-1), out=chunk)
         return
     positions = _positions(streams[0])
-    if len(positions) != len(values):
-        raise CorruptDelta(f"patch has {len(positions)} positions but {len(values)} values: the numbers must be equal")
-    if len(positions) and positions[-1] >= num_items:
-        raise CorruptDelta(f"patch changes element {positions[-1]} of a chunk of {num_items}")
+    same = len(positions) == len(values)
+    _require(same, f"patch has {len(positions)} positions but {len(values)} values: the numbers must be equal")
+    last = max(positions[-1:], default=-1)
+    _require(last < num_items, f"patch changes element {last} of a chunk of {num_items}")
     chunk.view(f"u{unit}")[positions] ^= values.view(f"u{unit}")[:, 0]  # ascending, hence each position once
 
 
@@ -130,29 +125,23 @@ def _positions(gaps: np.ndarray) -> np.ndarray:
 
 
 def _read_streams(patch: memoryview, limits: list[int]) -> list[np.ndarray]:
-    """Decompresses a patch into one uint8 vector per length limit in `limits`. Raises CorruptDelta for malformed streams."""
+    """Decompresses a patch into one uint8 vector per length limit in `limits`. Raises CorruptSource for malformed streams."""
     streams = []
     for limit in limits:
-        if len(patch) < _STREAM.size:
-            raise CorruptDelta(
-                f"patch ends within the header of a stream: {len(patch)} of {_STREAM.size} bytes are left"
-            )
+        left = len(patch) - _STREAM.size
+        _require(left >= 0, f"patch ends within the header of a stream, {-left} bytes too early")
         size, num_stored = _STREAM.unpack_from(patch)
-        if size > limit or num_stored > size or num_stored > len(patch) - _STREAM.size:
-            raise CorruptDelta(
-                f"patch has a stream of {size} bytes, stored as {num_stored}: it may have {limit} bytes at most, must not be "
-                "stored as more, and must end within the patch"
-            )
+        rule = f"it may have {limit} bytes at most, must not be stored as more, and must end within the patch"
+        good = num_stored <= size <= limit and num_stored <= left
+        _require(good, f"patch has a stream of {size} bytes, stored as {num_stored}: {rule}")
         stored, patch = patch[_STREAM.size : _STREAM.size + num_stored], patch[_STREAM.size + num_stored :]
         if num_stored < size:
             try:
                 stored = pa.decompress(stored, decompressed_size=size, codec="zstd")
             except (pa.ArrowException, OSError) as error:
-                raise CorruptDelta(f"a stream is not {size} bytes compressed by zstd: {error}") from error
+                raise journal.CorruptSource(f"a stream is not {size} bytes compressed by zstd: {error}") from error
         stream = np.frombuffer(stored, np.uint8)
-        if len(stream) != size:
-            raise CorruptDelta(f"a stream has {len(stream)} bytes, not the {size} that its header states")
+        _require(len(stream) == size, f"a stream has {len(stream)} bytes, not the {size} that its header states")
         streams.append(stream)
-    if len(patch):
-        raise CorruptDelta(f"patch has {len(patch)} bytes after its last stream: none are allowed")
+    _require(not len(patch), f"patch has {len(patch)} bytes after its last stream: none are allowed")
     return streams

@@ -93,6 +93,12 @@ def reason(error: pydantic.ValidationError) -> str:
     return f"{field} is {str(first['input'])[:200]!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises CorruptSource with `message` unless `condition` is true."""
+    if not condition:
+        raise CorruptSource(message)
+
+
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
     """Returns the error for a missing version. `where` names the source, and `known` are the versions that it has."""
     return FileNotFoundError(f"no version {version} under {where}; it has {list(known)}: pull one of these")

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding.format import digests, journal, tree
 
+_require = journal.require
 FORMAT = 3
 ENCODINGS = (["zarr3"], ["xor"], ["xor", "zarr3"])
 CRC_BYTES = 4  # appended to each chunk by the crc32c codec
@@ -341,8 +342,3 @@ def _check_objects(m: Manifest) -> None:
         _require(size <= MAX_DELTA_BYTES, f"object {path!r} has {size} bytes: at most {MAX_DELTA_BYTES} are allowed")
     surplus = objects.keys() - used.keys() - {needed.path for needed in expected}
     _require(not surplus, f"objects {sorted(surplus)[:8]} belong to no tensor")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise journal.CorruptSource(message)

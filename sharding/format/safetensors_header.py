@@ -11,24 +11,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "U16": np.dtype(np.uint16),
-    "U32": np.dtype(np.uint32),
-    "U64": np.dtype(np.uint64),
-    "C64": np.dtype(np.complex64),
-    "BOOL": np.dtype(np.bool_),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
+_NAMES = (
+    "F64:float64 F32:float32 F16:float16 BF16:bfloat16 I64:int64 I32:int32 I16:int16 I8:int8 U8:uint8 U16:uint16 U32:uint32 "
+    "U64:uint64 C64:complex64 BOOL:bool F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2"
+)
+DTYPES = {code: np.dtype(getattr(ml_dtypes, name, name)) for code, name in (x.split(":") for x in _NAMES.split())}
 MAX_HEADER_BYTES = 100_000_000  # that of the reference implementation
 
 
@@ -45,18 +32,14 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{path} is not a safetensors file: it has {size} bytes and a header of {length}. Download it again."
-            )
+        fits = size >= 8 and length <= min(size - 8, MAX_HEADER_BYTES)
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is not a safetensors file: its header is not JSON ({error}). Download it again."
-            ) from error
+            header = json.loads(file.read(length)) if fits else None
+        except ValueError:
+            header = None
     if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object. Download it again.")
+        text = f"it has {size} bytes, of which a header of {length} is not a JSON object"
+        raise ValueError(f"{path} is not a safetensors file: {text}. Download it again.")
     header.pop("__metadata__", None)
     return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
 

@@ -6,6 +6,7 @@ from typing import Any
 from sharding.format import journal
 
 MAX_NAME_LENGTH = 800
+_require = journal.require
 
 
 def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -82,8 +83,3 @@ def unflatten(leaves: dict[str, Any], containers: dict[str, str]) -> Any:
 def is_name(name: Any) -> bool:
     """Returns True if `name` may be the name of a leaf: segments of letters, digits, `_`, `-` and `.`, joined by "/"."""
     return isinstance(name, str) and len(name) <= MAX_NAME_LENGTH and journal.is_object_path(f"tensors/{name}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise journal.CorruptSource(message)

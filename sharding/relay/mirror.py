@@ -116,7 +116,7 @@ class Mirror:
 
     def _confirm(self, number: int) -> bool:
         """Deletes a version if its upstream manifest differs: a learner that resumed publishes a number again."""
-        differs = self.upstream.manifest_bytes(number) != self._store.manifest(number)
+        differs = self.upstream.manifest(number)[0] != self._store.manifest(number)
         if differs:
             self._store.remove(number)
             self._count("replaced_versions")
@@ -153,7 +153,7 @@ class Mirror:
 
     def _manifest(self, number: int) -> manifest_lib.Manifest:
         if number not in self._manifests:
-            self._manifests[number] = self.upstream.manifest(number)
+            self._manifests[number] = self.upstream.manifest(number)[1]
         return self._manifests[number]
 
     def _follow(self, number: int) -> bool:
@@ -192,7 +192,7 @@ class Mirror:
         num_missing = sum(not self._store.has(number, o) for o in manifest.objects)
         if num_missing:
             return num_missing < len(missing)
-        self._store.finish(number, manifest, self.upstream.manifest_bytes(number))
+        self._store.finish(number, manifest, self.upstream.manifest(number)[0])
         self._confirmed.add(number)
         self._count("versions")
         return True

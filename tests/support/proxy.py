@@ -96,7 +96,7 @@ def publish(root, version, objects, /, **fields) -> None:
 
 
 def read_all(source, version, objects) -> dict[str, bytes]:
-    listed = json.loads(source.manifest_bytes(version))["objects"]
+    listed = json.loads(source.manifest(version)[0])["objects"]
     assert [o["path"] for o in listed] == list(objects)
     return {o["path"]: source_lib.read(source, version, journal.Object(**o)) for o in listed}
 

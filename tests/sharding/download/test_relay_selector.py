@@ -1,6 +1,7 @@
 """Relays are drawn by success rate times bandwidth, recover, and are never shut out."""
 
 import collections
+import types
 
 import pytest
 
@@ -9,6 +10,10 @@ from sharding.download import range_get, relay_selector
 
 def relays(n):
     return [range_get.Relay(f"http://r{i}:1", range_get.Options()) for i in range(n)]
+
+
+def request(relay, num_bytes, seconds):
+    return types.SimpleNamespace(relay=relay, received=num_bytes, seconds=seconds)
 
 
 def test_selection_is_proportional_to_success_times_bandwidth():
@@ -23,13 +28,13 @@ def test_selection_is_proportional_to_success_times_bandwidth():
 def test_averages_heal_and_never_shut_a_relay_out():
     selector = relay_selector.RelaySelector(relays(2), seed=1)
     a, b = selector.relays
-    selector.observe(a, True, 1_000_000, 0.5)
-    selector.observe(a, True, 1_000_000, 1.0)
+    selector.observe(request(a, 1_000_000, 0.5), True)
+    selector.observe(request(a, 1_000_000, 1.0), True)
     assert a.bytes_per_s == pytest.approx(0.7 * 2e6 + 0.3 * 1e6)
-    selector.observe(b, True, 1_000_000, 1.0)
-    selector.observe(b, False, 0, 0.0)
+    selector.observe(request(b, 1_000_000, 1.0), True)
+    selector.observe(request(b, 0, 0.0), False)
     assert b.success == pytest.approx(0.7)
-    selector.observe(a, True, 1, 0.001)  # too small to measure the bandwidth
+    selector.observe(request(a, 1, 0.001), True)  # too small to measure the bandwidth
     assert a.bytes_per_s == pytest.approx(1.7e6) and b.success == pytest.approx(0.71)
     selector.record_corrupt(b, "lied")
     assert b.success == 0.0 and all(selector.select(0) is a for _ in range(100))  # suspended
@@ -37,14 +42,14 @@ def test_averages_heal_and_never_shut_a_relay_out():
     counts = collections.Counter(selector.select(0) for _ in range(5000))
     assert 20 < counts[b] < 400  # one in fifty
     for _ in range(100):
-        selector.observe(a, True, 0, 0.01)
+        selector.observe(request(a, 0, 0.01), True)
     assert b.success == pytest.approx(1.0)
 
 
 def test_a_relay_that_lacks_a_version_is_asked_for_others():
     selector = relay_selector.RelaySelector(relays(2), seed=1)
     a, b = selector.relays
-    selector.record_failure(a, range_get.Missing("HTTP 404"), 0, 0.1, version=5)
+    selector.record_failure(request(a, 0, 0.1), range_get.Missing("HTTP 404"), version=5)
     assert all(selector.select(5) is b for _ in range(50))
     assert {selector.select(4) for _ in range(50)} == {a, b}
     assert a.success == 1.0  # late is not a failure

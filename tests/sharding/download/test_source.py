@@ -127,7 +127,7 @@ def test_a_line_without_its_end_is_not_an_entry_yet():
 def test_a_manifest_that_is_not_good_is_refused(root, make, message):
     (root / "v00000000" / "manifest.json").write_bytes(make(proxy.contents(0)))
     with pytest.raises(journal.CorruptSource, match=message):
-        source.open(root, trusted_key=TRUSTED).manifest_bytes(0)
+        source.open(root, trusted_key=TRUSTED).manifest(0)
 
 
 # ---- a directory and a bucket ----------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
     with pytest.raises(FileNotFoundError, match="deleted while it was read"):
         read(opened, objects, "tensors/t4/c.0")
     with pytest.raises(FileNotFoundError, match="no version 0"):
-        opened.manifest_bytes(0)
+        opened.manifest(0)
 
 
 def test_a_directory_lists_what_grows(root):
@@ -187,7 +187,7 @@ def test_a_bucket_gives_what_was_published(root, tmp_path):
     with pytest.raises(journal.CorruptSource, match="digest"):
         read(bad, objects, "tensors/t3/c.0")
     with pytest.raises(FileNotFoundError, match="no version 5"):
-        opened.manifest_bytes(5)
+        opened.manifest(5)
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket", "relays", "relays that lie"])
@@ -247,7 +247,7 @@ def test_relays_give_what_was_published(origin, opening):
     assert opened.versions() == [0]
     assert proxy.read_all(opened, 0, objects) == objects
     with pytest.raises(FileNotFoundError, match="no version 3"):
-        opened.manifest_bytes(3)
+        opened.manifest(3)
     with pytest.raises(FileNotFoundError, match="is on none"):
         source.read(opened, 0, journal.Object("tensors/none", 5, "0" * 64))
 
@@ -310,7 +310,7 @@ def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
     with pytest.raises(journal.Unavailable, match=dead.url):
         opened.versions()
     with pytest.raises(journal.Unavailable, match=dead.url):
-        opened.manifest_bytes(0)
+        opened.manifest(0)
     with pytest.raises(journal.Unavailable, match="was not downloaded in time"):
         source.read(opened, 0, journal.Object(**proxy.entry("a", b"12345")))
 
@@ -436,7 +436,7 @@ def test_relays_that_disagree_need_a_key(root, origin, opening, tmp_path):
     with proxy.running(tmp_path / "other") as other:
         proxy.wait_until(proxy.holds(other, 0))
         with pytest.raises(journal.CorruptSource, match="pass the publisher's trusted key"):
-            opening([origin.url, other.url]).manifest_bytes(0)
+            opening([origin.url, other.url]).manifest(0)
         opened = opening([origin.url, other.url], trusted_key=TRUSTED)
         for _ in range(3):
             assert opened.versions() == [0]

@@ -5,7 +5,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sharding.format import delta
+from sharding.format import delta, journal
 
 
 def changed(old: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
@@ -129,7 +129,7 @@ PATCH = delta.encode(np.zeros(2000, np.uint8), changed(np.zeros(2000, np.uint8),
 )
 def test_a_bad_patch_is_refused_and_changes_nothing(patch, message):
     chunk = np.zeros(2000, np.uint8)
-    with pytest.raises(delta.CorruptDelta, match=message):
+    with pytest.raises(journal.CorruptSource, match=message):
         delta.apply(chunk, patch, 2)
     assert not chunk.any()
 
@@ -143,7 +143,7 @@ def test_mutated_patches_never_do_more_than_harm_the_chunk():
         chunk = np.zeros(2000, np.uint8)
         try:
             delta.apply(chunk, bytes(patch[: rng.integers(len(patch)) if rng.random() < 0.2 else None]), 2)
-        except delta.CorruptDelta:
+        except journal.CorruptSource:
             assert not chunk.any()
 
 
