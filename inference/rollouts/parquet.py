@@ -4,15 +4,12 @@
 2. `read` accepts a file of any origin and checks sizes (parquet_footer.py), schema, and every field. For any bytes, a broken
    file is a ValueError that names the column and the rule.
 
-The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here: `advantages` and
-`length_penalties` (zero: the orchestrator assigns advantages), `task_rewards` (= rewards), `target_lengths` (-1), and
-`problem_id`. `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards` and
-`temperature` are float64, theirs float32: the signature covers the exact numbers.
+The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here (the orchestrator
+assigns advantages). `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards`
+and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
 Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
 with their shape. Both are empty in a row without routed experts.
-
-Left out: dictionary and delta encodings on read (a few bytes of them expand to any amount of memory).
 
 No jax here: a worker starts in a second.
 """
@@ -62,22 +59,14 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "proofs": (pa.binary(), lambda r: r.proofs),
     "worker": (pa.string(), lambda r: r.worker),
     "signature": (pa.binary(), lambda r: r.signature),
-}
-# Columns of files with routed experts, which begin with the others.
-_ALL_COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = _COLUMNS | {
     "routed_experts": (
         pa.binary(),
-        lambda r: b"" if r.routed_experts is None else rollout_lib.little_endian(r.routed_experts),
-    ),
-    "routed_experts_shape": (
-        pa.list_(pa.int32()),
-        lambda r: () if r.routed_experts is None else r.routed_experts.shape,
-    ),
+        lambda r: rollout_lib.little_endian(r.routed_experts),
+    ),  # the last two: `ALL_SCHEMA`
+    "routed_experts_shape": (pa.list_(pa.int32()), lambda r: getattr(r.routed_experts, "shape", ())),
 }
-SCHEMA, ALL_SCHEMA = (
-    pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in columns.items()])
-    for columns in (_COLUMNS, _ALL_COLUMNS)
-)
+ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
+SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
 _MAX_BYTES = {"worker": 64, "finish_reason": 64, "signature": 64}  # of texts and bytes
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "sampled_mask versions temperature seed sample step finish_reason proofs worker signature".split()
@@ -105,9 +94,8 @@ def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
     for row, rollout in enumerate(rollouts):
         if reason := rollout_lib.validate(rollout):
             raise ValueError(f"rollout {row} cannot be written: {reason}; correct this field first")
-    is_routed = any(rollout.routed_experts is not None for rollout in rollouts)
-    columns, schema = (_ALL_COLUMNS, ALL_SCHEMA) if is_routed else (_COLUMNS, SCHEMA)
-    arrays = [pa.array(map(value, rollouts), dtype) for dtype, value in columns.values()]
+    schema = SCHEMA if all(rollout.routed_experts is None for rollout in rollouts) else ALL_SCHEMA
+    arrays = [pa.array(map(_COLUMNS[field.name][1], rollouts), field.type) for field in schema]
     sink = pa.BufferOutputStream()
     pq.write_table(
         pa.table(arrays, schema=schema),
@@ -140,16 +128,12 @@ def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
     """Returns the schema of rollout files, with routed experts if the file has them. Raises ValueError if the file's differs."""
     wanted = ALL_SCHEMA if schema.names == ALL_SCHEMA.names else SCHEMA
-    for position, field in enumerate(wanted):
-        found = schema.field(position) if position < len(schema) else None
-        if found is None or found.name != field.name or found.type != field.type:
-            raise ValueError(
-                f"rollout file: column {position} must be {field.name}: {field.type}, got "
-                + (f"{found.name!r}: {found.type}" if found is not None else "nothing")
-                + "; write all columns in this order"
-            )
-    if len(schema) != len(wanted):
-        raise ValueError(f"rollout file: column {schema.names[len(wanted)]!r} is not in the schema; leave it out")
+    for position, (found, field) in enumerate(itertools.zip_longest(schema, wanted)):
+        if field is None:
+            raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
+        if found is None or (found.name, found.type) != (field.name, field.type):
+            rule = f"{field.name}: {field.type}, got " + (f"{found.name!r}: {found.type}" if found else "nothing")
+            raise ValueError(f"rollout file: column {position} must be {rule}; write all columns in this order")
     return wanted
 
 

@@ -1,14 +1,11 @@
 """Checks an untrusted Parquet file by its footer and page headers, before decoding it.
 
-1. `check_size` limits the size of the file.
-2. `check` parses the footer and every page header here, in Python, and adds up the decoded sizes that all pages declare.
-   Only then is pyarrow given the bytes.
-
-The parser is ours because pyarrow's ends the process (C++ terminate, pyarrow 26) on an unknown codec or a malformed size
-statistic, and a few bytes of dictionary or delta encoding expand to any amount of memory. Field numbers are those of
+`check` parses the footer and every page header here, in Python, and adds up the decoded sizes that all pages declare. Only
+then is pyarrow given the bytes: its parser ends the process (C++ terminate, pyarrow 26) on an unknown codec or a malformed
+size statistic, and a few bytes of dictionary or delta encoding expand to any amount of memory. Field numbers are those of
 parquet.thrift; the wire format is Thrift's compact protocol.
 
-For any bytes, the only exception raised is a ValueError that names the rule. No jax here.
+For any bytes, `check` raises only a ValueError that names the rule. No jax here.
 """
 
 import itertools
@@ -23,7 +20,6 @@ MAX_PAGE_HEADER_BYTES = 2**14
 MAX_DEPTH = 16  # of structs and lists in one another; Parquet nests eight deep
 CODECS = (0, 1, 6)  # none, snappy, zstd
 ENCODINGS = (0, 3)  # plain, run length
-BROKEN = "broken footer or page header; write the file again"
 PAGES = {0: (5, 2), 3: (8, 4)}  # data page, data page v2: the fields of its header and of the encoding in that header
 
 
@@ -37,20 +33,21 @@ def check(data: bytes) -> None:
     check_size(len(data))
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise ValueError(
-            "rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write the file again"
-        )
+        raise _broken("no PAR1 at both ends or no footer")
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
         _check_most(max(_counted(footer, 3), sum(_counted(group, 3) for group in groups)), MAX_ROWS, "rows")
         page_bytes = (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk))
-        for decoded_bytes in itertools.accumulate(
-            page_bytes
-        ):  # checked for each page: a million chunks may share pages
+        # Checked for each page: a million chunks may share pages.
+        for decoded_bytes in itertools.accumulate(page_bytes):
             _check_most(decoded_bytes, MAX_DECODED_BYTES, "decoded bytes")
-    except (IndexError, KeyError) as error:  # bytes end early; a required field is missing
-        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}") from error
+    except (IndexError, KeyError) as error:  # bytes end early; a required field is missing or of another type
+        raise _broken("broken footer or page header") from error
+
+
+def _broken(problem: str) -> ValueError:
+    return ValueError(f"rollout file: not readable as Parquet: {problem}; write the file again")
 
 
 def _check_most(found: int, most: int, unit: str) -> None:
@@ -61,7 +58,7 @@ def _check_most(found: int, most: int, unit: str) -> None:
 def pages(data: bytes, chunk: dict) -> Iterator[int]:
     """Yields the decoded bytes of each page of a column chunk: the data size that its header declares, 4 bytes per value, 4096.
 
-    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here.
+    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here, KeyError if fields are missing.
     """
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
@@ -76,22 +73,21 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
         where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
         body = header[where]
         if _counted(body, encoding) not in ENCODINGS:
-            raise ValueError(
-                f"rollout file: a page in encoding {body[encoding]}; only plain encoding is read, so write that"
-            )
+            found = f"a page in encoding {body[encoding]}"
+            raise ValueError(f"rollout file: {found}; only plain encoding is read, so write that")
         yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
 
 
 def _listed(fields: dict, number: int) -> list[dict]:
     if not isinstance(fields[number], list) or not all(isinstance(item, dict) for item in fields[number]):
-        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}")
+        raise KeyError(number)
     return fields[number]
 
 
 def _counted(fields: dict, number: int) -> int:
     if not isinstance(fields, dict) or type(fields[number]) is not int or fields[number] < 0:
-        raise ValueError(f"rollout file: not readable as Parquet: {BROKEN}")
+        raise KeyError(number)
     return fields[number]
 
 
@@ -106,7 +102,7 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
         else:
             number, at = _thrift_value(data, at, 4, depth)
         if number in fields:
-            raise ValueError("rollout file: not readable as Parquet: a field appears twice; write the file again")
+            raise _broken("a field appears twice")
         kind = head & 15
         fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
     return fields, at + 1
@@ -133,9 +129,7 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int
         return items, at
     if kind == 12 and depth < MAX_DEPTH:  # struct
         return _thrift_struct(data, at, depth + 1)
-    raise ValueError(
-        f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep; write the file again"
-    )
+    raise _broken(f"a field of kind {kind}, {depth} deep")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -145,4 +139,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         at += 1
         if data[at - 1] < 0x80:
             return value, at
-    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits; write the file again")
+    raise _broken("a number of more than 64 bits")

@@ -6,9 +6,7 @@
 3. Validator and orchestrator read the file. `validate` checks every field of an untrusted rollout, and `signature_ok` that
    the key in `worker` signed it.
 
-Left out: prompt and completion as text. A tokenizer makes them from the tokens, and a mismatch would need a check.
-
-No jax here: a worker starts in a second.
+Left out: prompt and completion as text, which follow from the tokens. No jax here: a worker starts in a second.
 """
 
 import dataclasses
@@ -89,9 +87,6 @@ def validate(rollout: Rollout) -> str | None:
     return _array_error(rollout) or _scalar_error(rollout)
 
 
-# ---- identity -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class WorkerKey:
     """A worker's ed25519 key pair, with which it signs rollouts and lease requests; a run signs its weights with one, too."""
@@ -115,12 +110,11 @@ class WorkerKey:
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            reason = f"is not an unencrypted PEM private key ({error})"
-            raise ValueError(f"worker key {path} {reason}; name another file") from error
+            rule = f"is not an unencrypted PEM private key ({error}); name another file"
+            raise ValueError(f"worker key {path} {rule}") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
-            raise ValueError(
-                f"worker key {path} is a {type(private).__name__}, but a worker key is ed25519; name another file"
-            )
+            rule = f"is a {type(private).__name__}, but a worker key is ed25519; name another file"
+            raise ValueError(f"worker key {path} {rule}")
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -173,16 +167,14 @@ def digest(rollout: Rollout) -> bytes:
 def _payload(name: str, value) -> bytes:
     if name in _ARRAYS:
         return value.astype(_ARRAYS[name]).tobytes()
-    if name in _LIMITS:
-        return struct.pack("<q", value)
-    if name in ("temperature", "reward"):
-        return struct.pack("<d", value)
     if name == "rewards":
         parts = sorted((part.encode(), float(number)) for part, number in value.items())
         return b"".join(_framed(part) + struct.pack("<d", number) for part, number in parts)
     if name == "routed_experts":
         return struct.pack("<4q", *value.shape, value.itemsize) + little_endian(value)
-    return value.encode() if isinstance(value, str) else value
+    if isinstance(value, str | bytes):
+        return value.encode() if isinstance(value, str) else value
+    return struct.pack("<q" if name in _LIMITS else "<d", value)
 
 
 def _framed(payload: bytes) -> bytes:
@@ -191,16 +183,12 @@ def _framed(payload: bytes) -> bytes:
 
 def num_bytes(rollout: Rollout) -> int:
     """Returns the size of the fields that grow with the rollout's length: 13 bytes per token, the proofs, the experts."""
-    experts = 0 if rollout.routed_experts is None else rollout.routed_experts.nbytes
-    return 13 * len(rollout.tokens) + len(rollout.proofs) + experts
+    return 13 * len(rollout.tokens) + len(rollout.proofs) + getattr(rollout.routed_experts, "nbytes", 0)
 
 
-def little_endian(array: np.ndarray) -> bytes:
-    """Returns the elements of an array as little-endian bytes."""
-    return array.astype(array.dtype.newbyteorder("<")).tobytes()
-
-
-# ---- the rules ------------------------------------------------------------------------------------------------------
+def little_endian(array: np.ndarray | None) -> bytes:
+    """Returns the elements of an array as little-endian bytes; b"" for None."""
+    return b"" if array is None else array.astype(array.dtype.newbyteorder("<")).tobytes()
 
 
 def _array_error(rollout: Rollout) -> str | None:
@@ -225,12 +213,7 @@ def _array_error(rollout: Rollout) -> str | None:
         return f"logprobs: must be finite and <= {LOGPROB_SLACK}, got {rollout.logprobs[at]} at position {at}"
     if rollout.logprobs[~rollout.sampled_mask].any():
         return "logprobs: must be 0 where the token was not sampled"
-    return _experts_error(rollout)
-
-
-def _experts_error(rollout: Rollout) -> str | None:
-    """Returns an error in the format of `routed_experts`, or None. Layer and expert counts are unknown here: no model is named."""
-    experts = rollout.routed_experts
+    experts = rollout.routed_experts  # not checked: the counts of layers and experts, because no model is named here
     if experts is None:
         return None
     if not isinstance(experts, np.ndarray) or experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
