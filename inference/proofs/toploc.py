@@ -2,8 +2,8 @@
 
 1. The engine keeps the final-norm hidden state of every row that it samples from: row j produced output token j. 32 rows
    are a chunk; the last chunk may be shorter.
-2. Of each chunk, the k = 128 values of largest magnitude in bf16 are taken; ties go to the lowest index. On the host this
-   is `np.partition`. On the device it is `topk_indices` (used by window.py), so that only k indices and values are fetched.
+2. Of each chunk, the k = 128 values of largest magnitude in bf16 are taken; ties go to the lowest index. An engine takes them
+   on the device (`topk_indices`), so that only k indices and values are fetched.
 3. The indices are folded by the largest m <= p = 65497 that keeps them distinct. The one polynomial f of degree < k with
    f(index mod m) = the value's 16 bits, mod p, is interpolated.
 4. The proof is m, then the coefficients from c0 upward, all big-endian uint16.
@@ -61,10 +61,9 @@ class ProofResult:
     """The result of verifying one proof, which covers one chunk of up to 32 hidden states.
 
     `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk),
-    "length" (not 2 + 2k bytes), "modulus",
-    "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own hidden states, so not the
-    prover's fault), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign", "mantissa".
-    A proof that was not evaluated has the worst statistics.
+    "length" (not 2 + 2k bytes), "modulus", "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own
+    hidden states, so not the prover's fault), "low_entropy" (a polynomial that needs no forward pass), "exponent", "sign",
+    "mantissa". A proof that was not evaluated has the worst statistics.
     """
 
     accepted: bool
@@ -78,9 +77,8 @@ class ProofResult:
 def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
     """Returns one proof per chunk of hidden states, from its top k: (indices row * D + column, their bf16 bit patterns).
 
-    The proof is b"" for a chunk with NaN or inf: these have the largest magnitude patterns, so they are in its top k. The proof
-    is also b"" if no modulus keeps the indices distinct, which was never observed. Every verifier rejects b"" as "length".
-    Nothing is raised, because one bad chunk must not affect other chunks, or end a thread.
+    The proof is b"" for a chunk with NaN or inf (always in its top k), or if no modulus keeps the indices distinct, which was
+    never observed. Every verifier rejects b"" as "length". Nothing is raised: one bad chunk must not affect others.
     """
     proofs = [b""] * len(tops)
     for members in _batches([0 if _non_finite(bits_k).any() else len(bits_k) for _, bits_k in tops]):
@@ -101,7 +99,7 @@ def topk_indices(bits_NM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     chunk must be zero after its last row: zeros tie and the lowest index wins, so padding is chosen only if rows * D < k, and
     then with indices after the real values.
 
-    A CPU keeps a heap of k (XLA's TopK). Elsewhere `jax.lax.top_k` would sort all M, so the k-th magnitude is found by counting.
+    A CPU keeps a heap of k (XLA's TopK). Elsewhere `jax.lax.top_k` would sort all M, so the k-th magnitude is counted out.
     """
     assert bits_NM.dtype == jnp.uint16 and k <= bits_NM.shape[1]
     indices_Nk = jax.lax.platform_dependent(
@@ -140,8 +138,7 @@ def verify_proofs_batch(
     Returns, for each sequence, one result per chunk. The list is never empty, so that all(...) over the results is not
     vacuously true. `proofs_of` is untrusted: the entry of a sequence may be anything, including the return value of `split`.
     """
-    results: list[list[ProofResult]] = []
-    blocks, proofs, places = [], [], []  # of sequences with as many proofs as chunks
+    results, blocks, proofs, places = [], [], [], []  # the last three: of sequences with as many proofs as chunks
     for hidden_TD, claimed in zip(hiddens, proofs_of, strict=True):
         own = _chunks(hidden_TD, chunk)
         is_complete = isinstance(claimed, list | tuple) and len(claimed) == len(own)
@@ -182,25 +179,18 @@ def split(data: bytes, num_rows: int, hidden_dim: int, chunk: int = 32, topk: in
     return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-# ---- hidden states to top values ------------------------------------------------------------------------------------
-
-
 def _chunks(hidden_TD, chunk: int) -> list[np.ndarray]:
     """Splits hidden states into chunks of `chunk` rows; returns the bits of each chunk's bf16 values, flattened."""
     hidden_TD = np.asarray(hidden_TD)
     if hidden_TD.ndim != 2 or hidden_TD.dtype not in (jnp.bfloat16, np.float32):
-        raise ValueError(
-            f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}, but must be [T, D] in bfloat16 (or float32, "
-            "which is rounded); pass the final-norm output of the model"
-        )
+        rule = "must be [T, D] in bfloat16 (or float32, which is rounded); pass the final-norm output of the model"
+        raise ValueError(f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}, but {rule}")
     bits_TD = np.ascontiguousarray(hidden_TD.astype(jnp.bfloat16, copy=False)).view(np.uint16)  # to nearest even
     return [bits_TD[start : start + chunk].reshape(-1) for start in range(0, len(bits_TD), chunk)]
 
 
 def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (ascending indices, bfloat16 bit patterns) of the `topk` largest magnitudes of each chunk of M hidden values.
-
-    A chunk of fewer than `topk` values returns all of them. Ties go to the lowest index.
+    """Returns (ascending indices, bfloat16 bit patterns) of the `topk` largest magnitudes of each chunk, or all if it has fewer.
 
     A guess at the k-th magnitude, from an earlier chunk, leaves a few hundred candidates of a chunk in three passes.
     If it leaves fewer than k, a partition finds them. The guess cannot change the result.
@@ -231,9 +221,6 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield from (members[start : start + BATCH] for start in range(0, len(members), BATCH))
 
 
-# ---- the polynomial -------------------------------------------------------------------------------------------------
-
-
 def _injective_modulus(indices_Nk: np.ndarray) -> np.ndarray:
     """Returns the largest modulus that keeps each row's indices distinct; 0 if none above MIN_MODULUS does."""
     modulus_N, left = np.full(len(indices_Nk), PRIME), np.arange(len(indices_Nk))
@@ -248,10 +235,7 @@ def _injective_modulus(indices_Nk: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _inverses() -> np.ndarray:
-    inverse = np.ones(PRIME, np.uint32)
-    for a in range(2, PRIME):
-        inverse[a] = (PRIME - PRIME // a) * int(inverse[PRIME % a]) % PRIME
-    return inverse
+    return np.array([0, *(pow(a, -1, PRIME) for a in range(1, PRIME))], np.uint32)
 
 
 def _interpolate(x_Nk: np.ndarray, y_Nk: np.ndarray) -> np.ndarray:
@@ -319,9 +303,6 @@ def _reduce(x: np.ndarray) -> np.ndarray:
 
 def _mod(exact: np.ndarray) -> np.ndarray:
     return (exact.astype(np.uint64) % PRIME).astype(np.uint32)
-
-
-# ---- the comparison -------------------------------------------------------------------------------------------------
 
 
 def _reasons(wire_Nc: np.ndarray, own_Nk: np.ndarray, num_values: np.ndarray) -> list[str]:

@@ -4,17 +4,14 @@
 2. At the end of a call, `finished` finds the windows that it completed, and the partly filled ones of sequences that ended.
 3. `reduce` takes the top values of those (toploc.py) in groups of `GROUP`: a call that finishes no window runs no group,
    and hidden states never leave the device.
-4. The host makes proofs of the indices and values (`encode`). If it ends a sequence that the device would continue (at a
-   stop string), it calls `top_values` for the last window itself.
+4. The host makes proofs of the indices and values (`toploc.encode`). If it ends a sequence that the device would continue
+   (at a stop string), it calls `top_values` for the last window itself.
 
 Letters: B slots, W rows of a window, D model, k values of a proof, N windows.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from inference.proofs import toploc
 
@@ -39,11 +36,6 @@ def write(ring_B2WD: jax.Array, hidden_BD: jax.Array, row_B: jax.Array, where_B:
     return ring_B2WD.at[slot_B, row_B // WINDOW % NUM_WINDOWS, row_B % WINDOW].set(bits_BD, mode="drop")
 
 
-def num_top(model_dim: int) -> int:
-    """Returns k, the number of values per proof: `TOP`, or fewer in models whose window has fewer values."""
-    return min(TOP, WINDOW * model_dim)
-
-
 def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the proof windows to reduce after a decode call in which sequences grew from `before_B` to `after_B` rows.
 
@@ -62,7 +54,7 @@ def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array
     is_finished, window, rows = is_finished_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
     size = -(-2 * B // GROUP) * GROUP
     order = jnp.nonzero(is_finished, size=size, fill_value=2 * B)[0]
-    k = num_top(ring_B2WD.shape[-1])
+    k = min(TOP, WINDOW * ring_B2WD.shape[-1])
     out = jnp.zeros((2 * B, k), jnp.int32), jnp.zeros((2 * B, k), jnp.uint16)
 
     def group(i, out):
@@ -80,15 +72,4 @@ def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, row
     bits_NWD = ring_B2WD[slot_N, window_N % NUM_WINDOWS]
     filled_NW = jnp.arange(WINDOW)[None] < rows_N[:, None]
     bits_NM = jnp.where(filled_NW[..., None], bits_NWD, jnp.uint16(0)).reshape(len(slot_N), -1)
-    return toploc.topk_indices(bits_NM, num_top(ring_B2WD.shape[-1]))
-
-
-def encode(
-    rows_N: Sequence[int], indices_Nk: Sequence[np.ndarray], bits_Nk: Sequence[np.ndarray], model_dim: int
-) -> list[bytes]:
-    """Returns the proofs of N windows, of `rows_N` rows each, from their top values; b"" if a value is NaN or inf."""
-    tops = []
-    for rows, indices_k, bits_k in zip(rows_N, indices_Nk, bits_Nk, strict=True):
-        is_real_k = indices_k < rows * model_dim  # a short last window of a small model has fewer
-        tops.append((indices_k[is_real_k], bits_k[is_real_k]))
-    return toploc.encode(tops)
+    return toploc.topk_indices(bits_NM, min(TOP, bits_NM.shape[1]))

@@ -58,7 +58,7 @@ def _check_most(found: int, most: int, unit: str) -> None:
 def pages(data: bytes, chunk: dict) -> Iterator[int]:
     """Yields the decoded bytes of each page of a column chunk: the data size that its header declares, 4 bytes per value, 4096.
 
-    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here, KeyError if fields are missing.
+    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here; KeyError or IndexError for a broken header.
     """
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
