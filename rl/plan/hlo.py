@@ -51,51 +51,11 @@ class Instruction(NamedTuple):
     writes: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Module:
-    """The instructions of a program: the call tree of its entry, flattened."""
+def parse(text: str, turns: Sequence[int] = ()) -> list[Instruction]:
+    """Returns the instructions in `compiled.as_text()`: the call tree of the entry computation, flattened.
 
-    instructions: tuple[Instruction, ...]
-
-    def collectives(self) -> list[Collective]:
-        """Returns the collectives between several devices. Raises ValueError for one of an unknown form."""
-        found = []
-        for count, computation, line, _ in self.instructions:
-            match = _COLLECTIVE.search(line)
-            if match is None:
-                continue
-            kind, results = match["kind"], shapes(match["result"])
-            num_bytes = sum(map(_num_bytes, results))
-            group = _pair(line) if kind == "collective-permute" else _group(line)
-            if match["start"] and kind in ("all-gather", "collective-permute"):
-                num_bytes = _num_bytes(results[1])  # (operand, result, ...)
-            elif match["start"] and kind != "all-reduce":
-                raise ValueError(f"unsupported asynchronous {kind}: {line[:200]}")
-            elif kind == "reduce-scatter":
-                num_bytes *= len(group)
-            elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"
-            if len(group) > 1:
-                found.append(Collective(kind, count, num_bytes, group))
-        return found
-
-    def copies(self, dims: Sequence[int]) -> int:
-        """Returns how often the program copies a whole array of these dims, in any order and without dims of 1."""
-        wanted, total = _extent(dims), 0
-        for count, _, line, writes in self.instructions:
-            match = _COPY.search(line)
-            if match is None or not writes:
-                continue
-            result = match["result"].split(", ")[0]  # of copy-start: (target, source, ...)
-            # S(1) is on-chip memory: a prefetch, not a copy in HBM.
-            total += count * ("S(1)" not in result and _extent(shapes(result)[0][1]) == wanted)
-        return total
-
-
-def parse(text: str, turns: Sequence[int] = ()) -> Module:
-    """Reads `compiled.as_text()`. Raises ValueError if it has no entry computation.
-
-    `turns` are the iterations of loops bounded by data, the outermost first; deeper loops take 1.
+    `turns` are the iterations of loops bounded by data, the outermost first; deeper loops take 1. Raises ValueError if the
+    text has no entry computation.
     """
     computations, entry = {}, None
     for block in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
@@ -136,14 +96,47 @@ def parse(text: str, turns: Sequence[int] = ()) -> Module:
             visit(loop["body"], count * num_turns, left)
 
     visit(entry, 1, tuple(turns))
-    return Module(
-        tuple(
-            Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
-            for name, lines in computations.items()
-            for line in lines
-            if counts[name]
-        )
-    )
+    return [
+        Instruction(counts[name], name, line, name not in fused or line.startswith("ROOT "))
+        for name, lines in computations.items()
+        for line in lines
+        if counts[name]
+    ]
+
+
+def collectives(program: Sequence[Instruction]) -> list[Collective]:
+    """Returns the collectives between several devices. Raises ValueError for one of an unknown form."""
+    found = []
+    for count, computation, line, _ in program:
+        match = _COLLECTIVE.search(line)
+        if match is None:
+            continue
+        kind, results = match["kind"], shapes(match["result"])
+        num_bytes = sum(map(_num_bytes, results))
+        group = _pair(line) if kind == "collective-permute" else _group(line)
+        if match["start"] and kind in ("all-gather", "collective-permute"):
+            num_bytes = _num_bytes(results[1])  # (operand, result, ...)
+        elif match["start"] and kind != "all-reduce":
+            raise ValueError(f"unsupported asynchronous {kind}: {line[:200]}")
+        elif kind == "reduce-scatter":
+            num_bytes *= len(group)
+        elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        if len(group) > 1:
+            found.append(Collective(kind, count, num_bytes, group))
+    return found
+
+
+def copies(program: Sequence[Instruction], dims: Sequence[int]) -> int:
+    """Returns how often the program copies a whole array of these dims, in any order and without dims of 1."""
+    wanted, total = _extent(dims), 0
+    for count, _, line, writes in program:
+        match = _COPY.search(line)
+        if match is not None and writes:
+            result = match["result"].split(", ")[0]  # of copy-start: (target, source, ...)
+            # S(1) is on-chip memory: a prefetch, not a copy in HBM.
+            total += count * ("S(1)" not in result and _extent(shapes(result)[0][1]) == wanted)
+    return total
 
 
 def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:

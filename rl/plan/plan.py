@@ -47,7 +47,7 @@ class Outcome:
     workspace_bytes: float = 0.0  # temporaries, gradients included
     output_bytes: float = 0.0  # results that do not reuse an argument's memory
     host_bytes: float = 0.0  # offloaded arrays, in the memory of the chip's host
-    collectives: tuple[hlo.Collective, ...] = ()
+    collectives: Sequence[hlo.Collective] = ()
     cache_copies: int = 0  # how often the program copies a whole array of the cache
 
 
@@ -76,11 +76,11 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         return Outcome(program, _shortage(str(error), chip), compile_s=time.perf_counter() - begun)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None, "the TPU compiler returns both"
-    module = hlo.parse(text, program.turns)
+    instructions = hlo.parse(text, program.turns)
     results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
     peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
     refusal = "" if peak <= chip.memory_bytes else f"it needs {_gib(peak)} of {_gib(chip.memory_bytes)} per chip"
-    copies = sum(module.copies(dims) for dims in program.cache)
+    copies = sum(hlo.copies(instructions, dims) for dims in program.cache)
     if copies and not refusal:
         refusal = f"it copies whole arrays of the cache {copies} times"
     return Outcome(
@@ -91,7 +91,7 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         workspace_bytes=memory.temp_size_in_bytes,
         output_bytes=results,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        collectives=tuple(module.collectives()),
+        collectives=hlo.collectives(instructions),
         cache_copies=copies,
     )
 
@@ -104,22 +104,6 @@ def _shortage(message: str, chip: roofline.Chip) -> str:
     if used:
         return f"it needs {used[1]}iB of {used[2]}iB per chip"
     return f"it needs more than {_gib(chip.memory_bytes)} per chip"
-
-
-def bounds(outcome: Outcome, topology: str) -> roofline.Bounds:
-    """Returns the lower bounds of a compiled program's times."""
-    program, chip = outcome.program, roofline.chip_of(topology)
-    extent = [int(part) for part in topology.partition(":")[2].split("x")]
-    devices = program.mesh.devices.ravel()
-    links_s = 0.0
-    for collective in outcome.collectives:
-        coords = np.array([devices[i].coords[: len(extent)] for i in collective.group])
-        links_s += collective.sent_bytes / roofline.link_bytes_per_s(chip, extent, coords)
-    return roofline.Bounds(
-        compute_s=program.executed_flops / (program.mesh.size * chip.flops_per_s),
-        memory_s=program.read_bytes / chip.memory_bytes_per_s,
-        links_s=links_s,
-    )
 
 
 def describe(outcome: Outcome, topology: str) -> str:
@@ -146,10 +130,15 @@ def _memory(outcome: Outcome, chip: roofline.Chip) -> str:
 
 
 def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
-    program, chip, limits = outcome.program, roofline.chip_of(topology), bounds(outcome, topology)
-    chips, times_s = program.mesh.size, (limits.overlapped_s, limits.serial_s)
+    program, chip, chips = outcome.program, roofline.chip_of(topology), outcome.program.mesh.size
+    bounds = {
+        "compute": program.executed_flops / (chips * chip.flops_per_s),
+        "memory": program.read_bytes / chip.memory_bytes_per_s,
+        "links": _links_s(outcome, topology),
+    }
+    times_s = max(bounds.values()), max(bounds["compute"], bounds["memory"]) + bounds["links"]
     rates = [program.num_tokens / s for s in times_s]
-    shares = [roofline.mfu(program.model_flops, chips, chip, s) for s in times_s]
+    shares = [program.model_flops / (chips * chip.flops_per_s * s) for s in times_s]
     model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
     rows = [
         (outcome.host_bytes > 0.01 * GIB, "memory of hosts", f"{_gib(outcome.host_bytes)} per chip"),
@@ -159,8 +148,8 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
         (
             True,
             "time",
-            f"compute {_seconds(limits.compute_s)}, memory {_seconds(limits.memory_s)}, links {_seconds(limits.links_s)}: "
-            f"at least {_seconds(times_s[0])} ({limits.limit}), {_seconds(times_s[1])} with links not overlapped",
+            ", ".join(f"{name} {_seconds(s)}" for name, s in bounds.items()) + f": at least {_seconds(times_s[0])} "
+            f"({max(bounds, key=bounds.__getitem__)}), {_seconds(times_s[1])} with links not overlapped",
         ),
         (True, "tokens/s", f"at most {rates[0]:,.0f}; {rates[1]:,.0f} with links not overlapped"),
         (program.model_flops, "MFU", f"at most {shares[0]:.0%}; {shares[1]:.0%} with links not overlapped"),
@@ -168,11 +157,21 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
         (
             program.name in lowered_programs.SERVER,
             "memory allows",
-            f"{program.num_tokens / limits.memory_s:,.0f} tokens/s = {program.num_tokens} / "
+            f"{program.num_tokens / bounds['memory']:,.0f} tokens/s = {program.num_tokens} / "
             f"({_gib(program.read_bytes)} read per chip / {chip.memory_bytes_per_s / 1e9:,.0f} GB/s)",
         ),
     ]
     return [(label, text) for applies, label, text in rows if applies]
+
+
+def _links_s(outcome: Outcome, topology: str) -> float:
+    """Returns the least seconds of a program's collectives, one after the other."""
+    extent = [int(part) for part in topology.partition(":")[2].split("x")]
+    devices, seconds = outcome.program.mesh.devices.ravel(), 0.0
+    for collective in outcome.collectives:
+        coords = np.array([devices[i].coords[: len(extent)] for i in collective.group])
+        seconds += collective.sent_bytes / roofline.link_bytes_per_s(roofline.chip_of(topology), extent, coords)
+    return seconds
 
 
 def _collective_rows(outcome: Outcome) -> list[tuple[str, str]]:

@@ -79,32 +79,3 @@ def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> f
         if spanned > 1:
             ports += 2 if spanned == size and size % chip.wrap == 0 else 1
     return max(ports, 1) * chip.link_bytes_per_s
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Least seconds of one run of a program, for compute, memory and links."""
-
-    compute_s: float
-    memory_s: float
-    links_s: float
-
-    @property
-    def overlapped_s(self) -> float:
-        """Seconds if all three overlap."""
-        return max(self.compute_s, self.memory_s, self.links_s)
-
-    @property
-    def serial_s(self) -> float:
-        """Seconds if the links wait for compute and memory."""
-        return max(self.compute_s, self.memory_s) + self.links_s
-
-    @property
-    def limit(self) -> str:
-        """Name of the longest of the three."""
-        return max("compute", "memory", "links", key=lambda name: getattr(self, f"{name}_s"))
-
-
-def mfu(model_flops: float, num_chips: int, chip: Chip, seconds: float) -> float:
-    """Returns the model FLOPs utilization of a step."""
-    return model_flops / (num_chips * chip.flops_per_s * seconds)

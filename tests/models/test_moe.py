@@ -321,7 +321,7 @@ def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
     monkeypatch.setattr(moe_experts, "GATHERED", gathered)
     config = dataclasses.replace(BASE, expert_ffn_dim=512)  # so that no activation is as large as a kernel
     _, text = on_mesh({"expert": 4, "fsdp": 2}, draw(8, T, D), params_of(config), config, draw(8, T, D, seed=2))
-    found = hlo.parse(text).collectives()
+    found = hlo.collectives(hlo.parse(text))
     largest = max(c.num_bytes for c in found if c.kind == "all-gather")
     assert largest == E // 4 * D * 512 * 4
     assert {c.kind for c in found} >= ({"all-to-all"} if gathered == 0 else {"all-gather"})
