@@ -249,10 +249,8 @@ def _time_split(records):
     """Returns seconds by activity, most first. Each other phase is one activity; unnamed time of an RL step is "other"."""
     split: dict[str, float] = collections.defaultdict(float)
     for record in records:
-        times = record.items()
-        parts: dict[str, float] = {
-            k[5:]: v for k, v in times if re.fullmatch(r"time/\w+(?<!_per)_s", k) and math.isfinite(v)
-        }
+        times = {k[5:]: v for k, v in record.items() if re.fullmatch(r"time/\w+(?<!_per)_s", k)}
+        parts: dict[str, float] = {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
         total = parts.pop("step_s", sum(parts.values()))
         if record["phase"] != "rl":
             split[record["phase"]] += total

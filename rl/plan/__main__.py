@@ -17,9 +17,7 @@ def main() -> None:
     config = flags.FLAGS.config
     topology = flags.FLAGS.topology or config.plan.topology
     if not topology:
-        raise ValueError(
-            "no topology is set; give --topology=<kind>:<dims>, as in v5p:4x4x4, or set config.plan.topology"
-        )
+        raise ValueError("no topology is set; give --topology=<kind>:<dims>, as in v5p:4x4x4, or set plan.topology")
     chip = roofline.chip_of(topology)
     server_topology = flags.FLAGS.server_topology or f"{topology.partition(':')[0]}:{chip.host}"
     exp = lowered_programs.resolve(config)
@@ -39,18 +37,15 @@ def main() -> None:
         if names := [name for name in refused if name in role]:
             print(f"\nremedy for {' and '.join(names)}: {plan.remedy(config, places[names[0]], names)}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"\n{'does not fit' if refused else 'fits'}; {time.perf_counter() - BEGUN:.0f} s, {peak:.1f} GiB of this machine"
-    )
+    verdict, seconds = "does not fit" if refused else "fits", time.perf_counter() - BEGUN
+    print(f"\n{verdict}; {seconds:.0f} s, {peak:.1f} GiB of this machine")
     raise SystemExit(1 if refused else 0)
 
 
 def define_flags() -> None:
     """Defines the flags of the command, except `--config`."""
     flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
-    flags.DEFINE_string(
-        "server_topology", None, "topology of one inference server; one host of the learner's kind by default"
-    )
+    flags.DEFINE_string("server_topology", None, "topology of a server; one host of the learner's kind by default")
     flags.DEFINE_float("effort", plan.EFFORT, "effort of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
     names = [*lowered_programs.LEARNER, *lowered_programs.SERVER]
     flags.DEFINE_multi_enum("programs", names, names, "programs to compile; all by default")

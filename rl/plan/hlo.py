@@ -199,9 +199,8 @@ def _group(line: str) -> tuple[int, ...]:
         sizes = [size for _, size in axes]
         ids = _iota(match[2], match[3]) if match[2] else np.arange(math.prod(sizes))
         chosen = re.findall(r"'(\w+)'", match[4])
-        return tuple(
-            ids.reshape(sizes)[tuple(slice(None) if name in chosen else 0 for name, _ in axes)].ravel().tolist()
-        )
+        first = tuple(slice(None) if name in chosen else 0 for name, _ in axes)
+        return tuple(ids.reshape(sizes)[first].ravel().tolist())
     raise ValueError(f"unsupported replica groups: {text[:120]}")
 
 

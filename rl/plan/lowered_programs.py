@@ -85,9 +85,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
-        raise ValueError(
-            f"the TPU compiler rejects topology {topology!r} ({error}); choose one of these sizes: {sizes}"
-        ) from None
+        raise ValueError(f"the TPU compiler rejects topology {topology!r} ({error}); choose one of {sizes}") from None
     return mesh_lib.create(axes, devices)
 
 
@@ -168,9 +166,7 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
         rest = _placed(jax.eval_shape(server.empty_prefix), mesh)
         held["cache"] = bytes_per_chip(rest)
         title = f"prefill: a chunk of {chunk} tokens of one prompt, against {capacity} keys"
-        function = jax.jit(
-            lambda params, tokens, cache: server.prefill_chunk(params, tokens, 0, cache), donate_argnums=2
-        )
+        function = jax.jit(lambda params, tokens, rest: server.prefill_chunk(params, tokens, 0, rest), donate_argnums=2)
     else:
         shape = (exp.engine.prefill_batch, capacity)
         rest = jax.ShapeDtypeStruct(shape[:1], jnp.int32)

@@ -46,9 +46,7 @@ def chip_of(topology: str) -> Chip:
     """Returns the chip of a topology `<kind>:<dims>`. Raises ValueError if the form or the kind is unknown."""
     kind, _, dims = topology.partition(":")
     if kind not in CHIPS:
-        raise ValueError(
-            f"topology {topology!r} has an unknown kind; choose one of {', '.join(CHIPS)}, as in v5p:4x4x4"
-        )
+        raise ValueError(f"topology {topology!r} has an unknown kind; choose one of {', '.join(CHIPS)}, like v5p:4x4x4")
     if not dims or not all(part.isdigit() and int(part) > 0 for part in dims.split("x")):
         raise ValueError(f"topology {topology!r} is malformed; write <kind>:<dims>, as in v5p:4x4x4 or v5e:2x4")
     return CHIPS[kind]

@@ -52,9 +52,7 @@ def detect(
             f"{'unset' if index is None else index} do not give this process a place, and JAX finds no cluster; set all three"
         )
     if not 0 <= index < count:
-        raise ValueError(
-            f"topology.process_id = {index} must be below topology.num_processes = {count}; count them from 0"
-        )
+        raise ValueError(f"topology.process_id = {index} must be below topology.num_processes = {count}; count from 0")
     if not address.rpartition(":")[2].isdigit():
         raise ValueError(f"topology.coordinator = {address!r} must be HOST:PORT of host 0; correct it")
     return address, index, count, device_ids

@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sharding.multihost import transport
 
@@ -29,12 +29,11 @@ DEATH = "its process ended without an error report (killed, or out of memory); s
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class ErrorReport:
-    """The reason why a host ends."""
+class ErrorReport(NamedTuple):
+    """The error of one host, sent to host 0. The least of several, by priority, is the cause that all hosts print."""
 
     priority: int
-    host: int
+    host: int  # this and the following fields are the arguments of `transport.Peers.end`
     message: str
     code: int  # exit code of all hosts
 
@@ -64,13 +63,13 @@ class Shutdown:
         """Reports an error of this host and ends it. Does not return."""
         report = self.report(error)
         time.sleep(30)  # the threads of the connections end the process
-        self.exit(self._end(report))
+        self.exit(self._peers.end(*report[1:]))
 
     def submit(self, report: ErrorReport) -> None:
         """Sends a report to host 0. On host 0, records it; the first one starts the end of all hosts."""
         if self._peers.index and 0 in self._peers.connections:
             with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
-                self._peers.connections[0].send({"kind": "cause", "report": dataclasses.astuple(report)})
+                self._peers.connections[0].send({"kind": "cause", "report": report})
             return
         with self._lock:
             self._reports.append(report)
@@ -81,7 +80,7 @@ class Shutdown:
         """Handles a connection to `host` that closed although the run is not over."""
         report = ErrorReport(DIED, host, DEATH, 1)
         if self._peers.index:
-            self.exit(self._end(report))
+            self.exit(self._peers.end(*report[1:]))
         else:
             self.submit(report)
 
@@ -114,7 +113,7 @@ class Shutdown:
 
     def _settle(self) -> None:
         time.sleep(SETTLE_S)
-        end = self._end(min(self._reports))
+        end = self._peers.end(*min(self._reports)[1:])
 
         def send(connection):
             with contextlib.suppress(OSError):
@@ -126,6 +125,3 @@ class Shutdown:
         for thread in threads:
             thread.join(2.0)
         self.exit(end)
-
-    def _end(self, report: ErrorReport) -> dict:
-        return self._peers.end(report.host, report.message, report.code)

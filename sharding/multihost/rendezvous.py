@@ -71,25 +71,20 @@ def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.P
     connection.send(hello | {"name": peers.names[peers.index]})
 
 
-def _admit(
-    peers: transport.Peers, workdir: pathlib.Path, connection: transport.Connection, hello: dict, proof: str
-) -> None:
+def _admit(peers: transport.Peers, workdir: pathlib.Path, peer: transport.Connection, hello: dict, proof: str) -> None:
     index, name = hello.get("index"), str(hello.get("name"))[:80]
     host = f"host {index} ({name})"
     if isinstance(index, int):
-        peers.connections.setdefault(index, connection)  # even if rejected: it has to receive the error
+        peers.connections.setdefault(index, peer)  # even if rejected: it has to receive the error
     if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
-        raise ValueError(
-            f"{host} does not see the key of this run in {workdir}; give a --workdir on a disk that all hosts share"
-        )
+        raise ValueError(f"{host} does not see the key of this run in {workdir}; give a --workdir that all hosts share")
     for field, setting, expected in (("count", "topology.num_processes", peers.count), ("jax", "jax", jax.__version__)):
         if hello.get(field) != expected:
-            raise ValueError(
-                f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}; make them the same on all hosts"
-            )
-    if not isinstance(index, int) or not 0 < index < peers.count or peers.connections[index] is not connection:
+            found = f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}"
+            raise ValueError(f"{found}; make them the same on all hosts")
+    if not isinstance(index, int) or not 0 < index < peers.count or peers.connections[index] is not peer:
         text = f"{host} was started twice; give each host a different topology.process_id"
-        connection.send(peers.end(0, text, 1))
+        peer.send(peers.end(0, text, 1))
         raise ValueError(text)
     peers.names[index] = name
 

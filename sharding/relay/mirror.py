@@ -33,9 +33,7 @@ REPEAT_S = 30.0  # one kind of error is printed at most once in this time
 class Mirror:
     """Keeps `store` up to date in a thread between `start` and `stop`. `counters` and `last_error` are for monitoring."""
 
-    def __init__(
-        self, store: store_lib.Store, upstream: source.Source, *, keep: int = 5, trusted_key: str | None = None
-    ):
+    def __init__(self, store: store_lib.Store, upstream: source.Source, keep: int, trusted_key: str | None = None):
         self.counters = collections.Counter()
         self.upstream = upstream
         self.is_upstream_alive = False

@@ -72,7 +72,7 @@ class Relay:
         if not in_place and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
         self.store = store_lib.Store(upstream[0] if in_place else directory, in_place=in_place, max_bytes=max_bytes)
-        self.mirror = mirror_lib.Mirror(self.store, opened, keep=keep, trusted_key=trusted_key)
+        self.mirror = mirror_lib.Mirror(self.store, opened, keep, trusted_key)
         self.server = Server(self.store, self.mirror, sock, limits or throttle.Limits())
 
     def run(self) -> None:

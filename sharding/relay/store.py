@@ -33,7 +33,6 @@ class Version:
     log: list[journal.Object] = dataclasses.field(default_factory=list)
     manifest: bytes | None = None
     base: int | None = None
-    num_bytes: int = 0
 
 
 class Store:
@@ -50,10 +49,10 @@ class Store:
         self.versions: dict[int, Version] = {}
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # notified when a version is added, completed or removed
+        self.num_bytes = 0  # of all exposed objects and manifests
         self._max_bytes = max_bytes
         self._reserved_bytes = 0  # of objects being written now
-        self._epoch = secrets.token_hex(8)
-        self._num_changes = 0
+        self._tag = secrets.token_hex(8)  # another one after each change of the versions
         self._closed = False
         if not in_place:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -150,8 +149,7 @@ class Store:
             missing = [o for o in manifest.objects if version.objects.get(o.path) != o]
             assert not missing, missing[:3]
             surplus = version.objects.keys() - {o.path for o in manifest.objects}
-            for path in surplus:
-                version.num_bytes -= version.objects.pop(path).size
+            self.num_bytes -= sum(version.objects.pop(path).size for path in surplus)
         if not self.in_place:
             for path in surplus:
                 (version.directory / path).unlink(missing_ok=True)
@@ -164,6 +162,7 @@ class Store:
             version = self.versions.pop(number, None)
             if version is None:
                 return
+            self.num_bytes -= sum(o.size for o in version.objects.values()) + len(version.manifest or b"")
             self._changed()
             version.grown.notify_all()
         if not self.in_place:
@@ -172,12 +171,6 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(version.directory, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all exposed objects and manifests."""
-        with self.lock:
-            return sum(version.num_bytes for version in self.versions.values())
 
     def _write(self, directory: pathlib.Path, name: str, data: bytes | memoryview) -> None:
         """Writes a file that appears complete or not at all. Raises OSError if `max_bytes` would be exceeded."""
@@ -209,27 +202,27 @@ class Store:
             if write:
                 _append(version.directory / "objects.jsonl", _line(entry))
             replaced = version.objects.get(entry.path)
-            version.num_bytes += entry.size - (replaced.size if replaced else 0)
+            self.num_bytes += entry.size - (replaced.size if replaced else 0)
             version.objects[entry.path] = entry
             version.log.append(entry)
             version.grown.notify_all()
 
     def _complete(self, version: Version, manifest: manifest_lib.Manifest, data: bytes) -> None:
         with self.lock:
-            version.num_bytes += len(data) - len(version.manifest or b"")
+            self.num_bytes += len(data) - len(version.manifest or b"")
             version.manifest, version.base = data, manifest.base
             self._changed()
             version.grown.notify_all()
 
     def _changed(self) -> None:
-        self._num_changes += 1
+        self._tag = secrets.token_hex(8)
         self.changed.notify_all()
 
     def listing(self, tag: str = "", wait_s: float = 0.0) -> dict:
         """Returns the versions and their tag. Given the tag of an earlier listing, blocks up to `wait_s` for a change."""
         with self.lock:
-            self.changed.wait_for(lambda: self._closed or tag != self._tag(), wait_s)
-            return {"complete": self.complete(), "partial": self.partial(), "tag": self._tag()}
+            self.changed.wait_for(lambda: self._closed or tag != self._tag, wait_s)
+            return {"complete": self.complete(), "partial": self.partial(), "tag": self._tag}
 
     def entries(self, number: int, epoch: str, after: int, wait_s: float) -> tuple[bytes, dict[str, str]] | None:
         """Returns (journal lines, headers) of a version, or None if it is unknown.
@@ -242,9 +235,7 @@ class Store:
             if version is None:
                 return None
             start = after if epoch == version.epoch else 0
-            version.grown.wait_for(
-                lambda: self._closed or len(version.log) > start or version.manifest is not None, wait_s
-            )
+            version.grown.wait_for(lambda: self._closed or version.manifest or len(version.log) > start, wait_s)
             current = [e for e in version.log[start:] if version.objects.get(e.path) == e]  # without replaced ones
             headers = {"X-Epoch": version.epoch, "X-Next": str(len(version.log))}
             headers["X-Complete"] = str(int(version.manifest is not None))
@@ -273,9 +264,6 @@ class Store:
                 version.grown.notify_all()
         if not self.in_place:
             os.close(self._descriptor)
-
-    def _tag(self) -> str:
-        return f"{self._epoch}-{self._num_changes}"
 
 
 def _append(path: pathlib.Path, line: bytes) -> None:

@@ -333,7 +333,7 @@ def _schedule(seed, directory):
 
 def test_one_kind_of_error_is_printed_once(tmp_path, capsys):
     """A full disk fails every object of every version, in every pass."""
-    copier = mirror.Mirror(types.SimpleNamespace(in_place=False), None)
+    copier = mirror.Mirror(types.SimpleNamespace(in_place=False), None, 5)
     for n in range(50):
         copier._note(OSError(28, f"object {n} does not fit"))
     copier._note(ValueError("another"))
