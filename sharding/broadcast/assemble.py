@@ -81,10 +81,7 @@ def load(source: source_lib.Source, version: int, key: str | None = None) -> man
     """Returns the manifest of `version`. Raises CorruptSource unless the public key `key` signed it; None accepts any."""
     _, found = source.manifest(version)
     if key is not None:
-        try:
-            manifest.check_signer(found.public_key, key)
-        except journal.CorruptSource as error:
-            raise journal.CorruptSource(f"version {version}: {error}") from error
+        manifest.check_signer(version, found.public_key, key)
     return found
 
 
@@ -114,10 +111,8 @@ def make_plan(
             to_snapshot = list(chain)
         if to_snapshot is not None and (base is None or last.delta_of is None or last.delta_of <= base.version):
             break
-        if len(chain) > MAX_CHAIN:
-            raise journal.CorruptSource(
-                f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it: publish a snapshot"
-            )
+        text = f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it: publish a snapshot"
+        journal.require(len(chain) <= MAX_CHAIN, text)
         assert last.delta_of is not None  # a version without a base, or with deltas
         try:
             before = load(source, last.delta_of, key)
@@ -236,12 +231,9 @@ class _Reader:
                 ) from error
         if snapshot is None or patches:
             _, actual = chunks.encoded_digest(values)
-            if actual != tensor.chunks[i]:
-                start_name = "the base" if snapshot is None else f"version {snapshot.version}"
-                raise journal.CorruptSource(
-                    f"tensor {tensor.name!r}, chunk {i}: {start_name} and {len(patches)} deltas result in digest {actual}, "
-                    f"not the manifest's {tensor.chunks[i]}"
-                )
+            start_name = "the base" if snapshot is None else f"version {snapshot.version}"
+            text = f"{start_name} and {len(patches)} deltas result in digest {actual}, not {tensor.chunks[i]}"
+            journal.require(actual == tensor.chunks[i], f"tensor {tensor.name!r}, chunk {i}: {text}")
         for array, origin, wanted, view in zip(arrays, origins, request.regions, views, strict=True):
             if view is not values and _overlaps(region, wanted):
                 chunks.copy_into(array, origin, values, tensor, region)
@@ -260,13 +252,11 @@ class _Reader:
         return into
 
     def _base_chunk(self, tensor: manifest.Tensor, region: Region) -> np.ndarray:
-        part = chunks.host_region(self._plan.base_leaves[tensor.name], region)
-        if part is None:
-            raise FileNotFoundError(
-                f"this host's devices do not have {region} of tensor {tensor.name!r} of the base: pull without base"
-            )
-        part = chunks.to_host(part)
-        return chunks.padded_bytes(part, tuple(slice(0, n) for n in part.shape), tensor.chunk)
+        values = chunks.host_chunk(self._plan.base_leaves[tensor.name], tensor, region)
+        if values is None:
+            text = f"this host's devices do not have {region} of tensor {tensor.name!r} of the base: pull without base"
+            raise FileNotFoundError(text)
+        return values
 
     def _delta_object(self, link: int, number: int) -> bytearray:
         """Returns the bytes of a version's object `number` of patches, which stay in memory until the last chunk used them."""
@@ -297,16 +287,14 @@ class _Reader:
 
 
 def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> None:
-    if later.digest_before != earlier.digest_after:
-        raise journal.CorruptSource(
-            f"version {later.version} has deltas from a version {earlier.version} of digest {later.digest_before}, but the "
-            f"source's has {earlier.digest_after}: it was published again, or by another run; pull a newer snapshot"
-        )
-    layouts = [[(t.name, t.shape, t.dtype, t.chunk, t.tied_to) for t in m.tensors] for m in (later, earlier)]
-    if layouts[0] != layouts[1]:
-        raise journal.CorruptSource(
-            f"version {later.version} has deltas from version {earlier.version}, which has other tensors: pull a snapshot"
-        )
+    text = f"version {later.version} has deltas from version {earlier.version}"
+    journal.require(
+        later.digest_before == earlier.digest_after,
+        f"{text} with digest {later.digest_before}, but the source's has {earlier.digest_after}: it was published again, or "
+        "by another run; pull a newer snapshot",
+    )
+    layouts = [[dataclasses.replace(t, chunks=(), deltas=None) for t in m.tensors] for m in (later, earlier)]
+    journal.require(layouts[0] == layouts[1], f"{text}, which has other tensors: pull a snapshot")
 
 
 def _num_bytes(chain: Sequence[manifest.Manifest], snapshot: manifest.Manifest | None) -> int:

@@ -7,13 +7,13 @@ import collections
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+import pydantic
 
 from sharding.broadcast import assemble, destination
 from sharding.format import chunks, delta, digests, journal, manifest, tree
@@ -45,18 +45,11 @@ class HostPart:
     `chunks` has rows (chunk number, digest, patch) by tensor name; a patch is (index in `objects`, offset, size) or None.
     """
 
-    chunks: dict[str, list[tuple[int, str, Sequence[int] | None]]]
+    chunks: dict[str, list[tuple[int, str, tuple[int, int, int] | None]]]
     objects: list[journal.Object]
 
-    def to_json(self) -> bytes:
-        """Returns this part as JSON bytes, for the other hosts."""
-        return manifest.canonical({"chunks": self.chunks, "objects": [vars(o) for o in self.objects]})
 
-    @classmethod
-    def from_json(cls, data: bytes) -> "HostPart":
-        """Returns the part that another host wrote as JSON with `to_json`."""
-        part = json.loads(data)
-        return cls(part["chunks"], [journal.Object(**o) for o in part["objects"]])
+HOST_PART = pydantic.TypeAdapter(HostPart)  # to and from JSON, in which hosts exchange their parts
 
 
 def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
@@ -85,18 +78,11 @@ def tree_chunks(params: Any) -> OldChunk:
     leaves, _ = tree.flatten(params, chunks.check_array)
 
     def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
-        region = t.region(number)
-        part = chunks.host_region(leaves[t.name], region)
-        if part is None:
-            raise ValueError(
-                f"this host does not have {region} of tensor {t.name!r} of the base: pull the base with the shardings of "
-                "params"
-            )
-        if part.dtype.name != t.dtype:
-            raise ValueError(
-                f"tensor {t.name!r} of the base is {part.dtype}, but was published as {t.dtype}: pass the result of pull"
-            )
-        return chunks.padded_bytes(chunks.to_host(part), tuple(slice(0, n) for n in part.shape), t.chunk)
+        values = chunks.host_chunk(leaves[t.name], t, t.region(number))
+        if values is None:
+            text = f"this host does not have chunk {number} of {t.dtype} tensor {t.name!r} of the base"
+            raise ValueError(f"{text}: pass the result of pull, with the shardings of params")
+        return values
 
     return chunk
 
@@ -116,27 +102,27 @@ def write_chunks(
     """
     untied = [t for t in tensors if t.tied_to is None]
     part = HostPart({t.name: [] for t in untied}, [])
-    patches: list[tuple[_EncodedChunk, bytes]] = []  # of the next object of deltas
+    patches: list[tuple[str, int, str, bytes]] = []  # of the next object of deltas: tensor, chunk number, digest, patch
 
-    def add(path: str, size: int, digest: str) -> None:
-        part.objects.append(journal.Object(path, size, digest))
-        out.note(part.objects[-1])
+    def add(entry: journal.Object) -> None:
+        part.objects.append(entry)
+        out.note(entry)
 
     def put(path: str, data: bytes) -> None:
         out.put(path, [data])
-        add(path, len(data), digests.of(data))
+        add(journal.Object(path, len(data), digests.of(data)))
 
     def flush() -> None:
         offset = 0
-        for done, patch in patches:
-            part.chunks[done.name].append((done.number, done.digest, (len(part.objects), offset, len(patch))))
+        for name, number, digest, patch in patches:
+            part.chunks[name].append((number, digest, (len(part.objects), offset, len(patch))))
             offset += len(patch)
         if patches:
             path = f"deltas/{jax.process_index():05d}-{len(part.objects):06d}.bin"
-            put(path, b"".join(patch for _, patch in patches))
+            put(path, b"".join(patch for _, _, _, patch in patches))
             patches.clear()
 
-    def encode(t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region) -> _EncodedChunk:
+    def encode(t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region):
         values = chunks.padded_bytes(array, region, t.chunk)
         checksum, digest = chunks.encoded_digest(values)
         if writes_arrays:
@@ -149,7 +135,7 @@ def write_chunks(
                 np.copyto(copy.chunks[t.name, number], values)
             else:
                 copy.chunks[t.name, number] = values.copy()
-        return _EncodedChunk(t.name, number, path, len(values) + len(checksum), digest, patch)
+        return t.name, number, journal.Object(path, len(values) + len(checksum), digest), patch
 
     def jobs(pool: futures.Executor) -> Iterator[assemble.Job]:
         for t, start, values in _prefetched(leaves, untied):
@@ -165,14 +151,14 @@ def write_chunks(
     num_bytes = 0
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS, "weights") as pool:
         for future in assemble.in_order(jobs(pool)):
-            done = future.result()
+            name, number, entry, patch = future.result()
             if writes_arrays:
-                add(done.path, done.size, done.digest)
-            if done.patch is None:
-                part.chunks[done.name].append((done.number, done.digest, None))
+                add(entry)
+            if patch is None:
+                part.chunks[name].append((number, entry.digest, None))
                 continue
-            patches.append((done, done.patch))
-            num_bytes += len(done.patch)
+            patches.append((name, number, entry.digest, patch))
+            num_bytes += len(patch)
             if num_bytes >= DELTA_OBJECT_BYTES:
                 flush()
                 num_bytes = 0
@@ -198,17 +184,6 @@ def merge(
             t = dataclasses.replace(t, chunks=tuple(digest for _, digest, _ in rows), deltas=deltas)
         merged.append(t)
     return tuple(merged)
-
-
-class _EncodedChunk(NamedTuple):
-    """One encoded chunk of a tensor: path, size and digest of its file in a snapshot; the patch, or None if unchanged."""
-
-    name: str
-    number: int
-    path: str
-    size: int
-    digest: str
-    patch: bytes | None
 
 
 def _prefetched(

@@ -76,11 +76,87 @@ class Publisher:
         base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
         copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
         snapshot = self._num_deltas + 1 >= self._snapshot_every
-        written = _publish(params, version, self._root, self._options, base, metadata, snapshot=snapshot, copy=copy)
+        written = self._write(params, version, base, metadata, snapshot, copy)
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
+        return written
+
+    def _write(
+        self,
+        params: Any,
+        version: int,
+        base: assemble.Pulled | encode.HostCopy | None,
+        metadata: dict | None,
+        snapshot: bool = False,
+        copy: encode.HostCopy | None = None,
+    ) -> Manifest:
+        """Publishes a version: deltas from `base` if possible, and a snapshot if not, or if `snapshot`. `copy` receives the chunks."""
+        root, options = self._root, self._options
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
+        metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
+        if not isinstance(metadata, dict):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
+        leaves, containers, ties = encode.named_leaves(params)
+        tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
+        num_hosts, is_first = jax.process_count(), jax.process_index() == 0
+        with contextlib.closing(destination.create(root, version)) as out:
+            with _stage(version, root, options.keep):
+                if is_first:
+                    out.lock()
+                    _check_is_newer(root, version)
+                    out.begin()
+            try:
+                with _stage(version, root, options.keep):
+                    before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
+                    old_chunk = None
+                    if base is not None and before is not None:
+                        pairs = zip(tensors, before.tensors, strict=True)
+                        tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in pairs]
+                        old_chunk = base.chunk if isinstance(base, encode.HostCopy) else encode.tree_chunks(base.params)
+                    elif copy is not None:
+                        copy.chunks.clear()
+                    writes_arrays = before is None or snapshot
+                    part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
+                    if num_hosts > 1:
+                        out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
+                with _stage(version, root, options.keep):
+                    parts = [part]
+                    if num_hosts > 1:
+                        parts = [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(num_hosts)]
+                    merged = encode.merge(tensors, parts, before is not None)
+                    written = Manifest(
+                        version=version,
+                        base=None if before is None or writes_arrays else before.version,
+                        delta_of=None if before is None else before.version,
+                        encodings=tuple(
+                            name for name, used in (("xor", before is not None), ("zarr3", writes_arrays)) if used
+                        ),
+                        digest_before=None if before is None else before.digest,
+                        digest_after=manifest.digest(merged),
+                        tensors=merged,
+                        objects=tuple(o for part in parts for o in part.objects),
+                        containers=containers,
+                        metadata=metadata,
+                        run=options.run,
+                        public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
+                    )
+                    if is_first:
+                        data = manifest.encode(written, options.key)
+                        for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
+                            out.note(entry)  # two hosts must not append to one file of a network drive
+                        out.finish(data)
+            except BaseException:
+                if is_first:
+                    out.abort()
+                raise
+            if is_first:
+                for i in range(num_hosts) if num_hosts > 1 else ():
+                    out.delete(_part_name(i))  # every host has read them
+                for old in _unneeded(root, options.keep):
+                    destination.remove(root, old)
         return written
 
 
@@ -111,7 +187,7 @@ def publish(
       ValueError: params, version, base or metadata that cannot be published; nothing was written.
       OSError: no space left, or another host failed; the version was deleted.
     """
-    return _publish(params, version, root, options, base, metadata)
+    return Publisher(root, options)._write(params, version, base, metadata)
 
 
 def tree_digest(params: Any) -> str:
@@ -128,82 +204,6 @@ def tree_digest(params: Any) -> str:
 
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS) as pool:
         return manifest.digest(tuple(pool.map(describe, leaves)))
-
-
-def _publish(
-    params: Any,
-    version: int,
-    root: str | os.PathLike,
-    options: PublishOptions,
-    base: assemble.Pulled | encode.HostCopy | None,
-    metadata: dict | None,
-    *,
-    snapshot: bool = False,
-    copy: encode.HostCopy | None = None,
-) -> Manifest:
-    """Publishes a version: deltas from `base` if possible, and a snapshot if not, or if `snapshot`. `copy` receives the chunks."""
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
-    metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
-    if not isinstance(metadata, dict):
-        raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
-    leaves, containers, ties = encode.named_leaves(params)
-    tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
-    num_hosts, is_first = jax.process_count(), jax.process_index() == 0
-    with contextlib.closing(destination.create(root, version)) as out:
-        with _stage(version, root, options.keep):
-            if is_first:
-                out.lock()
-                _check_is_newer(root, version)
-                out.begin()
-        try:
-            with _stage(version, root, options.keep):
-                before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
-                old_chunk = None
-                if base is not None and before is not None:
-                    pairs = zip(tensors, before.tensors, strict=True)
-                    tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in pairs]
-                    old_chunk = base.chunk if isinstance(base, encode.HostCopy) else encode.tree_chunks(base.params)
-                elif copy is not None:
-                    copy.chunks.clear()
-                writes_arrays = before is None or snapshot
-                part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
-                if num_hosts > 1:
-                    out.put(_part_name(jax.process_index()), [part.to_json()])
-            with _stage(version, root, options.keep):
-                parts = [part]
-                if num_hosts > 1:
-                    parts = [encode.HostPart.from_json(out.get(_part_name(i))) for i in range(num_hosts)]
-                merged = encode.merge(tensors, parts, before is not None)
-                written = Manifest(
-                    version=version,
-                    base=None if before is None or writes_arrays else before.version,
-                    delta_of=None if before is None else before.version,
-                    encodings=(*(["xor"] if before is not None else []), *(["zarr3"] if writes_arrays else [])),
-                    digest_before=None if before is None else before.digest,
-                    digest_after=manifest.digest(merged),
-                    tensors=merged,
-                    objects=tuple(o for part in parts for o in part.objects),
-                    containers=containers,
-                    metadata=metadata,
-                    run=options.run,
-                    public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
-                )
-                if is_first:
-                    data = manifest.encode(written, options.key)
-                    for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
-                        out.note(entry)  # two hosts must not append to one file of a network drive
-                    out.finish(data)
-        except BaseException:
-            if is_first:
-                out.abort()
-            raise
-        if is_first:
-            for i in range(num_hosts) if num_hosts > 1 else ():
-                out.delete(_part_name(i))  # every host has read them
-            for old in _unneeded(root, options.keep):
-                destination.remove(root, old)
-    return written
 
 
 @contextlib.contextmanager
@@ -246,10 +246,7 @@ def _base_manifest(
     leaves: dict[str, Any],
     tensors: Sequence[manifest.Tensor],
 ) -> Manifest | None:
-    """Returns the manifest of `base`, or None if deltas from `base` are impossible and a snapshot is needed.
-
-    Raises ValueError if `base` is not older than `version`, or if its tensors differ from `tensors` in shape or dtype.
-    """
+    """Returns the manifest of `base`, or None if a snapshot is needed. Raises ValueError if `base` is not an older version."""
     before = base.written if isinstance(base, encode.HostCopy) else base
     assert before is not None  # a Publisher fills in its copy's manifest
     number, digest = before.version, before.digest

@@ -136,17 +136,12 @@ def view_in(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor
     return part.reshape(-1).view(np.uint8) if part is not None and part.flags.c_contiguous else None
 
 
-def host_region(leaf: Any, region: Region) -> np.ndarray | None:
-    """Returns `leaf[region]` as a numpy array, or None if this process does not have the whole region (on one device)."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)[(*region, ...)]
-    for shard in leaf.addressable_shards:
-        starts = [s.start or 0 for s in shard.index]
-        within = zip(region, starts, shard.data.shape, strict=True)
-        if all(a <= r.start and r.stop <= a + n for r, a, n in within):
-            inner = tuple(slice(r.start - a, r.stop - a) for r, a in zip(region, starts, strict=True))
-            return np.asarray(shard.data)[(*inner, ...)]
-    return np.asarray(leaf)[(*region, ...)] if leaf.is_fully_addressable else None
+def host_chunk(leaf: Any, tensor: manifest.Tensor, region: Region) -> np.ndarray | None:
+    """Returns the bytes of the chunk at `region` of `tensor`, whose values are `leaf`; None if this process lacks them."""
+    part = _host_region(leaf, region)
+    if part is None or part.dtype.name != tensor.dtype:
+        return None
+    return padded_bytes(to_host(part), tuple(slice(0, n) for n in part.shape), tensor.chunk)
 
 
 def encoded_digest(values: np.ndarray) -> tuple[bytes, str]:
@@ -159,6 +154,19 @@ def encoded_digest(values: np.ndarray) -> tuple[bytes, str]:
     checksum = value.to_bytes(manifest.CRC_BYTES, "little")
     hasher.update(checksum)
     return checksum, hasher.hexdigest()
+
+
+def _host_region(leaf: Any, region: Region) -> np.ndarray | None:
+    """Returns `leaf[region]` as a numpy array, or None if this process does not have the whole region (on one device)."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)[(*region, ...)]
+    for shard in leaf.addressable_shards:
+        starts = [s.start or 0 for s in shard.index]
+        within = zip(region, starts, shard.data.shape, strict=True)
+        if all(a <= r.start and r.stop <= a + n for r, a, n in within):
+            inner = tuple(slice(r.start - a, r.stop - a) for r, a in zip(region, starts, strict=True))
+            return np.asarray(shard.data)[(*inner, ...)]
+    return np.asarray(leaf)[(*region, ...)] if leaf.is_fully_addressable else None
 
 
 def _divisors(n: int, largest: int) -> list[int]:
