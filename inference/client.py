@@ -31,8 +31,7 @@ class Sample:
     prompt_version: int
     finish_reason: str
     proofs: bytes
-    # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token], if requested
-    experts: np.ndarray | None = None
+    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
 
 
 class Unavailable(RuntimeError):
@@ -49,13 +48,9 @@ class Client:
     def __init__(
         self, urls: Sequence[str], *, timeout_s: float = 600, give_up_s: float = 60, api_key: str | None = None
     ):
-        """Creates a client.
+        """Creates a client of the servers at `urls`. An attempt may take `timeout_s`; a request is retried for `give_up_s`.
 
-        Args:
-          urls: URLs of the inference servers, at least one.
-          timeout_s: limit for one attempt of a request.
-          give_up_s: how long a request is retried.
-          api_key: the key sent to all servers; $INTELLAX_API_KEY if None.
+        All servers are sent `api_key`; None sends $INTELLAX_API_KEY, if it is set.
         """
         if not urls:
             raise ValueError("the list of inference servers is empty; pass at least one URL")

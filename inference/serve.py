@@ -29,7 +29,7 @@ import time
 
 import fastapi
 import pydantic
-from starlette import exceptions, requests
+from starlette import requests
 
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
@@ -63,7 +63,7 @@ def make_app(server: inference_server.InferenceServer, *, api_key: str | None = 
     for kind in ERRORS:
         app.add_exception_handler(kind, functools.partial(_reply_error, *ERRORS[kind]))
     for status in (404, 405):
-        app.add_exception_handler(status, _reply_no_route)
+        app.add_exception_handler(status, functools.partial(_reply_no_route, status))
     return app
 
 
@@ -74,10 +74,9 @@ async def _reply_error(status: int, kind: str, headers: dict | None, request: fa
     return web.error(status, message, kind, headers)
 
 
-async def _reply_no_route(request: fastapi.Request, error: Exception):
-    assert isinstance(error, exceptions.HTTPException)
+async def _reply_no_route(status: int, request: fastapi.Request, error: Exception):
     message = f"route {request.method} {request.url.path} does not exist; see inference/serve.py for all routes"
-    return web.error(error.status_code, message, "not_found")
+    return web.error(status, message, "not_found")
 
 
 def main(argv: list[str] | None = None) -> int:

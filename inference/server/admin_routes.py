@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import fastapi
 import prometheus_client
 from fastapi import responses
-from prometheus_client import core
+from prometheus_client import core, registry
 
 from inference.server import inference_server, schemas, web
 
@@ -57,13 +57,11 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
 
     @app.get("/metrics")
     async def metrics():
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(server))
-        text = prometheus_client.generate_latest(registry)
+        text = prometheus_client.generate_latest(_Collector(server))
         return responses.PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-class _Collector:
+class _Collector(registry.Collector):
     """The Prometheus collector of the server: metrics that prime-rl's concurrency controller reads, under vLLM's names, and others."""
 
     def __init__(self, server: inference_server.InferenceServer):
@@ -76,23 +74,24 @@ class _Collector:
         waiting = max(scheduler.num_pending - len(scheduler.slots.groups), 0)
         cache = {"num_gpu_blocks": str(config.num_slots), "block_size": str(config.max_model_len)}
         queries, hits, tokens = (stats.pop(name) for name in ("prefix_queries", "prefix_hits", "tokens"))
-        yield self._metric("gauge", "vllm:num_requests_running", len(scheduler.slots.groups))
-        yield self._metric("gauge", "vllm:num_requests_waiting", waiting)
-        yield self._metric("gauge", "vllm:num_requests_waiting_by_reason", waiting, reason="capacity")
-        yield self._metric("gauge", "vllm:kv_cache_usage_perc", scheduler.slots.usage())
-        yield self._metric("gauge", "vllm:cache_config_info", 1, **cache)
-        yield self._metric("counter", "vllm:num_preemptions_total", 0)  # a sequence keeps its slot until it ends
-        yield self._metric("counter", "vllm:prefix_cache_queries_total", queries)
-        yield self._metric("counter", "vllm:prefix_cache_hits_total", hits)
-        yield self._metric("counter", "vllm:prompt_tokens_total", queries)
-        yield self._metric("counter", "vllm:generation_tokens_total", tokens)
-        yield self._metric("gauge", "intellax:policy_version", scheduler.version)
-        yield self._metric("gauge", "intellax:slots_running", len(scheduler.slots.running))
-        yield self._metric("gauge", "intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
+        yield self._metric("vllm:num_requests_running", len(scheduler.slots.groups))
+        yield self._metric("vllm:num_requests_waiting", waiting)
+        yield self._metric("vllm:num_requests_waiting_by_reason", waiting, reason="capacity")
+        yield self._metric("vllm:kv_cache_usage_perc", scheduler.slots.usage())
+        yield self._metric("vllm:cache_config_info", 1, **cache)
+        yield self._metric("vllm:num_preemptions_total", 0)  # a sequence keeps its slot until it ends
+        yield self._metric("vllm:prefix_cache_queries_total", queries)
+        yield self._metric("vllm:prefix_cache_hits_total", hits)
+        yield self._metric("vllm:prompt_tokens_total", queries)
+        yield self._metric("vllm:generation_tokens_total", tokens)
+        yield self._metric("intellax:policy_version", scheduler.version)
+        yield self._metric("intellax:slots_running", len(scheduler.slots.running))
+        yield self._metric("intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
         for name, value in stats.items():
-            yield self._metric("counter", f"intellax:{name}_total", value)
+            yield self._metric(f"intellax:{name}_total", value)
 
-    def _metric(self, kind: str, name: str, value: float, **labels: str) -> core.Metric:
-        metric = core.Metric(name.removesuffix("_total") if kind == "counter" else name, name, kind)
+    def _metric(self, name: str, value: float, **labels: str) -> core.Metric:
+        family = name.removesuffix("_total")
+        metric = core.Metric(family, name, "gauge" if family == name else "counter")
         metric.add_sample(name, {"engine": "0", "model_name": self._server.model_name} | labels, value)
         return metric

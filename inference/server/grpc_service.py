@@ -5,8 +5,7 @@
 2. The tokens of each engine call are sent as one message. The stop token is left out, as by JetStream's Driver.
 3. A request that cannot be served ends with INVALID_ARGUMENT and the reason, a full queue with RESOURCE_EXHAUSTED.
 
-JetStream's own server is not used: it runs its Driver, which needs a second set of slots, cannot change weights and ends the
-process on any error. A test runs a stock Driver on this engine (tests/inference/engine/test_engine.py).
+docs/decisions/inference.md explains why JetStream's own server and Driver are not used.
 """
 
 import os

@@ -23,7 +23,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import warmup
 from inference.server import schemas
 from models import config as config_lib
-from models import transformer
+from models import hf, hub, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
@@ -51,11 +51,6 @@ class InferenceServer:
     def tokenizer(self) -> tokenizer_lib.Tokenizer:
         """The engine's tokenizer."""
         return self.engine.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """The maximum number of tokens of a prompt and its completion."""
-        return self.engine.config.max_model_len
 
     def update(self, version: int | None, source: str | None = None) -> int:
         """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
@@ -105,7 +100,7 @@ class InferenceServer:
         if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.tokenizer.stop_ids
-        experts, left = sampling.return_routed_experts, max(self.max_model_len - len(tokens), 1)
+        experts, left = sampling.return_routed_experts, max(self.engine.config.max_model_len - len(tokens), 1)
         return request_lib.GenerateRequest(
             tokens=tokens,
             num_samples=sampling.n,
@@ -131,8 +126,6 @@ class InferenceServer:
             self.weights.close()
 
     def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
-        from models import hf
-
         config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same one, or start another server")
@@ -195,8 +188,6 @@ def start_model(
     **options,
 ) -> InferenceServer:
     """Starts a server with the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `start`."""
-    from models import hf, hub
-
     log(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
@@ -226,15 +217,7 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
 
 
 def _run(
-    config: engine_lib.EngineConfig,
-    store: weights_lib.Store,
-    tokenizer_folder: str,
-    params: transformer.Params,
-    version: int,
-    log: Callable[[str], None],
-    *,
-    every_length: bool = False,
-    **options,
+    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, log, *, every_length=False, **options
 ) -> InferenceServer:
     tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:
@@ -255,8 +238,6 @@ def _run(
 
 def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
     """Reads the weights of a Hugging Face folder and places them on the devices as the engine's weight store requires."""
-    from models import hf
-
     if store.load_shardings is not None:
         return hf.load(folder, shardings=store.load_shardings)[1]
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

@@ -51,7 +51,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
         tokens = _render(server, body) if body.prompt is None else _prompt_ids(server, body, body.prompt)
-        return {"count": len(tokens), "max_model_len": server.max_model_len, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": server.engine.config.max_model_len, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(http: fastapi.Request):
@@ -68,7 +68,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
             "object": "model",
             "created": 0,
             "owned_by": "intellax",
-            "max_model_len": server.max_model_len,
+            "max_model_len": server.engine.config.max_model_len,
             "policy_version": server.scheduler.version,
             "quantization": server.store.quantization,
         }
@@ -149,9 +149,7 @@ def _template_call(call: dict) -> dict:
     return call | {"function": function | {"arguments": loaded if isinstance(loaded, dict) else arguments or {}}}
 
 
-def _prompt_ids(
-    server: inference_server.InferenceServer, body: schemas.Completions | schemas.Tokenize, text: str
-) -> list[int]:
+def _prompt_ids(server, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
     return server.tokenizer.prompt_ids(text) if body.add_special_tokens else server.tokenizer.encode(text)
 
 
@@ -217,13 +215,11 @@ class _ChatFormat(_TextFormat):
 
     def delta(self, index: int, piece: request_lib.Completion) -> dict:
         before, parsed = self._grow(index, piece)
-        num_calls = len(before.calls)
+        new_calls = list(enumerate(parsed.calls))[len(before.calls) :]
         delta = {
             "reasoning_content": (parsed.reasoning or "")[len(before.reasoning or "") :],
             "content": parsed.content[len(before.content) :],
-            "tool_calls": [
-                {"index": at} | call.field(_call_id(at)) for at, call in enumerate(parsed.calls) if at >= num_calls
-            ],
+            "tool_calls": [{"index": at} | call.field(_call_id(at)) for at, call in new_calls],
         }
         return {"delta": {name: new for name, new in delta.items() if new}} | self._end(piece, parsed)
 
@@ -244,7 +240,7 @@ class _ChatFormat(_TextFormat):
 
         tops = piece.top or [[]] * len(piece.tokens)
         rows = zip(piece.tokens, piece.logprobs, tops, strict=True)
-        content = [entry(*pair) | {"top_logprobs": [entry(*top) for top in entries]} for *pair, entries in rows]
+        content = [entry(token, x) | {"top_logprobs": [entry(*pair) for pair in top]} for token, x, top in rows]
         return {"content": content}
 
 

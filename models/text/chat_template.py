@@ -32,10 +32,8 @@ class Generation(jinja2.ext.Extension):
         """Parses one generation block. Returns its nodes between those that output `generation_opener` and `generation_closer`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opener, closer = (
-            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
-            for name in ("generation_opener", "generation_closer")
-        )
+        names = ("generation_opener", "generation_closer")
+        opener, closer = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line) for name in names)
         return [opener, *body, closer]
 
 

@@ -53,10 +53,9 @@ class Tokenizer:
     pad_id: int
     eos_id: int
     stop_ids: tuple[int, ...]  # eos_id first
-    # {name in templates, such as "bos_token": text of the token}, see tokenizer_files.NAMES
-    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {name, such as "bos_token": token's text}
     tool_template: str | None = None  # replaces `chat_template` when there are tools
-    date: datetime.date | None = None  # returned by the template's clock; None for today
+    date: datetime.date | None = None  # returned by the template's clock; None for the present time
 
     @property
     def vocab_size(self) -> int:
@@ -121,13 +120,10 @@ class Tokenizer:
             text = self._render_marked(inputs, add_generation_prompt, next(unused))
         else:
             text = self._render_text(inputs, add_generation_prompt)
-        ids, generated, mask = [], False, []
-        for block in re.split(f"([{inputs['generation_opener']}{inputs['generation_closer']}])", text):
-            if block in (inputs["generation_opener"], inputs["generation_closer"]):
-                generated = block == inputs["generation_opener"]
-                continue
+        ids, mask = [], []
+        for index, block in enumerate(re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)):
             ids += self._encode_rendered(block, inputs["escape"])
-            mask += [generated] * (len(ids) - len(mask))
+            mask += [index % 2 == 1] * (len(ids) - len(mask))  # every second block is the assistant's
         return Rendered(ids, mask)
 
     def scored_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
@@ -226,12 +222,9 @@ class Tokenizer:
             "tools": self._escaper.escape(list(tools), escape) if tools else None,
             "generation_opener": next(unused),
             "generation_closer": next(unused),
-            "strftime_now": self._now().strftime,
+            "strftime_now": (self.date or datetime.datetime.now()).strftime,
         }
         return dict(self.named) | self._escaper.escape(variables, escape) | own, unused
-
-    def _now(self) -> datetime.datetime:
-        return datetime.datetime.combine(self.date, datetime.time()) if self.date else datetime.datetime.now()
 
     def _render_text(self, inputs: dict, add_generation_prompt: bool) -> str:
         inputs = inputs | {"add_generation_prompt": add_generation_prompt}
@@ -316,16 +309,12 @@ class Tokenizer:
 
     def _template_text(self, tools) -> str:
         text = self.tool_template if tools and self.tool_template is not None else self.chat_template
+        file = "chat_template.jinja next to its tokenizer.json"
         if text is None:
-            raise ValueError(
-                "this tokenizer has no chat template, which a conversation needs; put a chat_template.jinja next to its "
-                "tokenizer.json, or use the tokenizer byte_chatml"
-            )
+            raise ValueError(f"this tokenizer has no chat template; put a {file}, or use the tokenizer byte_chatml")
         if tools and "tools" not in text:
-            raise ValueError(
-                "this tokenizer's chat template does not render tools, so the model would not see them; remove the tools, or "
-                "put a chat_template.jinja that renders them next to its tokenizer.json"
-            )
+            reason = "this tokenizer's chat template does not render tools, so the model would not see them"
+            raise ValueError(f"{reason}; remove the tools, or put another {file}")
         return text
 
 

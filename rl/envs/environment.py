@@ -115,10 +115,8 @@ def checked(env: Environment) -> Environment:
         try:
             return env.make_task(index, split)
         except Exception as error:  # foreign code may raise anything
-            raise ValueError(
-                f"environment {env.name} cannot make {split} task {index}: {describe(error)}; fix its make_task or its "
-                "options (env.options)"
-            ) from error
+            reason = f"environment {env.name} cannot make {split} task {index}: {describe(error)}"
+            raise ValueError(f"{reason}; fix its make_task or its options (env.options)") from error
 
     return dataclasses.replace(env, make_task=make_task)
 

@@ -44,10 +44,7 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
 
 def final_number(text: str) -> decimal.Decimal | None:
     """Returns the number after the last answer mark in a completion, or None without a mark or a number."""
-    if len(text) > MAX_CHARS:
-        return None
-    marks = _MARK.findall(text)
-    if not marks:
+    if len(text) > MAX_CHARS or not (marks := _MARK.findall(text)):
         return None
     written = "".join(marks[-1]).strip().replace(",", "").removesuffix(".").strip("$ ").removesuffix("%").strip()
     return decimal.Decimal(written) if _NUMBER.fullmatch(written) else None

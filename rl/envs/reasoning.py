@@ -120,7 +120,6 @@ def _reference(entry: dict) -> str | None:
     if entry["answer"] is not None:
         return str(entry["answer"])
     for key in ("example_answer", "example_correct_answer", "possible_answer"):
-        example = entry["metadata"].get(key)
-        if example is not None:
+        if (example := entry["metadata"].get(key)) is not None:
             return example if isinstance(example, str) else json.dumps(example)
     return None

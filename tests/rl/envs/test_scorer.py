@@ -154,7 +154,7 @@ def test_a_child_that_waits_is_ended(orders, monkeypatch):
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_a_malformed_reply_costs_itself_alone(orders, monkeypatch, reply):
-    """Whatever a completion sends that has taken over its child: the run goes on, and a fresh child scores the others."""
+    """A completion that has taken over its child may send anything: the run goes on, and a fresh child scores the others."""
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     begun_s = time.monotonic()
     assert worth(orders(f"send {reply}", "a")) == [0, 1] and time.monotonic() - begun_s < 20
