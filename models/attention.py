@@ -141,29 +141,22 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
     """Runs blocks of queries against all keys; only the scores of one block exist at a time."""
     T, K = q_BTHC.shape[1], k_BTKC.shape[2]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
-    mask = functools.partial(readable, window=window)
-
-    def xla(q_BKGTC, packing_q, columns):
-        return _attend(q_BKGTC, k_BKTC, v_BKTV, mask(packing_q, columns, packing, columns_T), **how)
-
-    def causal_blocks(q_BKGTC, packing_q, columns):
-        mask_BTT = mask(packing_q, columns, packing, columns_T)
-        return cpu_attention.attend_blocks(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, how["scale"])
-
-    def tiles(q_BKGTC, packing_q, columns):
-        return cpu_attention.attend_tiles(q_BKGTC, k_BKTC, v_BKTV, packing, mask, how["scale"])
-
-    def run(kernel, q_BTHC, packing_q, columns):
-        out_BKGTV = _stored(kernel(_stored(_by_key_head(q_BTHC, K)), packing_q, columns))
-        return jnp.moveaxis(out_BKGTV, 3, 1).reshape(*q_BTHC.shape[:3], -1)
-
     is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
     on_cpu = mesh_lib.platform() == "cpu" and is_plain
-    if T <= BLOCK:
-        return run(causal_blocks if on_cpu else xla, q_BTHC, packing, columns_T)
-    if on_cpu and rules.several_devices() is None:  # several would have to skip the same tiles
-        return run(tiles, q_BTHC, packing, columns_T)
-    return _by_blocks(functools.partial(run, xla), q_BTHC, packing, columns_T)
+    is_tiled = on_cpu and T > BLOCK and rules.several_devices() is None  # several would have to skip the same tiles
+    mask = functools.partial(readable, window=window)
+
+    def run(q_BTHC, packing_q, columns):
+        qkv = _stored(_by_key_head(q_BTHC, K)), k_BKTC, v_BKTV
+        if is_tiled:
+            out_BKGTV = cpu_attention.attend_tiles(*qkv, packing, mask, how["scale"])
+        elif on_cpu and T <= BLOCK:
+            out_BKGTV = cpu_attention.attend_blocks(*qkv, mask(packing_q, columns, packing, columns_T), how["scale"])
+        else:
+            out_BKGTV = _attend(*qkv, mask(packing_q, columns, packing, columns_T), **how)
+        return jnp.moveaxis(_stored(out_BKGTV), 3, 1).reshape(*q_BTHC.shape[:3], -1)
+
+    return (run if is_tiled else functools.partial(_by_blocks, run))(q_BTHC, packing, columns_T)
 
 
 def _stored(x: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import linear_call
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 from jax.sharding import PartitionSpec
 
@@ -172,24 +173,19 @@ class _Order(NamedTuple):
         return cls(taken, jax.lax.sort((taken, index_A), num_keys=1, is_stable=False)[1])
 
 
-def _spread_rows(copies: int, x, order: _Order) -> jax.Array:
-    """Returns `copies` copies of each row of `x`, in the given order. Gathers: a TPU scatters row by row."""
-    return x[order.taken // copies]
+def _spread(copies: int, x, order: _Order, *, sums: bool = False) -> jax.Array:
+    """Returns `copies` ordered copies of each row of `x`; if `sums`, the transpose: the sum of each row's ordered copies.
 
+    Both directions, and so the gradients, are gathers: a TPU scatters row by row.
+    """
 
-def _collect_rows(copies: int, x, order: _Order) -> jax.Array:
-    """Returns the sum of the `copies` ordered copies of each row: the transpose of `_spread_rows`."""
-    return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
+    def spread(order, x):
+        return x[order.taken // copies]
 
+    def collect(order, x):
+        return x[order.put].reshape(-1, copies, *x.shape[1:]).sum(axis=1)
 
-_spread = jax.custom_vjp(_spread_rows, nondiff_argnums=(0,))
-_collect = jax.custom_vjp(_collect_rows, nondiff_argnums=(0,))
-_spread.defvjp(
-    lambda n, x, order: (_spread(n, x, order), order), lambda n, order, grad: (_collect(n, grad, order), None)
-)
-_collect.defvjp(
-    lambda n, x, order: (_collect(n, x, order), order), lambda n, order, grad: (_spread(n, grad, order), None)
-)
+    return linear_call(*((collect, spread) if sums else (spread, collect)), order, x)
 
 
 def _sizes(group_A, num_groups: int) -> jax.Array:
@@ -219,7 +215,7 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
 def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
     """Returns each token's weighted sum of expert outputs, [B, T, D], from outputs that are ordered by expert."""
     weights_A = _spread(1, weights_BTX.reshape(-1).astype(out_AD.dtype), order)
-    summed_ND = _collect(weights_BTX.shape[-1], out_AD * weights_A[:, None], order)
+    summed_ND = _spread(weights_BTX.shape[-1], out_AD * weights_A[:, None], order, sums=True)
     return summed_ND.reshape(*weights_BTX.shape[:2], -1)
 
 

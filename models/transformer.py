@@ -99,19 +99,12 @@ def apply(
         positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
     segment_ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids_BT is None else segment_ids_BT
     packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
-    rotations = _rotations(config, positions_BT)
 
-    def attend(q_BTHC, k_BTKC, v_BTKV, **options):
-        return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, implementation=config.attention, **options)
+    def attend(entry, *qkv, **options):
+        return attention.attend_packed(*qkv, packing, implementation=config.attention, **options), entry
 
-    def block(block_params, x_BTD, entry, experts_BTX, sliding):
-        options = {"sliding": sliding, "experts_BTX": experts_BTX, "valid_BT": segment_ids_BT != 0}
-        x_BTD = checkpoint_name(x_BTD, "block_input")
-        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend, rotations[sliding], **options)
-        return x_BTD, entry, routing
-
-    x_BTD = _embed(params, config, tokens_BT)
-    hidden_BTD, _, routing = _run_layers(_remat(block, config), params, config, x_BTD, None, experts_LBTX)
+    given = {"experts_LBTX": experts_LBTX, "valid_BT": segment_ids_BT != 0}
+    hidden_BTD, _, routing = _run(params, config, tokens_BT, positions_BT, None, attend, **given)
     return hidden_BTD, routing
 
 
@@ -133,40 +126,23 @@ def extend(
     the new keys and attends; with stacked layers, the layer's index in the stack follows as the last item of `entry`. Options
     are those of `attention.attend`, and `window` and `value_dim`. Latent attention passes latents as its only key head.
     """
-    rotations = _rotations(config, positions_BT)
-
-    def block(block_params, x_BTD, entry, experts_BTX, sliding):
-        def attend(q_BTHC, k_BTKC, v_BTKV, **options):
-            nonlocal entry
-            out_BTHV, entry = attend_cached(entry, q_BTHC, k_BTKC, v_BTKV, **options)
-            return out_BTHV
-
-        options = {"sliding": sliding, "absorbed": True, "experts_BTX": experts_BTX}
-        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend, rotations[sliding], **options)
-        return x_BTD, entry, routing
-
-    return _run_layers(block, params, config, _embed(params, config, tokens_BT), cache, experts_LBTX)
+    return _run(params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX=experts_LBTX)
 
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """Returns the logits of the output head for the hidden states of `apply` or `extend`, float32 [B, T, V]."""
-    kernel_DV = head(params).astype(hidden_BTD.dtype)
+    head_DV = params["lm_head"] if "lm_head" in params else params["embed"].T
+    kernel_DV = head_DV.astype(hidden_BTD.dtype)
     if isinstance(kernel_DV, cpu_transposed.Transposed):
         logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
     else:
-        scale, values_DV = None, kernel_DV
-        if isinstance(kernel_DV, int8.Quantized):
-            scale, values_DV = kernel_DV.scale, kernel_DV.values.astype(hidden_BTD.dtype)
+        is_int8 = isinstance(kernel_DV, int8.Quantized)
+        values_DV = kernel_DV.values.astype(hidden_BTD.dtype) if is_int8 else kernel_DV
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, values_DV, preferred_element_type=jnp.float32)
-        logits_BTV = logits_BTV if scale is None else int8.scaled(logits_BTV, scale)
+        logits_BTV = int8.scaled(logits_BTV, kernel_DV.scale) if is_int8 else logits_BTV
     if config.final_softcap:
         logits_BTV = config.final_softcap * jnp.tanh(logits_BTV / config.final_softcap)
     return logits_BTV
-
-
-def head(params: Params) -> layers.Kernel:
-    """Returns the weights of the output head, [D, V]: `lm_head`, or the transposed embedding if the model ties them."""
-    return params["lm_head"] if "lm_head" in params else params["embed"].T
 
 
 def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
@@ -181,29 +157,41 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
 def _embed(params, config, tokens_BT):
     # The table is gathered over `fsdp` first: looked up in its own layout, rows would come back split over the model dim,
     # and XLA would replicate them in full to split them over the batch instead.
-    if isinstance(params["embed"], int8.Quantized):
-        values_VD = rules.constrain(params["embed"].values, "vocab", None)
-        x_BTD = int8.rows(params["embed"].replace(values=values_VD), tokens_BT, config.dtype)
+    table_VD = params["embed"]
+    if isinstance(table_VD, int8.Quantized):
+        table_VD = table_VD.replace(values=rules.constrain(table_VD.values, "vocab", None))
+        x_BTD = int8.rows(table_VD, tokens_BT, config.dtype)
     else:
-        table_VD = rules.constrain(params["embed"].astype(config.dtype), "vocab", None)
-        x_BTD = table_VD[tokens_BT]
+        x_BTD = rules.constrain(table_VD.astype(config.dtype), "vocab", None)[tokens_BT]
     if config.scale_embeddings:
         x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)
 
 
-def _rotations(config, positions_BT) -> dict[bool, layers.Rotation]:
-    """Returns the rotary tables of each kind of layer in the model: {True for sliding layers: tables}."""
-    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
-    return {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
+def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *, experts_LBTX, valid_BT=None):
+    """Returns (hidden states after the final norm, new cache, stacked routing of the MoE layers or None).
 
-
-def _run_layers(block: Callable, params, config, x_BTD, cache: tuple | None, experts_LBTX):
-    """Runs all layers; returns (hidden states after the final norm, new cache, stacked routing of the MoE layers or None).
-
-    `block(block_params, x_BTD, entry, experts_BTX, sliding) -> (x_BTD, entry, routing)` runs one layer. Without a cache
-    the entries are None.
+    `attend` is as `attend_cached` of `extend`. The learner's rows have no cache: its entries are None, and latent attention
+    then runs over heads instead of latents.
     """
+    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
+    rotations = {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
+    x_BTD = _embed(params, config, tokens_BT)
+
+    def block(block_params, x_BTD, entry, experts_BTX, sliding):
+        def attend_entry(*qkv, **options):
+            nonlocal entry
+            out_BTHV, entry = attend(entry, *qkv, **options)
+            return out_BTHV
+
+        options = {"absorbed": cache is not None, "experts_BTX": experts_BTX, "valid_BT": valid_BT}
+        x_BTD = checkpoint_name(x_BTD, "block_input")
+        x_BTD, routing = blocks.run(
+            block_params, config, x_BTD, attend_entry, rotations[sliding], sliding=sliding, **options
+        )
+        return x_BTD, entry, routing
+
+    run_block = _remat(block, config) if cache is None else block
     moe_layers = [index for index in range(config.num_layers) if config.is_moe(index)]
 
     def experts_of(indices):
@@ -220,7 +208,8 @@ def _run_layers(block: Callable, params, config, x_BTD, cache: tuple | None, exp
             new_entries, routings = [], []
             for key, block_params, entry, experts_BTX in zip(unit, unit_params, entries, experts, strict=True):
                 entry = entry if n is None else (*entry, n)
-                x_BTD, entry, routing = block(block_params, x_BTD, entry, experts_BTX, config.is_sliding(int(key)))
+                is_sliding = config.is_sliding(int(key))
+                x_BTD, entry, routing = run_block(block_params, x_BTD, entry, experts_BTX, is_sliding)
                 new_entries.append(entry if n is None else tuple(entry[:-1]))
                 routings.append(routing)
             return (x_BTD, new_entries), routings

@@ -3,21 +3,56 @@
 `tensors(config)` lists the file's tensors in the model's order. Each names the parameters it contains, with a `view` of the
 tensor in our layout: loading copies out of the view, saving copies into it, so the two cannot disagree. Kernels in the
 files are [out, in], heads first; ours are [in, out].
-
-Letters: D model, H query heads, K key heads, C head dim (V of values), F ffn, E experts, R and Q latent dims, N plain and
-P rotated dims of a latent head.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
+from models import blocks, transformer
 from models import config as config_lib
-from models import transformer
+from models.kernels import int8
+from sharding import rules
 
 Path = tuple[str, ...]
+
+# Tensors of a layer -> the parameters that they join along their last dim. A layer has those that `blocks.specs` has.
+NORMS = {"input_layernorm.weight": "attn_norm", "post_attention_layernorm.weight": "mlp_norm"}
+POST_NORMS = {
+    "input_layernorm.weight": "attn_norm",
+    "post_attention_layernorm.weight": "attn_post_norm",
+    "pre_feedforward_layernorm.weight": "mlp_norm",
+    "post_feedforward_layernorm.weight": "mlp_post_norm",
+}
+LAYER = {
+    "self_attn.q_proj.weight": "attn.q",
+    "self_attn.k_proj.weight": "attn.k",
+    "self_attn.v_proj.weight": "attn.v",
+    "self_attn.q_a_proj.weight": "attn.q_down",
+    "self_attn.q_a_layernorm.weight": "attn.q_latent_norm",
+    "self_attn.q_b_proj.weight": "attn.q_up",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn.kv_down attn.k_rope",
+    "self_attn.kv_a_layernorm.weight": "attn.kv_latent_norm",
+    "self_attn.kv_b_proj.weight": "attn.k_up attn.v_up",
+    "self_attn.o_proj.weight": "attn.o",
+    "self_attn.q_norm.weight": "attn.q_norm",
+    "self_attn.k_norm.weight": "attn.k_norm",
+    "self_attn.sinks": "attn.sinks",
+    "mlp.gate_proj.weight": "mlp.gate",
+    "mlp.up_proj.weight": "mlp.up",
+    "mlp.down_proj.weight": "mlp.down",
+}
+FUSED_EXPERTS = {
+    "mlp.router.weight": "moe.router",
+    "mlp.experts.gate_up_proj": "moe.gate moe.up",
+    "mlp.experts.down_proj": "moe.down",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,158 +75,71 @@ class Tensor:
 def tensors(config: config_lib.ModelConfig) -> dict[str, Tensor]:
     """Returns the tensors that a checkpoint of this model must have, by name in the file."""
     V, D = config.vocab_size, config.model_dim
-    out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), _same),))}
+    out = {"model.embed_tokens.weight": Tensor((V, D), (Part(("embed",), np.asarray),))}
+    names = list(_names(config))
     for key, indices in transformer.stacks(config).items():
+        specs = leaves(blocks.specs(config, indices[0]))
         for n, index in enumerate(indices):
             lead = (n,) if config.scan_layers else ()
-            for name, (shape, views) in _layer(config, index).items():
-                parts = (_part(("layers", key), lead, path, view) for path, view in views.items())
-                out[f"model.layers.{index}.{name}"] = Tensor(shape, tuple(parts))
-    out["model.norm.weight"] = Tensor((D,), (Part(("final_norm",), _same),))
+            for name, paths in names:
+                if paths[0] in specs:
+                    joined = {path: specs[path] for path in paths}
+                    out[f"model.layers.{index}.{name}"] = _tensor(name, joined, ("layers", key), lead)
+    out["model.norm.weight"] = Tensor((D,), (Part(("final_norm",), np.asarray),))
     if not config.tie_embeddings:
         out["lm_head.weight"] = Tensor((V, D), (Part(("lm_head",), np.transpose),))
     return out
 
 
-def leaves(params: transformer.Params) -> dict[Path, jax.Array]:
-    """Returns the arrays of a parameter tree by path, a tuple of the keys from the root."""
+def leaves(params: transformer.Params) -> dict[Path, Any]:
+    """Returns the arrays (or specs) of a parameter tree by path, a tuple of the keys from the root."""
     return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
     """Returns True if our models do not use the tensor `name`: multi-token prediction, rotary tables, or a tied head."""
-    pieces = name.split(".")
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = config.family in ("glm4_moe", "deepseek_v3")  # in others a layer too many is a wrong num_hidden_layers
-    if predicts and pieces[:2] == ["model", "layers"] and len(pieces) > 2 and pieces[2].isdigit():
-        if int(pieces[2]) >= config.num_layers:
-            return True
+    if predicts and layer and int(layer[1]) >= config.num_layers:
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
-def _part(prefix: Path, lead: tuple[int, ...], path: str, view) -> Part:
-    *names, last = path.split(".")
-    expert = (int(last),) if last.isdigit() else ()
-    return Part((*prefix, *names, *(() if expert else (last,))), view, lead + expert)
+def _names(config) -> Iterator[tuple[str, list[Path]]]:
+    """Yields (name of a tensor in a layer, paths of the parameters that it joins); a given layer may have none of them."""
+    names = (POST_NORMS if config.post_norms else NORMS) | LAYER
+    if config.family == "gpt_oss":
+        names |= FUSED_EXPERTS
+    else:
+        names |= {"mlp.gate.weight": "moe.router", "mlp.gate.e_score_correction_bias": "moe.correction"}
+        places = {f"experts.{n}": "moe" for n in range(config.num_experts)} | {"shared_experts": "moe.shared"}
+        for theirs, ours in places.items():
+            names |= {f"mlp.{theirs}.{name}_proj.weight": f"{ours}.{name}" for name in ("gate", "up", "down")}
+    for name, joined in names.items():
+        yield name, [tuple(path.split(".")) for path in joined.split()]
+        bias = name.removesuffix("weight") + "bias" if name.endswith(".weight") else f"{name}_bias"
+        yield bias, [tuple(f"{path}_bias".split(".")) for path in joined.split()]
 
 
-def _layer(config, index: int) -> dict:
-    """Returns name within the layer -> (shape, {path within the layer, an expert's with its number: view})."""
-    D = config.model_dim
-    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.post_norms:
-        norms = {
-            "attn_norm": "input_layernorm",
-            "attn_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        }
-    out = {f"{theirs}.weight": ((D,), {ours: _same}) for ours, theirs in norms.items()}
-    out |= _within("self_attn", "attn", _latent_attention(config) if config.is_latent else _attention(config))
-    if not config.is_moe(index):
-        return out | _within("mlp", "mlp", _ffn(D, config.ffn_dim, config.ffn_bias))
-    return out | _within("mlp", "moe", _fused_moe(config) if config.family == "gpt_oss" else _moe(config))
+def _tensor(name: str, specs: dict[Path, rules.ParamSpec], prefix: Path, lead: tuple[int, ...]) -> Tensor:
+    """Returns the tensor that joins parameters along their last dim: in turn, or alternating if all experts are in one tensor."""
+    expert = tuple(map(int, re.findall(r"^mlp\.experts\.(\d+)", name)))
+    has_all_experts = name.startswith("mlp.experts.") and not expert
+    (path, spec), *_ = specs.items()
+    num_in = int8.NUM_INPUT_DIMS.get(path[-1], 1) if rules.is_matrix(spec) and not has_all_experts else 0
+    sizes = [spec.shape[-1] for spec in specs.values()]
+    shape = *spec.shape[len(expert) : -1], sum(sizes)
+    parts = []
+    for n, path in enumerate(specs):
+        start = sum(sizes[:n])
+        columns = slice(n, None, len(specs)) if has_all_experts else slice(start, start + sizes[n])
+        view = functools.partial(_view, shape=shape, num_in=num_in, columns=columns)
+        parts.append(Part((*prefix, *path), view, lead + expert))
+    stored = (math.prod(shape[num_in:]), math.prod(shape[:num_in])) if num_in else (math.prod(shape),)
+    return Tensor(shape if has_all_experts else stored, tuple(parts))
 
 
-def _within(theirs: str, ours: str, tensors: dict) -> dict:
-    return {
-        f"{theirs}.{name}": (shape, {f"{ours}.{path}": view for path, view in views.items()})
-        for name, (shape, views) in tensors.items()
-    }
-
-
-def _attention(config) -> dict:
-    D, H, K, C = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
-    out: dict[str, tuple] = {}
-    for name, heads in (("q", H), ("k", K), ("v", K)):
-        out[f"{name}_proj.weight"] = (heads * C, D), {name: _heads_out(heads)}
-        if config.qkv_bias:
-            out[f"{name}_proj.bias"] = (heads * C,), {f"{name}_bias": lambda x, heads=heads: x.reshape(heads, C)}
-    out["o_proj.weight"] = (D, H * C), {"o": _heads_in(H)}
-    if config.out_bias:
-        out["o_proj.bias"] = (D,), {"o_bias": _same}
-    if config.qk_norm:
-        out |= {f"{name}.weight": ((C,), {name: _same}) for name in ("q_norm", "k_norm")}
-    if config.sinks:
-        out["sinks"] = (H,), {"sinks": _same}
-    return out
-
-
-def _latent_attention(config) -> dict:
-    D, H, C, V = config.model_dim, config.num_heads, config.head_dim, config.v_dim
-    R, P, Q = config.kv_latent_dim, config.rope_dim, config.q_latent_dim
-    N, heads_out = C - P, _heads_out(H)
-    out: dict[str, tuple] = {"q_proj.weight": ((H * C, D), {"q": heads_out})}
-    if Q:
-        out = {
-            "q_a_proj.weight": ((Q, D), {"q_down": np.transpose}),
-            "q_a_layernorm.weight": ((Q,), {"q_latent_norm": _same}),
-            "q_b_proj.weight": ((H * C, Q), {"q_up": heads_out}),
-        }
-    if config.qkv_bias:
-        key_and_value = {"kv_down_bias": lambda x: x[:R], "k_rope_bias": lambda x: x[R:]}
-        out["kv_a_proj_with_mqa.bias"] = (R + P,), key_and_value
-        if Q:
-            out["q_a_proj.bias"] = (Q,), {"q_down_bias": _same}
-    if config.out_bias:
-        out["o_proj.bias"] = (D,), {"o_bias": _same}
-    up = {"k_up": lambda x: heads_out(x)[..., :N], "v_up": lambda x: heads_out(x)[..., N:]}
-    return out | {
-        "kv_a_proj_with_mqa.weight": ((R + P, D), {"kv_down": lambda x: x[:R].T, "k_rope": lambda x: x[R:].T}),
-        "kv_a_layernorm.weight": ((R,), {"kv_latent_norm": _same}),
-        "kv_b_proj.weight": ((H * (N + V), R), up),
-        "o_proj.weight": ((D, H * V), {"o": _heads_in(H)}),
-    }
-
-
-def _ffn(D: int, F: int, bias: bool) -> dict:
-    out = {}
-    for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
-        out[f"{name}_proj.weight"] = shape, {name: np.transpose}
-        if bias:
-            out[f"{name}_proj.bias"] = shape[:1], {f"{name}_bias": _same}
-    return out
-
-
-def _moe(config) -> dict:
-    D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-    out: dict[str, tuple] = {"gate.weight": ((E, D), {"router": np.transpose})}
-    if config.router_correction:
-        out["gate.e_score_correction_bias"] = (E,), {"correction": _same}
-    expert = _ffn(D, F, False)
-    for n in range(E):
-        for name, (shape, views) in expert.items():
-            out[f"experts.{n}.{name}"] = shape, {f"{path}.{n}": view for path, view in views.items()}
-    if config.num_shared_experts:
-        out |= _within("shared_experts", "shared", _ffn(D, F * config.num_shared_experts, False))
-    return out
-
-
-def _fused_moe(config) -> dict:
-    """Returns the tensors of gpt-oss's experts: all experts in one tensor, with alternating columns of gate and up."""
-    D, E, F = config.model_dim, config.num_experts, config.expert_ffn_dim
-
-    def gate_and_up(suffix):
-        return {f"gate{suffix}": lambda x: x[..., 0::2], f"up{suffix}": lambda x: x[..., 1::2]}
-
-    return {
-        "router.weight": ((E, D), {"router": np.transpose}),
-        "router.bias": ((E,), {"router_bias": _same}),
-        "experts.gate_up_proj": ((E, D, 2 * F), gate_and_up("")),
-        "experts.gate_up_proj_bias": ((E, 2 * F), gate_and_up("_bias")),
-        "experts.down_proj": ((E, F, D), {"down": _same}),
-        "experts.down_proj_bias": ((E, D), {"down_bias": _same}),
-    }
-
-
-def _same(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _heads_out(heads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that views a tensor [H C, D] as [D, H, C], for `heads` = H."""
-    return lambda x: x.reshape(heads, -1, x.shape[1]).transpose(2, 0, 1)
-
-
-def _heads_in(heads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that views a tensor [D, H C] as [H, C, D], for `heads` = H."""
-    return lambda x: x.reshape(x.shape[0], heads, -1).transpose(1, 2, 0)
+def _view(x: np.ndarray, shape: tuple[int, ...], num_in: int, columns: slice) -> np.ndarray:
+    """Returns `columns` of the last dim of a tensor [out, in] as a parameter [in..., out...], whose first `num_in` dims are in."""
+    x = x.reshape(shape[num_in:] + shape[:num_in])
+    return np.moveaxis(x, tuple(range(-num_in, 0)), tuple(range(num_in)))[..., columns]

@@ -236,25 +236,25 @@ def test_dtype_converts_parameters_but_not_the_correction():
     assert dtypes.pop("correction") == jnp.float32 and set(dtypes.values()) == {jnp.dtype(jnp.bfloat16)}
 
 
+def heads_out(matrix):
+    return matrix.reshape(6, -1, matrix.shape[1]).transpose(2, 0, 1)
+
+
+def heads_in(matrix):
+    return matrix.reshape(matrix.shape[0], 5, -1).transpose(1, 2, 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_are_put_together_as_one_copy_would_be(dtype):
     """Every kind of view that models/hf/tensor_names.py takes, several blocks wide, whole and as one device's part."""
     flat = np.random.default_rng(0).standard_normal(600 * 640).astype(dtype)
     matrix, cube = flat.reshape(600, 640), flat.reshape(4, 300, 320)
-    views = {
-        "same": matrix,
-        "transposed": matrix.T,
-        "heads_out": tensor_names._heads_out(6)(matrix),
-        "some_heads_out": tensor_names._heads_out(6)(matrix)[..., :70],
-        "heads_in": tensor_names._heads_in(5)(matrix),
-        "interleaved": cube[..., 0::2],
-        "part": matrix.T[130:611, 7:593],
-        "part_of_heads": tensor_names._heads_out(6)(matrix)[300:, 2:5],
-    }
-    for name, view in views.items():
+    part_of_heads = heads_out(matrix)[300:, 2:5]
+    views = [matrix, matrix.T, heads_out(matrix), heads_out(matrix)[..., :70], heads_in(matrix), part_of_heads]
+    for n, view in enumerate([*views, cube[..., 0::2], matrix.T[130:611, 7:593]]):
         out = checkpoint._aligned(view.shape, view.dtype)
         checkpoint._transfer(out, view)
-        assert out.tobytes() == view.tobytes(), name
+        assert out.tobytes() == view.tobytes(), n
         assert out.ctypes.data % 64 == 0
     wide = checkpoint._aligned((640, 600), np.dtype(np.float32))
     checkpoint._transfer(wide, matrix.T)
@@ -265,23 +265,16 @@ def test_a_large_tensor_is_copied_and_given_back_in_pieces(monkeypatch):
     """Pieces of 40 KB cover the tensor once, for any view; earlier pieces may be gone by then."""
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", 40_000)
     matrix = np.random.default_rng(0).standard_normal((600, 640)).astype(np.float32)
-    cube = matrix.reshape(4, 150, 640)
-    for view in (
-        matrix,
-        matrix.T,
-        tensor_names._heads_out(6)(matrix),
-        tensor_names._heads_in(5)(matrix),
-        cube,
-    ):
-        pieces, out = [], checkpoint._aligned(view.shape, view.dtype)
+    for view in (matrix, matrix.T, heads_out(matrix), heads_in(matrix), matrix.reshape(4, 150, 640)):
+        places, out = [], checkpoint._aligned(view.shape, view.dtype)
         checkpoint._transfer(
-            out, view, lambda piece, pieces=pieces: pieces.append(np.lib.array_utils.byte_bounds(piece))
+            out, view, lambda piece, places=places: places.append(np.lib.array_utils.byte_bounds(piece))
         )
         assert out.tobytes() == view.tobytes()
         base = matrix.ctypes.data
-        assert pieces[0][0] == base and pieces[-1][1] == base + matrix.nbytes
-        assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
-        assert max(high - low for low, high in pieces) <= 40_000
+        assert places[0][0] == base and places[-1][1] == base + matrix.nbytes
+        assert all(before[1] == after[0] for before, after in zip(places, places[1:], strict=False))
+        assert max(high - low for low, high in places) <= 40_000
 
 
 def test_pages_that_were_given_back_read_the_same_again():
