@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from inference.engine import decode_state, kv_cache, routed_experts, sampler
+from inference.engine import cpu_decode_attention, decode_state, kv_cache, routed_experts, sampler
 from inference.engine import request as request_lib
 from inference.proofs import window
 from models import logprobs, transformer
@@ -47,8 +47,9 @@ def empty_prefix(model, num_sequences, capacity):
 def empty_slots(model, num_slots, capacity):
     """Returns a `DecodeState` of `num_slots` unused slots, with `capacity` positions each."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
+    create = cpu_decode_attention.create if cpu_decode_attention.fits(model) else kv_cache.create
     state = decode_state.DecodeState(
-        cache=kv_cache.create_slots(model, num_slots, capacity),
+        cache=create(model, num_slots, capacity),
         token=zeros_B,
         position=zeros_B,
         generated=zeros_B,

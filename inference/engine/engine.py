@@ -52,10 +52,8 @@ class EngineConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1; set it higher")
         if self.steps_per_call > window.WINDOW:
-            raise ValueError(
-                f"inference.steps_per_call = {self.steps_per_call} must be at most {window.WINDOW}, the window of a "
-                "proof; set it lower"
-            )
+            rule = f"must be at most {window.WINDOW}, the window of a proof; set it lower"
+            raise ValueError(f"inference.steps_per_call = {self.steps_per_call} {rule}")
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -99,6 +97,9 @@ class Result(engine_api.ResultTokens):
 
 class Engine(engine_api.Engine):
     """The JetStream engine of one model on devices of this process. The decode state and weights are passed to each call."""
+
+    samples_per_slot = property(lambda self: 1)  # each sample of a prompt has its own slot
+    colocated_cpus = property(lambda self: None)
 
     def __init__(
         self,
@@ -228,9 +229,8 @@ class Engine(engine_api.Engine):
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]
         data, extras, proofs, experts = compiled_steps.join(results) if len(results) > 1 else results[0]
-        return tuple(part for part, *_ in done), Result(
-            data, (0, K), (K, 2 * K), (2 * K, 2 * K + 1), 1, *extras, *proofs, experts
-        )
+        columns = (0, K), (K, 2 * K), (2 * K, 2 * K + 1)  # of data: tokens, is valid, length
+        return tuple(part for part, *_ in done), Result(data, *columns, 1, *extras, *proofs, experts=experts)
 
     def get_prefix_destination_sharding(self) -> None:
         """Returns None: a prefix stays on the devices where `prefill` put it."""
@@ -251,11 +251,6 @@ class Engine(engine_api.Engine):
         return self.config.num_slots
 
     @property
-    def samples_per_slot(self) -> int:
-        """Always 1: each sample of a prompt has its own slot."""
-        return 1
-
-    @property
     def max_prefill_length(self) -> int:
         """The largest power of two up to `max_model_len`, because JetStream pads prompts to powers of two."""
         return 1 << (self.config.max_model_len.bit_length() - 1)
@@ -264,11 +259,6 @@ class Engine(engine_api.Engine):
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh of the engine's devices, with one device or several."""
         return self._mesh
-
-    @property
-    def colocated_cpus(self) -> None:
-        """Always None: the engine uses no separate CPU hosts."""
-        return None
 
     def _run(self, function, *args):
         """Calls `function(*args)` with the engine's mesh set, if it has several devices; returns the result."""
@@ -279,9 +269,9 @@ class Engine(engine_api.Engine):
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if the mesh has a context axis above 1, or the slots do not divide over its batch shards."""
     if mesh.shape["context"] > 1:
+        rule = "must be 1 for a server, because decoding reads one token at a time"
         raise ValueError(
-            f"mesh axis context={mesh.shape['context']} must be 1 for a server, because decoding reads one token at a "
-            "time; give these devices to tensor, expert or data"
+            f"mesh axis context={mesh.shape['context']} {rule}; give these devices to tensor, expert or data"
         )
     if config.num_slots % (shards := rules.num_batch_shards(mesh)):
         raise ValueError(
@@ -299,9 +289,8 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def encode(self, s, *, is_bos=False, max_prefill_length=None, **padding):
         ids = np.array(self._tokenizer.encode(s), np.int32)
         if max_prefill_length is not None and len(ids) > max_prefill_length:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but at most {max_prefill_length} are allowed; shorten it"
-            )
+            rule = f"at most {max_prefill_length} are allowed; shorten it"
+            raise ValueError(f"the prompt has {len(ids)} tokens, but {rule}")
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
 
     def decode(self, token_ids, **kwargs):

@@ -17,13 +17,8 @@ if not hasattr(jax, "tree_map"):
     jax.__dict__["tree_map"] = jax.tree_util.tree_map
 
 if "seqio" not in sys.modules:
-    _vocabulary = type("Vocabulary", (), {})
-    sys.modules["seqio"] = types.ModuleType("seqio")
-    sys.modules["seqio.vocabularies"] = _vocabularies = types.ModuleType("seqio.vocabularies")
-    vars(sys.modules["seqio"])["vocabularies"] = _vocabularies
-    vars(_vocabularies).update(
-        Vocabulary=_vocabulary, SentencePieceVocabulary=type("SentencePieceVocabulary", (_vocabulary,), {})
-    )
+    sys.modules["seqio"] = sys.modules["seqio.vocabularies"] = types.ModuleType("seqio")
+    vars(sys.modules["seqio"]).update(Vocabulary=object, SentencePieceVocabulary=object)
 
 _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)

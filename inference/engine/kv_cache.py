@@ -39,13 +39,6 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
     return tuple((zeros(stack, k_dim), zeros(stack, v_dim)) for stack in stacks)
 
 
-def create_slots(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
-    """Returns an empty cache for decoding, in the blocks of cpu_decode_attention.py where those fit, else as `create`."""
-    if cpu_decode_attention.fits(config):
-        return cpu_decode_attention.create(config, num_sequences, capacity)
-    return create(config, num_sequences, capacity)
-
-
 def layout(cache: Cache, mesh) -> Cache:
     """Returns the `PartitionSpec` of each cache array: sequences over the batch axes, key heads over `tensor` if they divide."""
 

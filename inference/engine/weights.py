@@ -60,11 +60,6 @@ class Store:
         )
 
 
-def shardings(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Returns the tree of `NamedSharding` with which a server lays out weights that are not quantized."""
-    return Store(model, mesh).shardings
-
-
 def _quantized(spec, weights: np.ndarray, sharding) -> jax.Array | int8.Quantized:
     if not int8.is_quantized(spec):
         return jax.device_put(np.asarray(weights), sharding)

@@ -30,20 +30,14 @@ class Found:
     row: int
 
 
-@dataclasses.dataclass
-class _Entry:
-    prefix: decode_state.Prefix
-    num_bytes: int
-    keys: set[bytes] = dataclasses.field(default_factory=set)
-
-
 class PrefixCache:
     """A least-recently-used cache of the keys and values of prompts, limited to `max_bytes`. Used by one thread."""
 
     def __init__(self, chunk: int, max_bytes: int):
         self._chunk, self._max_bytes = chunk, max_bytes
         self._found: dict[bytes, Found] = {}
-        self._entries: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
+        # The number of bytes and the keys of each `Prefix`, by its id; least recently used first.
+        self._entries: collections.OrderedDict[int, tuple[int, set[bytes]]] = collections.OrderedDict()
         self.num_bytes = 0
 
     def find(self, tokens: Sequence[int]) -> Found | None:
@@ -56,23 +50,22 @@ class PrefixCache:
 
     def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
         """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
-        entry = self._entries.get(id(prefix))
-        if entry is None:
+        if id(prefix) not in self._entries:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
             if num_bytes > self._max_bytes:
                 return
             while self.num_bytes + num_bytes > self._max_bytes:
                 self._evict(next(iter(self._entries)))
-            entry = self._entries[id(prefix)] = _Entry(prefix, num_bytes)
+            self._entries[id(prefix)] = num_bytes, set()
             self.num_bytes += num_bytes
         for num_tokens, key in self._keys(tokens):
             if (other := self._found.get(key)) and other.prefix is not prefix:
-                keys = self._entries[id(other.prefix)].keys
+                _, keys = self._entries[id(other.prefix)]
                 keys.discard(key)
                 if not keys:
                     self._evict(id(other.prefix))
             self._found[key] = Found(num_tokens, prefix, row)
-            entry.keys.add(key)
+            self._entries[id(prefix)][1].add(key)
 
     def clear(self) -> None:
         """Removes all cached prompts."""
@@ -93,7 +86,7 @@ class PrefixCache:
         return keys
 
     def _evict(self, owner: int) -> None:
-        entry = self._entries.pop(owner)
-        for key in entry.keys:
+        num_bytes, keys = self._entries.pop(owner)
+        for key in keys:
             del self._found[key]
-        self.num_bytes -= entry.num_bytes
+        self.num_bytes -= num_bytes

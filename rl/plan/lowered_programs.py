@@ -231,7 +231,7 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
     """Returns an engine and its weights, which are published in the dtype of the activations."""
     model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
     engine.check_mesh(exp.engine, mesh)
-    params = _sharded(transformer.abstract(model), weights.shardings(model, mesh))
+    params = _sharded(transformer.abstract(model), weights.Store(model, mesh).shardings)
     return engine.Engine(model, exp.engine, exp.tokenizer), params
 
 

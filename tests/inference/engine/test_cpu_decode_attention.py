@@ -124,7 +124,7 @@ def test_prompts_are_copied_into_blocks(length):
 @pytest.mark.parametrize(("capacity", "blocks", "size"), [(1, 1, 16), (96, 1, 96), (129, 2, 80), (288, 3, 96)])
 def test_blocks_have_the_capacity(capacity, blocks, size):
     model = tiny.model()
-    made = jax.eval_shape(lambda: kv_cache.create_slots(model, 4, capacity))
+    made = jax.eval_shape(lambda: cpu_decode_attention.create(model, 4, capacity))
     assert len(made) == model.num_layers
     assert made[0].keys_NBKCS.shape == (blocks, 4, model.num_kv_heads, model.head_dim, size)
     assert made[0].values_NBKSV.shape == (blocks, 4, model.num_kv_heads, size, model.v_dim)

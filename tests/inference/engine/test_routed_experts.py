@@ -183,7 +183,7 @@ def test_experts_on_a_mesh_and_in_stacked_layers(server, scan_layers):
     model = dataclasses.replace(MODEL, num_experts=5, scan_layers=scan_layers)
     mesh = mesh_lib.create({"tensor": 2, "data": 4})
     tree = stacking.stack(params(), model) if scan_layers else params()
-    placed = jax.device_put(tree, weights.shardings(model, mesh))
+    placed = jax.device_put(tree, weights.Store(model, mesh).shardings)
     scheduler = scheduler_lib.Scheduler(engine_lib.Engine(model, CONFIG, TOKENIZER, placed, mesh), placed, 0)
     for prompt in (tuple(HELLO), tuple(range(50))):
         (completion,) = scheduler.submit(Request(prompt, max_tokens=12, seed=6)).result(WAIT_S)

@@ -57,7 +57,7 @@ def make(name, config=CONFIG, **axes):
     if not axes:
         return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), params(name)), params(name)
     mesh = mesh_lib.create(axes, jax.devices()[: int(np.prod(list(axes.values())))])
-    placed = jax.device_put(params(name), weights.shardings(MODELS[name], mesh))
+    placed = jax.device_put(params(name), weights.Store(MODELS[name], mesh).shardings)
     return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), placed, mesh), placed
 
 
@@ -151,7 +151,7 @@ def test_calls_between_generates_leave_the_layout_alone():
     scheduler = scheduler_lib.Scheduler(engine, placed, 0)
     scheduler.submit(ASKS[1]).result(WAIT_S)
     compiled = compiled_steps.generate._cache_size(), compiled_steps.insert._cache_size()
-    again = jax.device_put(params("mixed", 1), weights.shardings(MIXED, engine.mesh))
+    again = jax.device_put(params("mixed", 1), weights.Store(MIXED, engine.mesh).shardings)
     long = scheduler.submit(dataclasses.replace(ASKS[1], max_tokens=26))
     scheduler.update(again, 1).result(WAIT_S)
     long.cancel()
@@ -179,7 +179,7 @@ def test_the_engine_names_its_mesh():
 def test_an_impossible_mesh_is_refused(axes, words):
     config = dataclasses.replace(CONFIG, num_slots=4)
     with pytest.raises(ValueError) as error:
-        weights.shardings(DENSE, inference_server.host_mesh(axes, config))
+        _ = weights.Store(DENSE, inference_server.host_mesh(axes, config)).shardings
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
