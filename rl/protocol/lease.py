@@ -48,10 +48,10 @@ class LeaseVerifier:
         if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
             found = f"worker {worker!r:.80} and capacity {capacity!r:.80}"
             raise ValueError(f"lease request has {found}; send a hex public key and an integer in 1..{MAX_CAPACITY}")
-        is_hex = isinstance(signature, str) and re.fullmatch("([0-9a-fA-F]{2})*", signature)
-        if type(time_us) is not int or not 0 <= time_us < 2**63 or not is_hex:
-            found = f"time_us {time_us!r:.80} and signature {signature!r:.80}"
-            raise ValueError(f"lease request has {found}; send an integer in 0..2^63 - 1 and a hex signature")
+        if type(time_us) is not int or not 0 <= time_us < 2**63:
+            raise ValueError(f"lease request has time_us {time_us!r:.80}; send an integer in 0..2^63 - 1")
+        if not isinstance(signature, str) or not re.fullmatch("([0-9a-fA-F]{2})*", signature):
+            raise ValueError(f"lease request has signature {signature!r:.80}; send an ed25519 signature in hex")
         if self._invited and worker not in self._invited:
             raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
         now_us = int(self._clock() * 1e6)

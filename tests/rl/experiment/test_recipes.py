@@ -24,22 +24,13 @@ def test_intellect2():
     assert (exp.objective.old_logprobs, exp.objective.optimizer_steps) == ("learner", 8)
     assert exp.objective.entropy_coef == 1e-3 and exp.objective.kl_coef == 0
     o = exp.optimizer
-    assert (o.name, o.beta1, o.beta2, o.weight_decay, o.clip_norm, o.warmup_steps) == (
-        "adamw",
-        0.9,
-        0.99,
-        0.01,
-        0.1,
-        25,
-    )
-    assert (exp.config.rl.advantage, exp.config.rl.max_lag, exp.config.sampling.temperature) == (
-        "group_mean_std",
-        2,
-        0.6,
-    )
+    assert [o.name, o.beta1, o.beta2] == ["adamw", 0.9, 0.99]
+    assert [o.weight_decay, o.clip_norm, o.warmup_steps] == [0.01, 0.1, 25]
+    rl = exp.config.rl
+    assert (rl.advantage, rl.max_lag, exp.config.sampling.temperature) == ("group_mean_std", 2, 0.6)
     # Eight optimizer steps need eight micro-batches of the groups' trees.
-    rollouts = exp.config.rl.prompts_per_step * exp.config.rl.samples_per_prompt
-    assert rollouts == 256 and exp.config.rl.prompts_per_step / exp.config.train.rows >= exp.objective.optimizer_steps
+    assert rl.prompts_per_step * rl.samples_per_prompt == 256
+    assert rl.prompts_per_step / exp.config.train.rows >= exp.objective.optimizer_steps
 
 
 def test_intellect3():
@@ -69,9 +60,7 @@ def test_scalerl():
 
 def test_an_unknown_recipe_is_refused():
     assert set(recipes.RECIPES) == {"intellect2", "intellect3", "prime2026", "scalerl"}
-    with pytest.raises(
-        ValueError, match="recipe 'intellect4' does not exist.*intellect2, intellect3, prime2026, scalerl"
-    ):
+    with pytest.raises(ValueError, match="'intellect4' does not exist.*intellect2, intellect3, prime2026, scalerl"):
         recipes.get_config("intellect4")
 
 
@@ -80,14 +69,8 @@ def test_an_unknown_recipe_is_refused():
 
 def rise(config, workdir):
     """Mean reward of the last ten of 60 steps, less that of the first five."""
-    command = [
-        sys.executable,
-        "-m",
-        "rl.train",
-        f"--config={config}",
-        f"--workdir={workdir}",
-        "--config.rl.num_steps=60",
-    ]
+    arguments = [f"--config={config}", f"--workdir={workdir}", "--config.rl.num_steps=60"]
+    command = [sys.executable, "-m", "rl.train", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr
     rewards = [r["rollout/reward"] for r in metrics.read(workdir / "metrics.jsonl") if r["phase"] == "rl"]

@@ -9,8 +9,7 @@ KEY, OTHER = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
 
 
 class Clock:
-    def __init__(self):
-        self.now_s = 1e9
+    now_s = 1e9
 
     def __call__(self):
         return self.now_s
@@ -63,7 +62,7 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
         ({"capacity": True}, "an integer in 1..4096"),
         ({"capacity": 1.0}, "an integer in 1..4096"),
         ({"capacity": 10**9}, "an integer in 1..4096"),
-        ({"time_us": 1e15}, "time_us 1000000000000000.0 and"),
+        ({"time_us": 1e15}, "time_us 1000000000000000.0;"),
         ({"time_us": 10**400}, r"an integer in 0..2\^63"),  # no float holds the difference
         ({"time_us": -1}, r"an integer in 0..2\^63"),
         ({"time_us": int(1e15 + 301e6)}, r"dated \+301 s off our clock, at most 300 s are allowed; set the"),
