@@ -12,18 +12,20 @@ import jax.numpy as jnp
 
 from rl.algorithms import importance
 
+Array = jax.Array
 
-def k1(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+
+def k1(logp_BT: Array, reference_logp_BT: Array) -> Array:
     """log(pi / ref) per token: an unbiased estimate of KL(pi || ref). Its expected gradient is 0: use it in rewards, not losses."""
     return logp_BT - reference_logp_BT
 
 
-def k2(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+def k2(logp_BT: Array, reference_logp_BT: Array) -> Array:
     """log(pi / ref)^2 / 2 per token: a biased estimate of KL(pi || ref) with the right expected gradient, so use it as a loss."""
     return 0.5 * jnp.square(logp_BT - reference_logp_BT)
 
 
-def k3(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
+def k3(logp_BT: Array, reference_logp_BT: Array) -> Array:
     """ref/pi - 1 - log(ref/pi) per token: an unbiased estimate >= 0 of KL(pi || ref) (GRPO, arXiv 2402.03300, eq. 4).
 
     As a loss, its expected gradient is that of KL(ref || pi), the other direction; k2 has that of KL(pi || ref).
@@ -36,24 +38,20 @@ def k3(logp_BT: jax.Array, reference_logp_BT: jax.Array) -> jax.Array:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}  # of KL(pi || ref) from samples of pi (Schulman 2020, "Approximating KL")
 
 
-def kl_penalty(
-    estimator: str, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
-) -> jax.Array:
+def kl_penalty(estimator: str, logp_BT: Array, reference_logp_BT: Array, mask_BT: Array, denom: Array) -> Array:
     """The KL penalty, sum_t mask_t k(logp_t, reference_logp_t) / denom; only `logp` has a gradient. `denom`: global trained tokens."""
     logp_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
     reference_logp_BT = jax.lax.stop_gradient(jnp.where(mask_BT > 0, reference_logp_BT, 0.0))
     return importance.total(ESTIMATORS[estimator](logp_BT, reference_logp_BT), mask_BT, denom)
 
 
-def kl_in_advantage(
-    advantage_BT: jax.Array, logp_BT: jax.Array, reference_logp_BT: jax.Array, mask_BT: jax.Array, coef: float
-) -> jax.Array:
-    """Advantages less a KL penalty per token, A_t - coef * log(pi_t / ref_t), without gradient (RLHF, arXiv 1909.08593)."""
+def kl_in_advantage(A_BT: Array, logp_BT: Array, reference_logp_BT: Array, mask_BT: Array, coef: float) -> Array:
+    """Advantages A less a KL penalty per token, A_t - coef * log(pi_t / ref_t), without gradient (RLHF, arXiv 1909.08593)."""
     k1_BT = jax.lax.stop_gradient(k1(logp_BT, reference_logp_BT))
-    return jnp.where(mask_BT > 0, advantage_BT - coef * k1_BT, advantage_BT)
+    return jnp.where(mask_BT > 0, A_BT - coef * k1_BT, A_BT)
 
 
-def weighted_cross_entropy(logp_BT: jax.Array, weight_BT: jax.Array, denom: jax.Array) -> jax.Array:
+def weighted_cross_entropy(logp_BT: Array, weight_BT: Array, denom: Array) -> Array:
     """The cross-entropy -sum_t w_t logp_t / denom: supervision in addition to reward, for instance on tool results (ECHO).
 
     Denominator: tokens of the step with w != 0.
@@ -62,30 +60,23 @@ def weighted_cross_entropy(logp_BT: jax.Array, weight_BT: jax.Array, denom: jax.
 
 
 def reference_distillation(
-    logp_BT: jax.Array,
-    behavior_logp_BT: jax.Array,
-    reference_logp_BT: jax.Array,
-    weight_BT: jax.Array,
-    denom: jax.Array,
-    *,
-    low: float = 0.2,
-    kl_tau: float = 1e-3,
-) -> jax.Array:
+    logp_BT: Array, behavior_logp_BT: Array, reference_logp_BT: Array, weight_BT: Array, denom: Array
+) -> Array:
     """Per-token reverse KL to a teacher by policy gradient (on-policy distillation), as PRIME-RL's fixed `ref_kl` component.
 
-        sum_t w_t [-1[pi - mu >= -low] sg(log ref - log pi) r + kl_tau log(r)^2] / denom,   r = pi / mu
+        sum_t w_t [-1[pi - mu >= -0.2] sg(log ref - log pi) r + 0.001 log(r)^2] / denom,   r = pi / mu
 
-    The advantage is log(ref / pi) of the teacher `ref`; a token whose probability fell by more than `low` has no policy gradient.
+    The advantage is log(ref / pi) of the teacher `ref`; a token whose probability fell by more than 0.2 has no policy gradient.
     `denom`: the step's tokens with w != 0.
     """
     mask_BT = (weight_BT != 0).astype(jnp.float32)
     log_r_BT = importance.log_ratio(logp_BT, behavior_logp_BT, mask_BT)
     advantage_BT = jax.lax.stop_gradient(reference_logp_BT - logp_BT)
-    keep_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT) >= -low
-    loss_BT = -jnp.where(keep_BT & (mask_BT > 0), advantage_BT, 0.0) * jnp.exp(log_r_BT) + kl_tau * log_r_BT**2
+    keep_BT = jnp.exp(logp_BT) - jnp.exp(behavior_logp_BT) >= -0.2
+    loss_BT = -jnp.where(keep_BT & (mask_BT > 0), advantage_BT, 0.0) * jnp.exp(log_r_BT) + 1e-3 * log_r_BT**2
     return jnp.sum(jnp.where(mask_BT > 0, loss_BT, 0.0) * weight_BT) / denom
 
 
-def count(weight_BT: jax.Array) -> jax.Array:
+def count(weight_BT: Array) -> Array:
     """The number of tokens with a weight other than 0 in a component of the loss, at least 1."""
     return jnp.maximum(jnp.sum(weight_BT != 0).astype(jnp.float32), 1.0)

@@ -7,65 +7,47 @@ Letters: B rows, T tokens. Several streams share a row; `stream_ids_BT` numbers 
 import jax
 import jax.numpy as jnp
 
+Array = jax.Array
 MAX_LOG_RATIO = 20.0  # e^20 = 5e8: a token of tiny sampling probability has a large finite ratio, and no gradient
 
 
-def log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+def log_ratio(logp_BT: Array, old_logp_BT: Array, mask_BT: Array) -> Array:
     """The log of the importance ratios, logp - old_logp: at most `MAX_LOG_RATIO`, and 0 where the mask is 0."""
     return jnp.minimum(jnp.where(mask_BT > 0, logp_BT - old_logp_BT, 0.0), MAX_LOG_RATIO)
 
 
-def clipped_surrogate(
-    ratio_BT: jax.Array, advantage_BT: jax.Array, clip_low: float, clip_high: float
-) -> tuple[jax.Array, jax.Array]:
-    """PPO's pessimistic surrogate as a loss per token, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); arXiv 1707.06347, eq. 7.
-
-    Returns (loss_BT, dropped_BT); `dropped_BT` is True for tokens that have no gradient because of the clip.
-    """
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    loss_BT = jnp.maximum(-ratio_BT * advantage_BT, -clipped_BT * advantage_BT)
-    return loss_BT, outside(ratio_BT, advantage_BT, 1 - clip_low, 1 + clip_high)
-
-
-def outside(ratio_BT: jax.Array, advantage_BT: jax.Array, low: float, high: float) -> jax.Array:
-    """True for tokens whose gradient a PPO clip removes: ratio above `high` with A > 0, or below `low` with A < 0."""
-    return ((advantage_BT > 0) & (ratio_BT > high)) | ((advantage_BT < 0) & (ratio_BT < low))
-
-
-def total(x_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array) -> jax.Array:
+def total(x_BT: Array, mask_BT: Array, denom: Array) -> Array:
     """The masked sum of x over all tokens, sum_t mask_t x_t / denom; x may be NaN where the mask is 0."""
     return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
 
 
-def stream_sum(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+def stream_sum(x_BT: Array, stream_ids_BT: Array) -> Array:
     """Sums x over each stream (token sequence of one rollout); returns, at every token, the sum of its stream."""
     return _over_streams(jax.ops.segment_sum, x_BT, stream_ids_BT)
 
 
-def stream_min(x_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+def stream_min(x_BT: Array, stream_ids_BT: Array) -> Array:
     """Returns, at every token, the smallest x in the token's stream (token sequence of one rollout)."""
     return _over_streams(jax.ops.segment_min, x_BT, stream_ids_BT)
 
 
-def stream_mean(x_BT: jax.Array, mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+def stream_mean(x_BT: Array, mask_BT: Array, stream_ids_BT: Array) -> Array:
     """Returns, at every token, the mean of x over trained tokens of its stream (one rollout's sequence); 0 if no token trains."""
     sum_BT = stream_sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
     return sum_BT / stream_length(mask_BT, stream_ids_BT)
 
 
-def stream_length(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+def stream_length(mask_BT: Array, stream_ids_BT: Array) -> Array:
     """Returns, at every token, |o|: the number of trained tokens in its stream (one rollout's sequence), at least 1."""
     return jnp.maximum(stream_sum(mask_BT, stream_ids_BT), 1.0)
 
 
-def num_streams(mask_BT: jax.Array, stream_ids_BT: jax.Array) -> jax.Array:
+def num_streams(mask_BT: Array, stream_ids_BT: Array) -> Array:
     """The number of streams (token sequences) with a trained token, as the rounded sum of 1 / |o| over trained tokens."""
     return jnp.round(jnp.sum(mask_BT / stream_length(mask_BT, stream_ids_BT)))
 
 
-def metrics(
-    log_ratio_BT: jax.Array, dropped_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, denom: jax.Array
-) -> dict[str, jax.Array]:
+def metrics(log_ratio_BT: Array, dropped_BT: Array, A_BT: Array, mask_BT: Array, denom: Array) -> dict[str, Array]:
     """Returns the metrics that all losses with importance ratios report. Each is a sum over tokens / denom, so micro-batches add up.
 
     loss/clip_frac            tokens whose gradient the loss dropped; also those with A > 0 and with A < 0
@@ -78,8 +60,8 @@ def metrics(
     kl_BT = jnp.expm1(log_ratio_BT) - log_ratio_BT
     return {
         "loss/clip_frac": total(dropped_BT, mask_BT, denom),
-        "loss/clip_frac_positive": total(dropped_BT & (advantage_BT > 0), mask_BT, denom),
-        "loss/clip_frac_negative": total(dropped_BT & (advantage_BT < 0), mask_BT, denom),
+        "loss/clip_frac_positive": total(dropped_BT & (A_BT > 0), mask_BT, denom),
+        "loss/clip_frac_negative": total(dropped_BT & (A_BT < 0), mask_BT, denom),
         "loss/mismatch_kl": total(kl_BT, mask_BT, denom),
         "loss/mismatch_kl_dropped": total(jnp.where(dropped_BT, kl_BT, 0.0), mask_BT, denom),
         "loss/ratio_mean": total(ratio_BT, mask_BT, denom),

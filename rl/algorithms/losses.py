@@ -5,23 +5,22 @@ All take the same five arguments:
   logp_BT            log pi(token) under the parameters being trained, at the sampling temperature; carries gradient
   behavior_logp_BT   log mu(token) under the policy that sampled it, as the sampler reported it, or as the learner
                      recomputed it before the first optimizer step of a batch (INTELLECT-2)
-  advantage_BT       advantage of each token; assigned before, never here
+  advantage_BT       advantage of each token
   mask_BT            1.0 on sampled tokens that train, else 0.0
   denom              the *global* number of such tokens in the step, over all devices and micro-batches
 
 A loss that names one of these arguments gets it from the learner, too:
 
-  stream_ids_BT      int32 in [0, T): the stream of its row that a token belongs to (a stream is one sampled sequence)
+  stream_ids_BT      int32 in [0, T): the stream (one sampled sequence) of its row that a token belongs to
   num_streams        the *global* number of streams that train a token. Groups without an advantage were dropped before
                      (rl/batch/credit.py), so it counts the other groups alone, unlike the papers
   sampler_logp_BT    log mu(token) as the sampler reported it, also where `behavior_logp_BT` was recomputed
 
-Every loss is a sum over tokens divided by a global count, and every metric one divided by `denom`, so that micro-batches and
-shards add up exactly.
+Every loss is a sum over tokens divided by a global count, and every metric one divided by `denom`: micro-batches add up exactly.
+A user's own loss is any function of this signature; `ratio_loss` makes such functions from formulas per token.
 
 Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream.
-r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient. A user's own loss is any function of this
-signature, passed to `objective.bind` instead of a name. Here, `ratio_loss` makes such functions from formulas per token.
+r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient.
 """
 
 import functools
@@ -34,23 +33,26 @@ import jax.numpy as jnp
 
 from rl.algorithms import importance
 
+Array = jax.Array
+
 
 class Tokens(NamedTuple):
     """The inputs of a policy loss per token [B, T], with the importance ratios r = pi / behavior policy."""
 
-    logp_BT: jax.Array
-    behavior_logp_BT: jax.Array
-    advantage_BT: jax.Array
-    mask_BT: jax.Array
-    denom: jax.Array
-    log_ratio_BT: jax.Array
-    ratio_BT: jax.Array
+    logp_BT: Array
+    behavior_logp_BT: Array
+    advantage_BT: Array
+    mask_BT: Array
+    denom: Array
+    log_ratio_BT: Array
+    ratio_BT: Array
 
 
-Terms = tuple[jax.Array, jax.Array, jax.Array]  # loss of each token, True where it has no gradient, global count
+Loss = tuple[Array, dict]  # the loss and its metrics
+Terms = tuple[Array, Array, Array]  # loss of each token, True where it has no gradient, global count
 
 
-def ratio_loss(formula: Callable[..., Terms]) -> Callable[..., tuple[jax.Array, dict]]:
+def ratio_loss(formula: Callable[..., Terms]) -> Callable[..., Loss]:
     """Decorates a formula (tokens, *, options) -> `Terms` as a loss that returns (sum over trained tokens / count, metrics)."""
 
     @functools.wraps(formula)
@@ -76,15 +78,13 @@ def two_sided_clip(tokens: Tokens, *, clip_low: float, clip_high: float, delta: 
     clip_low = clip_high = 0.2. The gradient of a token is zero where A < 0 and r > delta, where A > 0 and
     r > 1 + clip_high, and where A < 0 and r < 1 - clip_low.
     """
-    ratio_BT, A_BT = tokens.ratio_BT, tokens.advantage_BT
-    loss_BT, dropped_BT = importance.clipped_surrogate(jnp.minimum(ratio_BT, delta), A_BT, clip_low, clip_high)
-    return loss_BT, dropped_BT | (A_BT < 0) & (ratio_BT > delta), tokens.denom
+    bounded = tokens._replace(ratio_BT=jnp.minimum(tokens.ratio_BT, delta))
+    loss_BT, dropped_BT = _clipped(bounded, clip_low, clip_high)
+    return loss_BT, dropped_BT | (tokens.advantage_BT < 0) & (tokens.ratio_BT > delta), tokens.denom
 
 
 @ratio_loss
-def grpo(
-    tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: jax.Array, num_streams: jax.Array
-) -> Terms:
+def grpo(tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: Array, num_streams: Array) -> Terms:
     """PPO clipping, averaged inside each stream and then over streams: a token of a long completion weighs less.
 
         loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
@@ -97,7 +97,7 @@ def grpo(
 
 
 @ratio_loss
-def dr_grpo(tokens: Tokens, *, clip_low: float, clip_high: float, length: float, num_streams: jax.Array) -> Terms:
+def dr_grpo(tokens: Tokens, *, clip_low: float, clip_high: float, length: float, num_streams: Array) -> Terms:
     """PPO clipping, summed over tokens and divided by a constant: neither short nor long completions are favored.
 
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
@@ -120,14 +120,20 @@ def dapo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Terms:
     return *_clipped(tokens, clip_low, clip_high), tokens.denom
 
 
-def _clipped(tokens: Tokens, clip_low: float, clip_high: float) -> tuple[jax.Array, jax.Array]:
-    return importance.clipped_surrogate(tokens.ratio_BT, tokens.advantage_BT, clip_low, clip_high)
+def _clipped(tokens: Tokens, clip_low: float, clip_high: float) -> tuple[Array, Array]:
+    """Returns PPO's surrogate as a loss, -min(r A, clip(r) A) (arXiv 1707.06347, eq. 7), and True for tokens without gradient."""
+    low, high, ratio_BT, A_BT = 1 - clip_low, 1 + clip_high, tokens.ratio_BT, tokens.advantage_BT
+    loss_BT = jnp.maximum(-ratio_BT * A_BT, -jnp.clip(ratio_BT, low, high) * A_BT)
+    return loss_BT, _outside(ratio_BT, A_BT, low, high)
+
+
+def _outside(ratio_BT: Array, A_BT: Array, low: float, high: float) -> Array:
+    """Returns True for tokens whose gradient a PPO clip removes: ratio above `high` with A > 0, or below `low` with A < 0."""
+    return ((A_BT > 0) & (ratio_BT > high)) | ((A_BT < 0) & (ratio_BT < low))
 
 
 @ratio_loss
-def gspo(
-    tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: jax.Array, num_streams: jax.Array
-) -> Terms:
+def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: Array, num_streams: Array) -> Terms:
     """PPO clipping with one ratio per stream, the geometric mean of its tokens' ratios.
 
         loss = -sum_i (1 / |o_i|) sum_t min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) / num_streams
@@ -143,7 +149,7 @@ def gspo(
 
 
 @ratio_loss
-def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: jax.Array, num_streams: jax.Array) -> Terms:
+def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: Array, num_streams: Array) -> Terms:
     """The geometric instead of the arithmetic mean of a stream's clipped ratios: one extreme token weighs little.
 
         loss = -sum_i A_i exp((1 / |o_i|) sum_t c_t) / num_streams
@@ -155,7 +161,7 @@ def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: jax.Array, num_strea
     clipped_BT = jnp.where(A_BT > 0, jnp.minimum(log_ratio_BT, log_clip), jnp.maximum(log_ratio_BT, -log_clip))
     ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
     loss_BT = -ratio_BT * A_BT / importance.stream_length(mask_BT, stream_ids_BT)
-    return loss_BT, importance.outside(log_ratio_BT, A_BT, -log_clip, log_clip), num_streams
+    return loss_BT, _outside(log_ratio_BT, A_BT, -log_clip, log_clip), num_streams
 
 
 @ratio_loss
@@ -168,7 +174,7 @@ def masked_importance_sampling(
     stream_high: float = math.inf,
     geometric_low: float = 0.0,
     geometric_high: float = math.inf,
-    stream_ids_BT: jax.Array,
+    stream_ids_BT: Array,
 ) -> Terms:
     """Importance sampling against the sampler; tokens and streams with extreme ratios are left out (IcePop).
 
@@ -209,7 +215,7 @@ def cispo(tokens: Tokens, *, ratio_low: float, ratio_high: float) -> Terms:
 
 @ratio_loss
 def truncated_importance_sampling(
-    tokens: Tokens, *, clip_low: float, clip_high: float, cap: float, sampler_logp_BT: jax.Array
+    tokens: Tokens, *, clip_low: float, clip_high: float, cap: float, sampler_logp_BT: Array
 ) -> Terms:
     """PPO clipping against the learner's own old policy, each token weighted by how likely that policy was to sample it.
 
@@ -223,7 +229,7 @@ def truncated_importance_sampling(
 
 
 @ratio_loss
-def decoupled_ppo(tokens: Tokens, *, clip_low: float, clip_high: float, sampler_logp_BT: jax.Array) -> Terms:
+def decoupled_ppo(tokens: Tokens, *, clip_low: float, clip_high: float, sampler_logp_BT: Array) -> Terms:
     """PPO with three policies: behavior (sampled), proximal (bounds the step, recomputed by the learner), target (trained).
 
         loss = -sum_t mask_t sg(prox / mu) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A) / denom,   u = pi / prox
@@ -234,7 +240,7 @@ def decoupled_ppo(tokens: Tokens, *, clip_low: float, clip_high: float, sampler_
     return *_weighted(tokens, clip_low, clip_high, math.inf, sampler_logp_BT), tokens.denom
 
 
-def _weighted(tokens: Tokens, clip_low, clip_high, cap, sampler_logp_BT) -> tuple[jax.Array, jax.Array]:
+def _weighted(tokens: Tokens, clip_low, clip_high, cap, sampler_logp_BT) -> tuple[Array, Array]:
     behavior_logp_BT = tokens.behavior_logp_BT
     differs_BT = tokens.mask_BT * (behavior_logp_BT != sampler_logp_BT)  # equal ones have w = 1; -inf - -inf is NaN
     weight_BT = jnp.exp(importance.log_ratio(behavior_logp_BT, sampler_logp_BT, differs_BT))
@@ -264,20 +270,14 @@ def ipo(tokens: Tokens, *, bound: float, kl_tau: float) -> Terms:
     return _unless(jnp.abs(change_BT) > bound, tokens, kl_tau)
 
 
-def _unless(dropped_BT: jax.Array, tokens: Tokens, kl_tau: float) -> Terms:
+def _unless(dropped_BT: Array, tokens: Tokens, kl_tau: float) -> Terms:
     loss_BT = -jnp.where(dropped_BT, 0.0, tokens.ratio_BT) * tokens.advantage_BT + kl_tau * tokens.log_ratio_BT**2
     return loss_BT, dropped_BT, tokens.denom
 
 
-def cross_entropy(
-    logp_BT: jax.Array, behavior_logp_BT: jax.Array, advantage_BT: jax.Array, mask_BT: jax.Array, *, denom: jax.Array
-) -> tuple[jax.Array, dict]:
-    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t A_t / denom. The behavior policy is not used.
-
-    The advantage weighs the tokens (1 for plain SFT).
-    """
-    del behavior_logp_BT
-    return importance.total(-logp_BT * advantage_BT, mask_BT, denom), {}
+def cross_entropy(logp_BT: Array, behavior_logp_BT: Array, A_BT: Array, mask_BT: Array, *, denom: Array) -> Loss:
+    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t A_t / denom, where A weighs the tokens (1 for plain SFT)."""
+    return importance.total(-logp_BT * A_BT, mask_BT, denom), {}
 
 
 _CLIPPED = (two_sided_clip, grpo, dr_grpo, dapo, gspo, gmpo)

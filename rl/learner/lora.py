@@ -83,33 +83,25 @@ def merge(params: dict, adapters: dict, model_specs: dict, config: LoraConfig) -
     def add(tree, adapter, spec):
         if adapter is None:
             return tree
-        if rules.is_spec(spec):
-            return _add(tree, adapter, spec, config.alpha / config.rank)
-        return {key: add(child, adapter.get(key), spec[key]) for key, child in tree.items()}
+        if not rules.is_spec(spec):
+            return {key: add(child, adapter.get(key), spec[key]) for key, child in tree.items()}
+        num_copies = math.prod(spec.shape[: optimizers.matrix_dims(spec)[0]])
+        a_NIR = adapter["a"].reshape(num_copies, -1, config.rank).astype(jnp.float32)
+        b_NRO = adapter["b"].reshape(num_copies, config.rank, -1).astype(jnp.float32)
+        change = jnp.einsum("NIR,NRO->NIO", a_NIR, b_NRO).reshape(spec.shape)
+        return (tree.astype(jnp.float32) + config.alpha / config.rank * change).astype(tree.dtype)
 
     return add(params, adapters, model_specs)
 
 
 def _adapter(spec: rules.ParamSpec, rank: int) -> dict:
-    (copies, inputs, outputs), dims = optimizers.matrix_dims(spec), [*zip(spec.shape, spec.logical_axes, strict=True)]
-
-    def part(before, after, init):
-        """Returns the spec of one adapter matrix: the kernel's dims `before`, then `rank`, then the dims `after`."""
-        shape, axes = zip(*(dims[i] for i in before), (rank, "rank"), *(dims[i] for i in after), strict=True)
-        return rules.ParamSpec(shape, spec.dtype, axes, init)
+    (first, split), shape, axes = optimizers.matrix_dims(spec), spec.shape, spec.logical_axes
 
     def normal(key, shape, dtype):
-        return (jax.random.normal(key, shape) * math.prod(spec.shape[i] for i in inputs) ** -0.5).astype(dtype)
+        return (jax.random.normal(key, shape) * math.prod(spec.shape[first:split]) ** -0.5).astype(dtype)
 
-    return {"a": part(copies + inputs, (), normal), "b": part(copies, outputs, jax.nn.initializers.zeros)}
-
-
-def _add(kernel, adapter, spec, scale):
-    copies, inputs, outputs = optimizers.matrix_dims(spec)
-    assert copies + inputs + outputs == tuple(range(len(spec.shape))), spec  # copies lead, then inputs, then outputs
-    n = math.prod(spec.shape[i] for i in copies)
-    rank = adapter["a"].shape[-1]
-    a_NIR = adapter["a"].reshape(n, -1, rank).astype(jnp.float32)
-    b_NRO = adapter["b"].reshape(n, rank, -1).astype(jnp.float32)
-    change = jnp.einsum("NIR,NRO->NIO", a_NIR, b_NRO).reshape(spec.shape)
-    return (kernel.astype(jnp.float32) + scale * change).astype(kernel.dtype)
+    b_shape, b_axes = (*shape[:first], rank, *shape[split:]), (*axes[:first], "rank", *axes[split:])
+    return {
+        "a": rules.ParamSpec((*shape[:split], rank), spec.dtype, (*axes[:split], "rank"), normal),
+        "b": rules.ParamSpec(b_shape, spec.dtype, b_axes, jax.nn.initializers.zeros),
+    }

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sharding import rules
@@ -118,15 +119,15 @@ def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
     return rules.is_matrix(spec) and "vocab" not in spec.logical_axes
 
 
-def matrix_dims(spec: rules.ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the positions of a parameter's dims by role, (copies, inputs, outputs): a query kernel [D, H, C] maps D to H x C.
+def matrix_dims(spec: rules.ParamSpec) -> tuple[int, int]:
+    """Returns the positions of a kernel's first input and first output dim: (0, 1) for a query kernel [D, H, C], which maps D to H x C.
 
-    If the axis `model` is last, it is the output and the rest are inputs (output kernel [H, C, D], down kernel [F, D]).
+    Dims before the inputs count copies (layers, experts). If the axis `model` is last, it is the only output: the output kernel
+    [H, C, D] gives (0, 2).
     """
-    copies = tuple(i for i, axis in enumerate(spec.logical_axes) if axis in rules.COPIES)
-    rest = [i for i in range(len(spec.shape)) if i not in copies]
-    split = len(rest) - 1 if spec.logical_axes[rest[-1]] == "model" else 1
-    return copies, tuple(rest[:split]), tuple(rest[split:])
+    inputs = sum(axis in rules.COPIES for axis in spec.logical_axes)
+    assert not set(spec.logical_axes[inputs:]) & set(rules.COPIES), spec  # copies lead
+    return inputs, len(spec.shape) - 1 if spec.logical_axes[-1] == "model" else inputs + 1
 
 
 def scale_by_muon(specs, beta: float, moment_dtype: str) -> optax.GradientTransformation:
@@ -175,17 +176,17 @@ def _orthogonalize_tree(tree, specs):
     """Orthogonalizes each matrix of a tree: stacks matrices of one shape and splits each stack over the devices."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)  # inside a partition, of some of the parameters
     by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
-    as_matrices = [_to_matrices(x, by_path[path]) for path, x in leaves]
     done: dict[int, jax.Array] = {}
-    for shape in dict.fromkeys(x.shape[1:] for x in as_matrices):
-        members = [i for i, x in enumerate(as_matrices) if x.shape[1:] == shape]
-        stack = jnp.concatenate([as_matrices[i] for i in members])
-        stack = _spread(orthogonalize, stack) * (0.2 * math.sqrt(max(shape)))
-        start = 0
-        for i in members:
-            end = start + as_matrices[i].shape[0]
-            done[i] = _from_matrices(stack[start:end], by_path[leaves[i][0]])
-            start = end
+    by_shape: dict[tuple, dict[int, jax.Array]] = {}  # {shape: {index of the leaf: its matrices [N, R, C]}}
+    for i, (path, x) in enumerate(leaves):
+        first, split = matrix_dims(by_path[path])
+        shape = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
+        by_shape.setdefault(shape, {})[i] = x.reshape(-1, *shape)
+    for shape, members in by_shape.items():
+        stack = _spread(orthogonalize, jnp.concatenate([*members.values()])) * (0.2 * math.sqrt(max(shape)))
+        ends = np.cumsum([len(x_NRC) for x_NRC in members.values()])
+        for i, x_NRC in zip(members, jnp.split(stack, ends[:-1]), strict=True):
+            done[i] = x_NRC.reshape(leaves[i][1].shape)
     return jax.tree.unflatten(structure, [done[i] for i in range(len(leaves))])
 
 
@@ -197,15 +198,3 @@ def _spread(function, x_NRC):
     x_NRC = jnp.pad(x_NRC, ((0, -N % ways), (0, 0), (0, 0)))
     x_NRC = rules.constrain(x_NRC, "batch", None, None)
     return rules.constrain(function(x_NRC), "batch", None, None)[:N]
-
-
-def _to_matrices(x, spec):
-    copies, inputs, outputs = matrix_dims(spec)
-    x = x.transpose(copies + inputs + outputs)
-    rows = math.prod(spec.shape[i] for i in inputs)
-    return x.reshape(-1, rows, math.prod(spec.shape[i] for i in outputs))
-
-
-def _from_matrices(x_NRC, spec):
-    order = sum(matrix_dims(spec), ())
-    return x_NRC.reshape([spec.shape[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
