@@ -71,29 +71,21 @@ class Credit:
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:
         start = group[0].prompt_length - bool(self.router_replay) if self.share_prompts else 0
-        claims = [self.router_replay.rows(r) if self.router_replay else None for r in group]
-        branches = [self._branch(*one, start, trains) for one in zip(group, advantage_G, claims, strict=True)]
-        if not self.share_prompts:
-            return [packing.Tree(group[0].tokens[:0], (branch,)) for branch in branches]
-        prompts = [None if rows_TLX is None else rows_TLX[:start] for rows_TLX in claims]
-        alike: dict[bytes, list[int]] = {}  # by the experts of the shared part
-        for i, rows_PLX in enumerate(prompts):
-            alike.setdefault(b"" if rows_PLX is None else rows_PLX.tobytes(), []).append(i)
-        return [
-            packing.Tree(group[0].tokens[:start], tuple(branches[i] for i in members), prompts[members[0]])
-            for members in alike.values()
-        ]
-
-    def _branch(
-        self, rollout: rollout_lib.Rollout, advantage: float, rows_TLX: np.ndarray | None, start: int, trains: bool
-    ) -> packing.Branch:
-        mask_T = rollout.sampled_mask[start:].astype(np.float32)
-        return packing.Branch(
-            rollout.tokens[start:],
-            mask_T * np.float32(trains),
-            rollout.logprobs[start:],
-            mask_T * np.float32(advantage),
-            rollout.temperature,
-            ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
-            routed_experts=None if rows_TLX is None else rows_TLX[start:],
-        )
+        trees: dict = {}  # {key of the samples that share a prompt: (its experts, their branches)}
+        for number, (rollout, advantage) in enumerate(zip(group, advantage_G, strict=True)):
+            mask_T = rollout.sampled_mask[start:].astype(np.float32)
+            prompt_PLX = own_TLX = None
+            if self.router_replay:
+                prompt_PLX, own_TLX = np.split(self.router_replay.rows(rollout), [start])
+            branch = packing.Branch(
+                rollout.tokens[start:],
+                mask_T * np.float32(trains),
+                rollout.logprobs[start:],
+                mask_T * np.float32(advantage),
+                rollout.temperature,
+                ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
+                routed_experts=own_TLX,
+            )
+            key = (prompt_PLX is not None and prompt_PLX.tobytes()) if self.share_prompts else number
+            trees.setdefault(key, (prompt_PLX, []))[1].append(branch)
+        return [packing.Tree(group[0].tokens[:start], tuple(own), prompt) for prompt, own in trees.values()]

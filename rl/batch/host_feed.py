@@ -8,6 +8,7 @@ So only hosts that compute with a token receive it. A collective broadcast would
 through the memory of every device (9.7 GB in configs/intellect3.py).
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -47,18 +48,13 @@ def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
     for name, row in packing.empty_row(layout).items():
         shape, blocks = (layout.num_micro_batches, layout.rows, *row.shape), {}
         for rows, columns in regions:
-            part = (shape[0], rows.stop - rows.start, columns.stop - columns.start)
-            block = np.empty((*part, *row.shape[1:]), row.dtype)
-            sent = block[:used]
-            sent[...] = np.frombuffer(data, row.dtype, sent.size, offset).reshape(sent.shape)
-            block[used:] = row[columns]
+            size = rows.stop - rows.start, columns.stop - columns.start, *row.shape[1:]
+            sent = np.frombuffer(data, row.dtype, used * math.prod(size), offset).reshape(used, *size)
+            idle = np.broadcast_to(row[columns], (shape[0] - used, *size))
+            blocks[rows.start, columns.start] = np.concatenate([sent, idle])
             offset += sent.nbytes
-            blocks[rows.start, columns.start] = block
-        arrays[name] = jax.make_array_from_callback(
-            shape,
-            packing.sharding(mesh, len(shape)),
-            lambda index, b=blocks: b[_corner(index)],
-        )
+        sharding = packing.sharding(mesh, len(shape))
+        arrays[name] = jax.make_array_from_callback(shape, sharding, lambda index, b=blocks: b[_corner(index)])
     assert offset == len(data), (offset, len(data))
     count = jax.make_array_from_callback((), packing.sharding(mesh, 0), lambda _: np.int32(used))
     return packing.TrainBatch(**arrays, num_micro_batches=count)

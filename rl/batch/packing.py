@@ -181,11 +181,8 @@ def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
 
     With several processes, each must pass the same batch and places its own rows; no data is sent.
     """
-    layout = jax.tree.map(lambda x: sharding(mesh, x.ndim), batch)
-    if jax.process_count() == 1:
-        return jax.device_put(batch, layout)
     return jax.tree.map(
-        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch, layout
+        lambda x: jax.make_array_from_callback(x.shape, sharding(mesh, x.ndim), lambda index: x[index]), batch
     )
 
 
@@ -281,13 +278,11 @@ def _write(row: dict[str, np.ndarray], tree: Tree, start: int, segment: int) -> 
         row["routed_experts"][start:begin] = tree.routed_experts
     for number, branch in enumerate(tree.branches, start=1):
         span = slice(begin, begin + len(branch.tokens))
-        for name in ("tokens", "loss_mask", "behavior_logp", "advantage", "temperature"):
-            row[name][span] = getattr(branch, name)
+        for name, array in row.items():
+            if (own := getattr(branch, name, None)) is not None:
+                array[span] = own
         row["positions"][span] = np.arange(P, P + len(branch.tokens))
         row["branch_ids"][span] = number
         row["predictors"][span] = np.arange(span.start, span.stop) - 1
         row["predictors"][begin] = start + P - 1 if P else begin  # the prompt's end predicts every branch's first token
-        for name in (*OPTIONAL, "routed_experts"):
-            if name in row and getattr(branch, name) is not None:
-                row[name][span] = getattr(branch, name)
         begin = span.stop

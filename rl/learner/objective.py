@@ -157,18 +157,16 @@ class PolicyLoss:
     options: tuple[tuple[str, float], ...]
     extras: tuple[str, ...]  # names of `_EXTRAS` that the function takes
 
-    def arguments(self, micro_batch: MicroBatches, counts: Counts) -> dict:
+    def arguments(self, batch: packing.TrainBatch, counts: Counts) -> dict:
         """Returns the keyword arguments to call `function` with for one micro-batch."""
-        return {name: _EXTRAS[name](micro_batch, counts) for name in self.extras} | dict(self.options)
+        return {name: _EXTRAS[name](batch, counts) for name in self.extras} | dict(self.options)
 
 
 _EXTRAS = {  # keyword arguments that the learner passes to a loss that names them
-    "denom": lambda micro_batch, counts: counts.denom,
-    "stream_ids_BT": lambda micro_batch, counts: packing.stream_ids(
-        micro_batch.batch.segment_ids, micro_batch.batch.branch_ids
-    ),
-    "num_streams": lambda micro_batch, counts: counts.streams,
-    "sampler_logp_BT": lambda micro_batch, counts: micro_batch.batch.behavior_logp,
+    "denom": lambda batch, counts: counts.denom,
+    "stream_ids_BT": lambda batch, counts: packing.stream_ids(batch.segment_ids, batch.branch_ids),
+    "num_streams": lambda batch, counts: counts.streams,
+    "sampler_logp_BT": lambda batch, counts: batch.behavior_logp,
 }
 
 

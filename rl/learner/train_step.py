@@ -109,7 +109,7 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
         micro_batch.old_logp,
         objective.advantage(batch, logp_BT),
         batch.loss_mask,
-        **learner.policy_loss.arguments(micro_batch, counts),
+        **learner.policy_loss.arguments(batch, counts),
     )
     total, components = objective.total(policy, micro_batch, logp_BT, entropy_BT, routing, counts)
     return total, metrics | components
@@ -212,14 +212,10 @@ def policy(learner: Learner, state: TrainState) -> transformer.Params:
     """Returns the whole model's parameters in a train state, adapters merged, to be published, saved or exported."""
     if not learner.lora:
         return state.params
-    with jax.set_mesh(learner.mesh):
-        return _jit_merge(learner)(state.params, state.frozen)
-
-
-@functools.lru_cache(maxsize=16)
-def _jit_merge(learner: Learner):
     shardings = rules.shardings(transformer.specs(learner.model), learner.mesh)
-    return jax.jit(functools.partial(_whole, learner), out_shardings=shardings)
+    merge = jax.jit(_whole, static_argnums=0, out_shardings=shardings)  # jax caches the program
+    with jax.set_mesh(learner.mesh):
+        return merge(learner, state.params, state.frozen)
 
 
 def _whole(learner: Learner, params, frozen) -> transformer.Params:
@@ -252,7 +248,7 @@ def _accumulation(learner, state, micro_batches, first, stride, counts):
     """
     gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
     one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
-    zeros = _zeros(jax.eval_shape(gradient, state.params, state.frozen, one, counts))
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, state.frozen, one, counts))
     num_turns = (micro_batches.batch.num_micro_batches - first + stride - 1) // stride
     return 0, num_turns, functools.partial(gradients, learner, state, micro_batches, first, stride, counts), zeros
 
@@ -266,31 +262,27 @@ def _several_optimizer_steps(learner, state, micro_batches):
     most = learner.objective.optimizer_steps
     stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
 
-    def step(k, params, opt_state, is_good):
+    def step(k, carry):
+        params, opt_state, is_good = carry
         before = state.replace(params=params, opt_state=opt_state)
         counts = objective_lib.count(micro_batches, k, stride)
         grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
         after, metrics = update(learner, before, grads, metrics, counts, is_good)
         weighted = jax.tree.map(lambda x: x * counts.tokens, metrics) | {"loss/num_tokens": counts.tokens}
-        return after.params, after.opt_state, weighted, is_good & (metrics["loss/skipped"] == 0)
+        return (after.params, after.opt_state, is_good & (metrics["loss/skipped"] == 0)), weighted
 
-    def add(k, carry):
-        params, opt_state, total, is_good = carry
-        params, opt_state, weighted, is_good = step(k, params, opt_state, is_good)
-        return params, opt_state, jax.tree.map(jnp.add, total, weighted), is_good
+    def add(k, carry_and_total):
+        carry, weighted = step(k, carry_and_total[0])
+        return carry, jax.tree.map(jnp.add, carry_and_total[1], weighted)
 
-    zeros = _zeros(jax.eval_shape(step, 0, state.params, state.opt_state, True)[2])
-    carry = state.params, state.opt_state, zeros, jnp.array(True)
-    params, opt_state, total, _ = jax.lax.fori_loop(0, stride, add, carry)
+    carry = state.params, state.opt_state, jnp.array(True)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry)[1])
+    (params, opt_state, _), total = jax.lax.fori_loop(0, stride, add, (carry, zeros))
     tokens = total.pop("loss/num_tokens")
     metrics = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total) | {"loss/num_tokens": tokens}
     taken = stride.astype(jnp.float32)
     metrics |= {"loss/optimizer_steps": taken, "loss/optimizer_steps_missing": most - taken}
     return state.replace(params=params, opt_state=opt_state), metrics
-
-
-def _zeros(shapes):
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _score_batch(learner, params, batch: packing.TrainBatch) -> jax.Array:
