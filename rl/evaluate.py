@@ -9,14 +9,15 @@
    settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
 """
 
+import contextlib
 import json
 import math
 import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Iterator
 
-import jax
 from absl import flags
 
 from inference.rollouts import rollout as rollout_lib
@@ -42,8 +43,8 @@ def held_out(
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
     changed: dict | None = None,
-) -> dict[str, float]:
-    """Samples held-out tasks with a policy version that the servers run, saves scores and samples for the report, returns `scores`.
+) -> float:
+    """Samples held-out tasks with a policy version that the servers run, saves scores and samples for the report. Returns avg@k.
 
     If the config differs from the run's, `changed` has the differing fields, and the result is saved in a file of its own.
     """
@@ -62,7 +63,7 @@ def held_out(
         writer.write(version, "evaluation", values | {"time/eval_s": time.perf_counter() - begun})
     shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
     progress.say(f"held-out, version {version}: {shown}")
-    return result
+    return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
 def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
@@ -82,11 +83,6 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
 def is_done(workdir: pathlib.Path, step: int) -> bool:
     """Returns True if evaluations.json has scores of `step`. A run may end between a checkpoint and its evaluation."""
     return any(entry["step"] == step for entry in _entries(workdir / "evaluations.json"))
-
-
-def headline(result: dict[str, float]) -> float:
-    """Returns avg@k, the score by which checkpoints are ranked, from the result of `scores`."""
-    return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
@@ -118,54 +114,50 @@ def _entries(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def restore_policy(
-    exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, wanted: str
-) -> tuple[int, transformer.Params]:
-    """Loads a run's checkpoint and returns (step, the model's parameters). `wanted` is a step, "newest" or "best".
+@contextlib.contextmanager
+def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
+    """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
-    "best" is the checkpoint with the highest held-out score. LoRA adapters are merged into the parameters.
+    `--step` is a step, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
+    parameters. The work directory stays locked during the block.
 
     Raises:
-      ValueError: `wanted` is none of these.
+      ValueError: `--step` is none of these, or the run has another config.
       FileNotFoundError: the checkpoint does not exist.
     """
-    directory = workdir / "checkpoints"
-    if wanted in ("best", "newest"):
-        step = checkpoint.best_step(directory) if wanted == "best" else None
-    elif re.fullmatch("[0-9]+", wanted):
-        step = int(wanted)
-    else:
-        raise ValueError(f"--step={wanted} does not name a checkpoint; set it to a step, newest, or best")
-    if not exp.lora:
-        return checkpoint.restore_params(str(directory), transformer.abstract(exp.model, mesh), step)
-    learner = exp.learner(mesh)
-    with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
-        restored = checkpointer.restore(train_step.abstract_state(learner), step)
-    if restored is None:
+    exp = experiment.resolve(flags.FLAGS.config)
+    mesh = mesh_lib.create(exp.config.mesh.to_dict())
+    directory = pathlib.Path(flags.FLAGS.workdir).absolute() / "checkpoints"
+    if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
         raise FileNotFoundError(
             f"no checkpoint in {directory}; set --workdir to the work directory of a run of rl.train"
         )
+    with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
+        yield exp, workdir, *_restore_policy(exp, mesh, directory, flags.FLAGS.step)
+
+
+def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[int, transformer.Params]:
+    if wanted == "best":
+        step = checkpoint.best_step(directory)
+    elif re.fullmatch("newest|[0-9]+", wanted):
+        step = None if wanted == "newest" else int(wanted)
+    else:
+        raise ValueError(f"--step={wanted} does not name a checkpoint; set it to a step, newest, or best")
+    if not exp.lora:
+        return checkpoint.restore_params(directory, transformer.abstract(exp.model, mesh), step)
+    learner = exp.learner(mesh)
+    with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
+        restored = checkpointer.restore(train_step.abstract_state(learner), step)
+    assert restored is not None, directory
     return restored[0], train_step.policy(learner, restored[1])
-
-
-def check_run(workdir: str) -> None:
-    """Raises FileNotFoundError if `workdir` contains no run, before any file is created."""
-    if not (pathlib.Path(workdir) / "checkpoints").is_dir():
-        raise FileNotFoundError(
-            f"no checkpoints in {workdir}; set --workdir to the work directory of a run of rl.train"
-        )
 
 
 def main() -> None:
     """Runs the command that scores one checkpoint of a run on held-out tasks."""
-    exp = experiment.resolve(flags.FLAGS.config)
-    mesh = mesh_lib.create(exp.config.mesh.to_dict())
-    check_run(flags.FLAGS.workdir)
-    with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir, tempfile.TemporaryDirectory() as scratch:
+    with open_checkpoint() as (exp, workdir, step, params), tempfile.TemporaryDirectory() as scratch:
         # The fields that change scores and differ from the run's, with their values.
         fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
         changed = {n: fields[n] for n in run_directory.differences(workdir, exp) if n.startswith(prefixes)}
-        step, params = restore_policy(exp, mesh, workdir, flags.FLAGS.step)
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)

@@ -14,19 +14,14 @@ from absl import flags
 from models import hf
 from rl import evaluate
 from rl.experiment import experiment
-from rl.experiment import workdir as run_directory
 from rl.reporting import metrics
-from sharding import mesh as mesh_lib
 
 
 def main() -> None:
     """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
-    exp, output = experiment.resolve(flags.FLAGS.config), pathlib.Path(flags.FLAGS.output)
-    mesh = mesh_lib.create(exp.config.mesh.to_dict())
-    evaluate.check_run(flags.FLAGS.workdir)
+    output = pathlib.Path(flags.FLAGS.output)
     hf.check_new(output)
-    with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
-        step, params = evaluate.restore_policy(exp, mesh, workdir, flags.FLAGS.step)
+    with evaluate.open_checkpoint() as (exp, _, step, params):
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
         hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
     metrics.Progress().say(

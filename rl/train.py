@@ -88,8 +88,7 @@ def train(
         stack.push(hosts.report)
 
         def score(step):
-            result = evaluate.held_out(exp, rollouts, step, workdir, writer, progress)
-            checkpointer.score(step, evaluate.headline(result))
+            checkpointer.score(step, evaluate.held_out(exp, rollouts, step, workdir, writer, progress))
 
         if hosts.is_first and start < num_steps and _is_scored(config, start) and not evaluate.is_done(workdir, start):
             score(start)
@@ -100,10 +99,11 @@ def train(
         adviser = diagnostics.Adviser()
         with progress.phase("rl", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
-                clock, is_last, is_scored = _Clock(), step == num_steps, _is_scored(config, step)
-                with clock("wait"):
+                begun, is_last, is_scored = time.perf_counter(), step == num_steps, _is_scored(config, step)
+                timed = functools.partial(_timed, times := {})
+                with timed("wait"):
                     batch = rollouts.next_batch(step) if hosts.is_first else None
-                with clock("train_step"):
+                with timed("train_step"):
                     packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
                     if reference is not None:
                         packed = packed.replace(ref_logp=reference(packed))
@@ -113,21 +113,23 @@ def train(
                     if bad := hosts.broadcast(diagnostics.not_finite(values)):
                         before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
                         _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
-                with clock("publish"):
+                with timed("publish"):
                     publisher.publish(train_step.policy(learner, state), step, metadata=exp.broadcast_metadata)
                     if hosts.is_first:
                         rollouts.publish(step)
-                with clock("checkpoint"):
+                with timed("checkpoint"):
                     host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
                     checkpointer.save(step, state, host_state, force=is_scored or is_last)
                 if batch is None:  # not the first host
                     continue
-                with clock("eval"):
+                with timed("eval"):
                     if is_scored and not is_last:
                         score(step)
                 updates = (step - 1) * exp.objective.optimizer_steps
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(updates)))
-                values |= batch.metrics | clock.seconds(num_tokens=batch.metrics["rollout/num_tokens"])
+                step_s = time.perf_counter() - begun
+                times |= {"time/step_s": step_s, "time/tokens_per_s": batch.metrics["rollout/num_tokens"] / step_s}
+                values |= batch.metrics | times
                 values |= diagnostics.derived(values)
                 values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
                 writer.write(step, "rl", values)
@@ -227,22 +229,12 @@ def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: check
     )
 
 
-class _Clock:
-    """Measures the duration of the parts of one train step in seconds: `with clock("publish"): ...`."""
-
-    def __init__(self):
-        self._begun, self._parts = time.perf_counter(), {}
-
-    @contextlib.contextmanager
-    def __call__(self, part: str):
-        begun = time.perf_counter()
-        yield
-        self._parts[f"time/{part}_s"] = time.perf_counter() - begun
-
-    def seconds(self, *, num_tokens: float) -> dict[str, float]:
-        """Returns the metrics time/<part>_s, time/step_s, and time/tokens_per_s, which counts `num_tokens` sampled tokens."""
-        total = time.perf_counter() - self._begun
-        return self._parts | {"time/step_s": total, "time/tokens_per_s": num_tokens / total}
+@contextlib.contextmanager
+def _timed(times: dict[str, float], part: str):
+    """Adds the metric time/<part>_s: the seconds that the block took."""
+    begun = time.perf_counter()
+    yield
+    times[f"time/{part}_s"] = time.perf_counter() - begun
 
 
 def _shown(values: dict[str, float]) -> dict[str, float]:
