@@ -16,6 +16,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,10 @@ def train(
             return state.params
         writer.truncate("warm-up", start)
         source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
-        layout = exp.layout(mesh, config.warmup.tasks_per_step)
-        evaluate = _evaluator(exp, learner, source, hosts) if config.warmup.eval_every else None
+        layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
+        if config.warmup.eval_every:
+            held_out_layout = exp.layout(mesh, config.warmup.eval_tasks)
+            held_out = host_feed.place(source.held_out() if source else None, held_out_layout, mesh, hosts)
         progress.note("compiling the warm-up step")
         # Before the display's clock starts: it derives the rate from the first step.
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
@@ -86,8 +89,8 @@ def train(
                         f"{bad} is {values[bad]} at warm-up step {step}; the last good checkpoint is step "
                         f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
                     )
-                if evaluate and (step % config.warmup.eval_every == 0 or step == num_steps):
-                    values["loss/held_out"] = hosts.broadcast(evaluate(state.params))
+                if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
+                    values["loss/held_out"] = hosts.broadcast(_nll(learner, state.params, held_out))
                     patience = patience.after(values["loss/held_out"])
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun
@@ -223,10 +226,9 @@ def _plain(message: Mapping) -> dict:
     """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts: list = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
-        if not all(isinstance(part, str) for part in parts):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise ValueError("a message has a part that is not text; remove it")
-        content = "".join(parts)
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise ValueError(
             f"the content of a message is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
@@ -254,8 +256,7 @@ def _plain_call(call: Mapping) -> dict:
     return dict(call) | {"function": function} if "function" in call else function
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
 
@@ -310,18 +311,10 @@ def _from_file(exp: experiment.Experiment) -> _Source:
     return _Source(batch, lambda: [tree(index) for index in range(cut, len(records))])
 
 
-def _evaluator(
-    exp: experiment.Experiment, learner: train_step.Learner, source: _Source | None, hosts: hosts_lib.Hosts
-) -> Callable[[transformer.Params], float]:
-    """Returns a function from parameters to the held-out loss: the mean negative log-likelihood per trained token, in nats."""
-    layout = exp.layout(learner.mesh, exp.config.warmup.eval_tasks)
-    batch = host_feed.place(source.held_out() if source else None, layout, learner.mesh, hosts)
-
-    def evaluate(params) -> float:
-        logp = train_step.score(learner, params, batch)
-        return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
-
-    return evaluate
+def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:
+    """Returns the mean negative log-likelihood per trained token of a batch, in nats."""
+    logp = train_step.score(learner, params, batch)
+    return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
 
 
 def _demonstration(task: environment.Task, config) -> str:
