@@ -125,10 +125,7 @@ class Checkpointer:
         if newest is not None and step == newest == self._last_saved:
             return False
         if newest is not None and step <= newest:
-            raise ValueError(
-                f"step {step} is not newer than {newest}, saved in {self._directory}: delete the directories of the newer "
-                "steps to continue from an older one"
-            )
+            raise ValueError(f"step {step} is not newer than {newest} in {self._directory}: delete newer steps first")
         arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
         needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES  # of all hosts, uncompressed
         with _full_disk(self._directory):
@@ -143,8 +140,8 @@ class Checkpointer:
             return found, False
         torn = [number for number in _numbered(self._directory) if found is None or number > found]
         for number in torn:
-            num_taken = sum(1 for _ in self._directory.glob(f"torn-{number}*"))
-            name = f"torn-{number}.{num_taken}" if num_taken else f"torn-{number}"
+            num_taken = len(list(self._directory.glob(f"torn-{number}*")))
+            name = f"torn-{number}" + (f".{num_taken}" if num_taken else "")
             self._directory.joinpath(str(number)).rename(self._directory / name)
         best = _best(self._directory)
         if found is not None and best is not None and best["step"] > found:  # a step that will be taken again
@@ -218,9 +215,7 @@ def _pick(directory: pathlib.Path, step: int | None) -> int | None:
             raise ValueError(f"checkpoint {step} is damaged ({damage}): restore another of {steps}")
         _log.warning("checkpoint %d is damaged and skipped: %s", candidate, damage)
     if steps:
-        raise ValueError(
-            f"every checkpoint in {directory} is damaged ({steps}): move their directories away to start over"
-        )
+        raise ValueError(f"every checkpoint in {directory} is damaged ({steps}): move them away to start over")
     return None
 
 
@@ -248,18 +243,14 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
     with ocp.PyTreeCheckpointer() as reader:
         saved = _named(reader.metadata(path).item_metadata.tree)
     saved = {name.removeprefix(prefix): leaf for name, leaf in saved.items() if name.startswith(prefix)}
-    expected = _named(abstract)
+    expected, remedy = _named(abstract), "restore with the config that saved it"
     for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
-        raise ValueError(
-            f"{path}: array {prefix}{name} {where} the config's state: restore with the config that saved it"
-        )
+        raise ValueError(f"{path}: array {prefix}{name} {where} the config's state: {remedy}")
     for name, leaf in expected.items():
-        was, is_now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
-        if was != is_now:
-            raise ValueError(
-                f"{path}: array {prefix}{name} was saved as {was}, not {is_now}: restore with the config that saved it"
-            )
+        was, now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
+        if was != now:
+            raise ValueError(f"{path}: array {prefix}{name} was saved as {was}, not {now}: {remedy}")
 
 
 def _named(tree: Any) -> dict[str, Any]:

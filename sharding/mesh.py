@@ -47,10 +47,8 @@ def parse(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?\d{1,9}", size):
-            raise ValueError(
-                f"mesh {text!r} has the entry {part!r}; write axis=size once per axis, as in tensor=4,data=-1, with axes of "
-                f"{', '.join(AXES)}"
-            )
+            rule = f"write axis=size once per axis, as in tensor=4,data=-1, with axes of {', '.join(AXES)}"
+            raise ValueError(f"mesh {text!r} has the entry {part!r}: {rule}")
         sizes[axis] = int(size)
     return sizes
 
@@ -66,10 +64,8 @@ def _on_torus(shape: list[int], devices) -> np.ndarray:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
-        raise ValueError(
-            f"mesh {_format(shape)} cannot be laid out on the torus {torus} of these chips; every axis must be a product of "
-            f"whole dims of the torus: {_REMEDY}"
-        ) from None
+        text = f"mesh {_format(shape)} cannot be laid out on the torus {torus} of these chips"
+        raise ValueError(f"{text}; every axis must be a product of whole dims of the torus: {_REMEDY}") from None
 
 
 def _fill(shape: list[int], num_devices: int) -> list[int]:
@@ -81,9 +77,7 @@ def _fill(shape: list[int], num_devices: int) -> list[int]:
     if -1 in shape and num_devices % known == 0:
         shape = [num_devices // known if size == -1 else size for size in shape]
     if math.prod(shape) != num_devices:
-        raise ValueError(
-            f"mesh {text} does not fit {num_devices} device(s); the product of the axes must be {num_devices}: {_REMEDY}"
-        )
+        raise ValueError(f"mesh {text} does not fit {num_devices} device(s), which must be its product: {_REMEDY}")
     return shape
 
 

@@ -71,12 +71,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(args: argparse.Namespace) -> int:
-    source = _source(args.source)
+    source = args.source.split(",")
     found = broadcast.versions(source) if args.version is None else [args.version]
     if not found:
-        raise FileNotFoundError(
-            f"no version under {args.source} yet: pass the root that a run publishes to (WORKDIR/weights)"
-        )
+        raise FileNotFoundError(f"no version under {args.source} yet: pass WORKDIR/weights of a run")
     for version in found:
         print(_describe(broadcast.read_manifest(source, version, key=args.key)))
     return 0
@@ -87,7 +85,7 @@ def _watch(args: argparse.Namespace) -> int:
         raise ValueError(f"--count = {args.count} must be at least 1: leave it out to watch without end")
     if not ("://" in args.source or pathlib.Path(args.source).is_dir()):
         print(f"waiting for a publisher to create {args.source}", file=sys.stderr, flush=True)
-    watched = broadcast.watch(_source(args.source), after=args.after, key=args.key)
+    watched = broadcast.watch(args.source.split(","), after=args.after, key=args.key)
     for version in itertools.islice(watched, args.count):
         args.version = version
         _verify(args)
@@ -96,7 +94,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     with _progress_bar("verify" if args.version is None else f"version {args.version}") as update:
-        found = broadcast.verify(_source(args.source), args.version, key=args.key, progress=update)
+        found = broadcast.verify(args.source.split(","), args.version, key=args.key, progress=update)
     print(f"ok: {_describe(found)}", flush=True)
     return 0
 
@@ -127,10 +125,6 @@ def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of the two files")
             found[name] = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return found
-
-
-def _source(text: str) -> str | list[str]:
-    return text.split(",") if "," in text else text
 
 
 def _load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:

@@ -126,7 +126,7 @@ def make_plan(
 
 
 def read(
-    source: source_lib.Reader,
+    source: source_lib.Source,
     plan: Plan,
     requests: Sequence[TensorRequest],
     place: Callable[[TensorRequest, list[np.ndarray]], Any],
@@ -189,7 +189,7 @@ class _Reader:
     """Reads and verifies chunks of one version: the state that all threads of one call of `read` share."""
 
     def __init__(
-        self, source: source_lib.Reader, plan: Plan, requests: Sequence[TensorRequest], progress: Progress | None
+        self, source: source_lib.Source, plan: Plan, requests: Sequence[TensorRequest], progress: Progress | None
     ):
         self._source, self._plan, self._progress = source, plan, progress
         self._deltas = [{t.name: t.deltas or () for t in m.tensors} for m in plan.chain]

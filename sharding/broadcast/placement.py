@@ -71,10 +71,8 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
     def check(name: str, leaf: Any) -> None:
         is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
         if not is_abstract and not isinstance(leaf, jax.sharding.Sharding):
-            raise ValueError(
-                f"shardings leaf {name!r} is a {type(leaf).__name__}: pass one jax Sharding, or ShapeDtypeStruct with a "
-                "sharding, per tensor"
-            )
+            text = "pass a Sharding, or a ShapeDtypeStruct with a sharding"
+            raise ValueError(f"shardings leaf {name!r} is a {type(leaf).__name__}: {text}")
 
     leaves, _ = tree.flatten(shardings, check)
     unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))

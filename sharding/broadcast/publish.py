@@ -43,15 +43,12 @@ class PublishOptions:
     def __post_init__(self):
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} would delete the version just published: set keep to 1 or more")
-        if self.dtype is not None:
-            is_known = self.dtype in manifest.ITEM_BYTES
-            if not is_known or not jax.numpy.issubdtype(chunks.dtype(self.dtype), np.floating):
-                raise ValueError(
-                    f"dtype {self.dtype!r} is not a floating dtype that can be published: pass 'bfloat16' or None"
-                )
+        name = self.dtype or "float32"
+        if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
+            raise ValueError(f"dtype {self.dtype!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
             raise ValueError(
-                f"run {str(self.run)[:80]!r} must be a string of at most {manifest.MAX_RUN_LENGTH} characters: shorten it"
+                f"run {str(self.run)[:80]!r} is not a string of at most {manifest.MAX_RUN_LENGTH}: shorten it"
             )
 
 
@@ -64,9 +61,7 @@ class Publisher:
 
     def __init__(self, root: str | os.PathLike, options: PublishOptions = PublishOptions(), *, snapshot_every: int = 1):
         if snapshot_every < 1:
-            raise ValueError(
-                f"snapshot_every={snapshot_every} must be at least 1: pass 1 for snapshots only, 8 for one in 8 versions"
-            )
+            raise ValueError(f"snapshot_every={snapshot_every} must be at least 1: pass 1 for snapshots only")
         self._root, self._options, self._snapshot_every = root, options, snapshot_every
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
@@ -230,13 +225,9 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
 def _check_is_newer(root: str | os.PathLike, version: int) -> None:
     existing = _versions(root)
     if version in existing:
-        raise ValueError(
-            f"version {version} exists under {root} and cannot change: remove() it, or publish a newer version"
-        )
+        raise ValueError(f"version {version} exists under {root} and cannot change: remove() it, or pass a newer one")
     if existing and version < existing[-1]:
-        raise ValueError(
-            f"version {version} is older than {existing[-1]} under {root}: remove() the newer versions first"
-        )
+        raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
 
 
 def _base_manifest(
@@ -260,11 +251,9 @@ def _base_manifest(
     if before.digest != digest:  # it was removed and published again
         return None
     old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, tensors))
-    for name in sorted(old | new):
-        if old.get(name) != new.get(name):
-            raise ValueError(
-                f"tensor {name!r} has another shape, dtype or tie than in the base, version {number}: publish without base"
-            )
+    changed = sorted(name for name in old | new if old.get(name) != new.get(name))
+    if changed:
+        raise ValueError(f"tensor {changed[0]!r} has another shape, dtype or tie in version {number}: pass no base")
     return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
 
 

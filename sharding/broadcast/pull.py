@@ -48,10 +48,8 @@ def pull(
     """
     with _opened(source, key) as opened:
         target = _target(opened, version, key)
-        if run is not None and target.run != run:
-            raise journal.CorruptSource(
-                f"version {target.version} is of run {target.run!r}, not of {run!r}: use the source or the name of the right run"
-            )
+        text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
+        journal.require(run in (None, target.run), text)
         requests, place = placement.on_host(target) if shardings is None else placement.on_devices(target, shardings)
         plan = assemble.make_plan(opened, target, base, key)
         try:
@@ -110,10 +108,8 @@ def wait_for(source: Source, at_least: int, timeout_s: float) -> int:
             if newest is not None and newest >= at_least:
                 return newest
             if time.monotonic() >= deadline_s:
-                raise TimeoutError(
-                    f"no version >= {at_least} under {source} after {timeout_s} s (newest: {newest}): check that the "
-                    f"publisher is running{reason}"
-                )
+                found = f"no version >= {at_least} under {source} after {timeout_s} s (newest: {newest})"
+                raise TimeoutError(f"{found}: check that the publisher is running{reason}")
             try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
                 known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
             except (journal.Unavailable, FileNotFoundError):
@@ -135,13 +131,10 @@ def read_manifest(source: Source, version: int, *, key: str | None = None) -> Ma
         return assemble.load(opened, version, key)
 
 
-@contextlib.contextmanager
-def _opened(source: Source, key: str | None = None) -> Iterator[source_lib.Source]:
-    if isinstance(source, source_lib.Directory | source_lib.Bucket | source_lib.relays.Relays):
-        yield source
-        return
-    with contextlib.closing(source_lib.open(source, trusted_key=key)) as opened:
-        yield opened
+def _opened(source: Source, key: str | None = None) -> contextlib.AbstractContextManager[source_lib.Source]:
+    if isinstance(source, source_lib.Source):
+        return contextlib.nullcontext(source)
+    return contextlib.closing(source_lib.open(source, trusted_key=key))
 
 
 def _target(opened: source_lib.Source, version: int | None, key: str | None) -> Manifest:

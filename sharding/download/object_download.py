@@ -60,9 +60,7 @@ class ObjectDownload:
                 if not done:
                     self._hedge()
                 if self.pool.is_closed:
-                    raise journal.Unavailable(
-                        f"the source was closed while {self.path} was read: open the source again"
-                    )
+                    raise journal.Unavailable(f"the source was closed while {self.path} was read: open it again")
                 if time.monotonic() > self.deadline_s:
                     raise journal.Unavailable(
                         f"{self.path} was not downloaded in time ({self.selector.reasons()}): try again, or use other relays"

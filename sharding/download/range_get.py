@@ -161,11 +161,23 @@ class Get:
         """Runs this request. Returns (body, headers); the body is empty if `target` received it. Blocks. Raises Failed."""
         self._begun_s = time.monotonic()
         try:
-            if self._aborted or self.relay.is_closed:
-                raise Failed("aborted")
-            return self._try()
+            while True:
+                if self._aborted or self.relay.is_closed:
+                    raise Failed("aborted")
+                connection, used = self.relay.take()
+                try:
+                    return self._exchange(connection)
+                except (Failed, OSError, http.client.HTTPException, ValueError) as error:
+                    connection.close()
+                    if isinstance(error, Failed):
+                        raise
+                    if self._aborted:
+                        raise Failed("aborted") from error
+                    if not used or self.received:
+                        raise Failed(f"{type(error).__name__}: {error}") from error
+                    # The relay probably closed this idle connection; each turn uses up one of these.
         finally:
-            self._ended_s = time.monotonic()
+            self._socket, self._ended_s = None, time.monotonic()
 
     def abort(self) -> None:
         """Aborts this request, whose `run` raises Failed. No byte is written to `target` after `abort` returns."""
@@ -188,23 +200,6 @@ class Get:
             return False
         left = size - self.received
         return left * elapsed_s > 2 * self.received * (0.1 + left / max(rates))
-
-    def _try(self) -> tuple[bytes, Any]:
-        while True:
-            connection, used = self.relay.take()
-            try:
-                return self._exchange(connection)
-            except (Failed, OSError, http.client.HTTPException, ValueError) as error:
-                connection.close()
-                if isinstance(error, Failed):
-                    raise
-                if self._aborted:
-                    raise Failed("aborted") from error
-                if used and not self.received:
-                    continue  # probably closed while idle; each turn uses up one such connection
-                raise Failed(f"{type(error).__name__}: {error}") from error
-            finally:
-                self._socket = None
 
     def _exchange(self, connection: http.client.HTTPConnection) -> tuple[bytes, Any]:
         if connection.sock is None:

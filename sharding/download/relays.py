@@ -164,18 +164,15 @@ class Relays:
                         error = error or journal.CorruptSource(f"{relay.url}: {corrupt}")
             if len(valid) > 1 and self._trusted_key is None:
                 urls = ", ".join(relay.url for relay, _ in valid.values())
-                raise journal.CorruptSource(
-                    f"relays {urls} have different manifests of version {version}: pass the publisher's trusted key"
-                )
+                text = f"relays {urls} have different manifests of version {version}"
+                raise journal.CorruptSource(f"{text}: pass the publisher's trusted key")
             for data, (_, manifest) in valid.items():
                 return data, manifest
             if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
                 raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
             if time.monotonic() > deadline_s:
-                reasons = self._selector.reasons()
-                raise error or journal.Unavailable(
-                    f"the manifest of version {version} was not downloaded in time ({reasons}): try again, or use other relays"
-                )
+                text = f"the manifest of version {version} was not downloaded in time ({self._selector.reasons()})"
+                raise error or journal.Unavailable(f"{text}: try again, or use other relays")
             time.sleep(0.2 if self._trusted_key is None else 0.02)
 
     def _request_manifest(
@@ -255,12 +252,12 @@ class Relays:
     # ---- objects
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Downloads the object `entry`, verifies its digest, and fills the buffers `into` with it. Raises as `source.Reader.read` does."""
+        """Fills the buffers `into` with the object `entry`, after checking its digest. Raises as `source.Directory.read` does."""
         target = range_get.Target(into, entry)
-        if entry.size == 0 and entry.digest != digests.of():
-            raise journal.CorruptSource(
-                f"object {entry.path} of version {version} is empty, but its digest {entry.digest} is not of 0 bytes"
-            )
+        good = entry.size > 0 or entry.digest == digests.of()
+        journal.require(
+            good, f"empty object {entry.path} of version {version} has digest {entry.digest}, not of 0 bytes"
+        )
         with self._concurrency.slot():
             self._read(version, entry, target)
 
@@ -296,9 +293,8 @@ class Relays:
             honest = [r for r in self.relays if not num_corrupt[r]]
             name = f"object {entry.path} of version {version}"
             if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
-                raise journal.CorruptSource(
-                    f"{name} is wrong on every relay ({self._selector.reasons()}): use other relays"
-                )
+                reasons = self._selector.reasons()
+                raise journal.CorruptSource(f"{name} is wrong on every relay ({reasons}): use other relays")
             if time.monotonic() > deadline_s:
                 raise journal.Unavailable(f"{name} was not downloaded in time ({self._selector.reasons()}): try again")
             only = self._selector.select(version, set(num_corrupt) if honest else ())

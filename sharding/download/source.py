@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sharding.download import range_get, relays
 from sharding.format import digests, journal
@@ -20,18 +20,6 @@ from sharding.format import manifest as manifest_lib
 DIRECTORY_POLL_S = 0.01
 BUCKET_POLL_S = 1.0
 MAX_TRIES = 3  # of an object that a bucket delivers wrong
-
-
-class Reader(Protocol):
-    """The interface of a source of weights that `assemble.read` needs: an object with a thread-safe `read`."""
-
-    def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into`, `entry.size` bytes in total, with the object `entry`, after checking its digest.
-
-        Raises CorruptSource if the object has another digest everywhere, FileNotFoundError if it is missing, and Unavailable
-        if no relay delivers it in time. After an error the contents of `into` are undefined.
-        """
-        ...
 
 
 def open(
@@ -52,9 +40,7 @@ def open(
       ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
     """
     if trusted_key is not None and not re.fullmatch(r"[0-9a-f]{64}", trusted_key):
-        raise ValueError(
-            f"trusted_key {trusted_key!r} is not 64 lowercase hex digits: pass the publisher's ed25519 public key"
-        )
+        raise ValueError(f"trusted_key {trusted_key!r} is not 64 lowercase hex digits: pass the publisher's public key")
     sources = list(dict.fromkeys(map(str, [source] if isinstance(source, str | os.PathLike) else source)))
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
@@ -70,8 +56,8 @@ def open(
     raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
 
 
-def read(source: Reader, version: int, entry: journal.Object) -> bytearray:
-    """Returns the verified bytes of the object `entry` of `version`, read from `source`. Raises as `Reader.read` does."""
+def read(source: "Source", version: int, entry: journal.Object) -> bytearray:
+    """Returns the verified bytes of the object `entry` of `version`, read from `source`. Raises as `Directory.read` does."""
     data = bytearray(entry.size)
     source.read(version, entry, [memoryview(data)])
     return data
@@ -156,7 +142,11 @@ class Directory(_Storage):
         self._cursors: dict[int, tuple[int, bytes]] = {}  # version -> bytes read of the journal, the last line of them
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
+        """Fills the buffers `into`, `entry.size` bytes in total, with the object `entry`, after checking its digest.
+
+        Raises CorruptSource if the object has another digest everywhere, FileNotFoundError if it is missing, and Unavailable
+        if no relay delivers it in time. After an error the contents of `into` are undefined.
+        """
         target = range_get.Target(into, entry)
         full = self.root / journal.dirname(version) / entry.path
         try:
@@ -169,9 +159,8 @@ class Directory(_Storage):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
-                raise FileNotFoundError(
-                    f"{full.parent} was deleted while it was read: pull the newest version, or set the publisher's keep higher"
-                ) from error
+                text = "was deleted while it was read: pull the newest version, or set the publisher's keep higher"
+                raise FileNotFoundError(f"{full.parent} {text}") from error
             raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
         self._counters["num_bytes"] += entry.size
         actual = digests.of(*target.views)
@@ -201,9 +190,8 @@ class Directory(_Storage):
         try:
             names = os.listdir(self.root)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"no broadcast directory {self.root}: start the publisher, or pass the root that it publishes to"
-            ) from error
+            text = f"no broadcast directory {self.root}: start the publisher, or pass the root that it publishes to"
+            raise FileNotFoundError(text) from error
         for name in names:
             version = journal.parse_dirname(name)
             if version is None:
@@ -236,7 +224,7 @@ class Bucket(_Storage):
         self._cursors: dict[int, int] = {}  # version -> bytes read of the journal
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into` with the verified object `entry`. Raises as `Reader.read` does."""
+        """Fills the buffers `into` with the verified object `entry`. Raises as `Directory.read` does."""
         target = range_get.Target(into, entry)
         path = f"{journal.dirname(version)}/{entry.path}"
         data, actual = b"", ""
@@ -250,9 +238,8 @@ class Bucket(_Storage):
                 target.put(0, memoryview(data))
                 return
             self._counters["num_bad_objects"] += 1
-        raise journal.CorruptSource(
-            f"object {self._place}{path} has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
-        )
+        text = f"has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
+        raise journal.CorruptSource(f"object {self._place}{path} {text}")
 
     def _scan(self) -> journal.Listing:
         """Returns the versions in the bucket. Lists only keys after the newest known version: 1,000 keys take one request."""
@@ -288,9 +275,7 @@ class Bucket(_Storage):
         try:
             result = self._store.read(key).result()
         except ValueError as error:  # the only type of error that tensorstore raises; after its own retries
-            raise journal.Unavailable(
-                f"{self._place}{key} cannot be read: {error}; check the network, try again"
-            ) from error
+            raise journal.Unavailable(f"{self._place}{key} cannot be read: {error}; check the network") from error
         return None if result.state == "missing" else result.value
 
 

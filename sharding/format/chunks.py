@@ -31,14 +31,10 @@ def dtype(name: str) -> np.dtype:
 def check_array(name: str, leaf: Any) -> None:
     """Raises ValueError unless `leaf`, called `name` in the parameter tree, is an array of a dtype that can be published."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        raise ValueError(
-            f"leaf {name!r} is a {type(leaf).__name__}; params may contain dicts, lists, tuples and arrays only: convert "
-            "this leaf to an array, or remove it"
-        )
+        raise ValueError(f"leaf {name!r} is a {type(leaf).__name__}, not an array: convert it, or remove it")
     if leaf.dtype.name not in manifest.ITEM_BYTES:
-        raise ValueError(
-            f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: cast it to one of {[*manifest.ITEM_BYTES]}"
-        )
+        remedy = f"cast it to one of {[*manifest.ITEM_BYTES]}"
+        raise ValueError(f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: {remedy}")
 
 
 def shard_shape(leaf: Any) -> tuple[int, ...]:

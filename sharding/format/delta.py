@@ -35,9 +35,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
     Both chunks are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one array element.
     """
     if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
-        raise ValueError(
-            f"chunks are {old.dtype}{old.shape} and {new.dtype}{new.shape}: pass two uint8 vectors of one length"
-        )
+        raise ValueError(f"chunks {old.dtype}{old.shape}, {new.dtype}{new.shape}: pass uint8 vectors of one length")
     unit = _unit(item_bytes, len(new))
     xor = np.zeros(-(-len(new) // 8), np.uint64) if len(new) % 8 else np.empty(len(new) // 8, np.uint64)
     np.bitwise_xor(old, new, out=xor.view(np.uint8)[: len(new)])
@@ -88,10 +86,7 @@ def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None
 def _unit(item_bytes: int, num_bytes: int) -> int:
     """Returns the bytes of the units that a patch compares: `item_bytes`, at most 8. Raises ValueError for other sizes."""
     if item_bytes not in (1, 2, 4, 8, 16) or num_bytes % item_bytes:
-        raise ValueError(
-            f"a chunk of {num_bytes} bytes cannot have elements of {item_bytes} bytes: pass 1, 2, 4, 8 or 16, a divisor of "
-            "the chunk's length"
-        )
+        raise ValueError(f"elements of {item_bytes} bytes do not divide a chunk of {num_bytes}: pass 1, 2, 4, 8 or 16")
     return min(item_bytes, 8)
 
 

@@ -145,9 +145,7 @@ def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> 
     body["signature"] = None if key is None else key.sign(canonical(body)).hex()
     data = canonical(body)
     if len(data) > journal.MAX_MANIFEST_BYTES:
-        raise ValueError(
-            f"the manifest has {len(data)} bytes, more than readers accept ({journal.MAX_MANIFEST_BYTES}): shorten metadata"
-        )
+        raise ValueError(f"manifest has {len(data)} bytes, not at most {journal.MAX_MANIFEST_BYTES}: shorten metadata")
     return data
 
 

@@ -49,17 +49,11 @@ def _entry(path: pathlib.Path, name: str, entry, start: int, size: int) -> Entry
         kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
         begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: the header entry of tensor {name} is malformed: {entry!r}. Download the file again."
-        ) from error
+        raise ValueError(f"{path}: header entry {name} is malformed: {entry!r}. Download it again.") from error
     if kind not in DTYPES:
-        raise ValueError(
-            f"{path}: tensor {name} has dtype {kind}, which is not one of {', '.join(DTYPES)}. Convert the file."
-        )
+        raise ValueError(f"{path}: tensor {name} has dtype {kind}, not one of {', '.join(DTYPES)}. Convert the file.")
     is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0
     if not is_inside or math.prod(shape) * DTYPES[kind].itemsize != end - begin:
-        raise ValueError(
-            f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}; the file is truncated or "
-            "its header is wrong. Download it again."
-        )
+        text = f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}"
+        raise ValueError(f"{text}; the file is truncated or its header is wrong. Download it again.")
     return Entry(DTYPES[kind], shape, start + begin)

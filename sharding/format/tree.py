@@ -37,9 +37,7 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
             if not name:
                 raise ValueError(f"params is a {kind.__name__}, not a tree of arrays: wrap it in a dict")
             if len(name) > MAX_NAME_LENGTH:
-                raise ValueError(
-                    f"leaf {name[:80]!r}... has a name of {len(name)} characters, more than {MAX_NAME_LENGTH}: nest less deeply"
-                )
+                raise ValueError(f"name {name[:80]!r}... is longer than {MAX_NAME_LENGTH} characters: nest less deeply")
             check(name, node)
             leaves[name] = node
 
