@@ -6,12 +6,12 @@ DIMS = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "h
 
 
 def use(c: config_dict.ConfigDict, name: str) -> None:
-    """Sets `c.model` to the architecture `name`, computed in bfloat16 with stacked layers whose inputs alone are saved."""
+    """Sets `c.model` to the architecture `name`, with scanned layers in bfloat16 that the backward pass recomputes."""
     c.model.update(MODELS[name] | dict(dtype="bfloat16", remat="block", scan_layers=True))
 
 
 def _model(family: str, *dims: int, **changes) -> dict:
-    """Returns the fields of an architecture with `DIMS`; `changes` go over those of a dense Qwen model."""
+    """Returns the `model` fields of an architecture: `dims` in the order of `DIMS`, `changes` to those of a dense Qwen model."""
     fields = dict(family=family, rope_theta=1e6, qk_norm=family == "qwen3", qkv_bias=family == "qwen2")
     return fields | dict(tie_embeddings=False) | dict(zip(DIMS, dims, strict=True)) | changes
 

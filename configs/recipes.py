@@ -22,7 +22,7 @@ def get_config(name: str = "intellect2"):
 
 
 def intellect2(c):
-    """INTELLECT-2 (arXiv 2505.07291; its configuration of April 2025): two-sided clip against the learner's own old policy."""
+    """Sets INTELLECT-2's constants (arXiv 2505.07291, April 2025): a two-sided clip against the learner's own old policy."""
     c.rl.loss = "two_sided_clip"
     c.loss_options.two_sided_clip.update(clip_low=0.2, clip_high=0.2, delta=4.0)  # delta bounds the loss of A < 0
     c.rl.update(advantage="group_mean_std", samples_per_prompt=16)
@@ -37,7 +37,7 @@ def intellect2(c):
 
 
 def intellect3(c):
-    """INTELLECT-3 (arXiv 2512.16144): IcePop directly against the sampler, Muon, advantages without a standard deviation."""
+    """Sets INTELLECT-3's constants (arXiv 2512.16144): IcePop against the sampler, Muon, advantages without a standard deviation."""
     c.rl.update(
         loss="masked_importance_sampling", advantage="group_mean", samples_per_prompt=16, max_lag=1, max_off_policy=8
     )
@@ -48,7 +48,7 @@ def intellect3(c):
 
 
 def prime2026(c):
-    """PRIME-RL in August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
+    """Sets PRIME-RL's constants of August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
     c.rl.loss = "dppo_tv"
     c.loss_options.dppo_tv.update(low=0.2, high=0.2, kl_tau=1e-3)
     c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
@@ -58,7 +58,7 @@ def prime2026(c):
 
 
 def scalerl(c):
-    """ScaleRL (arXiv 2510.13786): CISPO, advantages normalized over the batch, equal weight per prompt, a lag of up to 8.
+    """Sets ScaleRL's constants (arXiv 2510.13786): CISPO, advantages normalized over the batch, equal weight per prompt, lag 8.
 
     Two parts are missing: prompts that are solved nine times out of ten are not removed, and long reasoning is not interrupted.
     """

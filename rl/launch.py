@@ -111,7 +111,7 @@ def start_rollout_system(
 
 
 def _on_device(device: str, check: orchestrator.CheckWithWeights, num_hosts: int) -> orchestrator.CheckWithWeights:
-    """Returns `check`, or a version of it that runs on this host's CPU instead of the default accelerator."""
+    """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check
     cpu = jax.local_devices(backend="cpu")[0]

@@ -74,12 +74,12 @@ class Experiment:
         return {"model": model, "tokenizer": self.config.tokenizer}
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
-        """Returns the layout of batches of `num_streams` streams; `fields` as in `packing.Layout`."""
+        """Returns the size of batches of `num_streams` token sequences, packed into rows; `fields` are others of `packing.Layout`."""
         length, row_length = self.config.inference.max_model_len, self.config.train.row_length
         return packing.Layout.for_streams(num_streams, length, row_length=row_length, rows=self.rows(mesh), **fields)
 
     def rollout_layout(self, mesh: jax.sharding.Mesh) -> packing.Layout:
-        """Returns the layout of the batches that the host packs from rollouts."""
+        """Returns the layout of the training batches that the host packs from rollouts: their rows and the arrays in them."""
         return self.layout(
             mesh,
             self.config.rl.prompts_per_step * self.config.rl.samples_per_prompt,
@@ -91,7 +91,7 @@ class Experiment:
         )
 
     def abstract_batch(self, mesh: jax.sharding.Mesh) -> packing.TrainBatch:
-        """Returns the shapes and shardings of the batches that the train step takes, with a reference's log-probabilities."""
+        """Returns the shapes and shardings of the batches that the train step takes, to compile it before a batch exists."""
         layout = self.rollout_layout(mesh)
         scored = ("ref_logp",) if self.objective.needs_reference else ()
         return packing.abstract(dataclasses.replace(layout, streams=(*layout.streams, *scored)), mesh)

@@ -68,7 +68,7 @@ class GroupQueue:
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
 
     def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
-        """Adds groups as OPEN, at the end of the queue or, with `first`, at its front; `drawn` are the keys to be replayed."""
+        """Adds groups as OPEN, at the end of the queue or, with `first`, at its front. Those with keys in `drawn` will be replayed."""
         for group in reversed(groups) if first else groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group, group.key in drawn)
@@ -77,7 +77,7 @@ class GroupQueue:
     def lease(
         self, worker: str, count: int, deadline_s: float, may_lease: Callable[[Key], bool] = lambda key: True
     ) -> list[task_schedule.Group]:
-        """Leases up to `count` open groups to `worker` until `deadline_s`, skips those that `may_lease` forbids; returns them."""
+        """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups."""
         allowed = (e for e in self.entries.values() if e.state is State.OPEN and may_lease(e.group.key))
         leased = list(itertools.islice(allowed, max(0, count)))
         for entry in leased:
@@ -91,7 +91,7 @@ class GroupQueue:
         return [self.requeue(key) for key in expired]
 
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
-        """Stores the rollouts of a leased group, whose lease then cannot expire. Returns False if `worker` has no lease on it."""
+        """Stores the rollouts of a leased group, whose lease then ends. Returns False, and does nothing, if `worker` has no lease on it."""
         entry = self.entries.get(key)
         if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
             return False
@@ -127,7 +127,7 @@ class GroupQueue:
         return old
 
     def take(self, keys: Sequence[Key]) -> list[Entry]:
-        """Removes the groups of a batch, all of which must be eligible; returns their entries in the order of `keys`."""
+        """Removes the groups of a batch from the queue; returns their entries in the order of `keys`. All must be eligible."""
         assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
         return [self.entries.pop(key) for key in keys]
 

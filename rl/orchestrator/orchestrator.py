@@ -95,7 +95,7 @@ class Orchestrator:
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
 
     def serve(self) -> str:
-        """Starts the HTTP server for workers in a thread; returns its URL."""
+        """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
         self._web = web.server(routes.make_app(self, self._config.topology.workers))
         self._thread = threading.Thread(target=self._web.run, args=([sock],), name="orchestrator", daemon=True)
@@ -111,7 +111,7 @@ class Orchestrator:
         self._replayer.shutdown(cancel_futures=True)
 
     def resume(self, step: int, state: dict | None = None) -> None:
-        """Continues after batch `step`, with the result of `state` saved then, if any; earlier batches are never opened again."""
+        """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved result of `state(step)`, if any."""
         self._opened_step = step
         if state:
             self._health.restore(state["standing"])
@@ -209,7 +209,11 @@ class Orchestrator:
             if self.servers:
                 asyncio.run(load())
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            self.fail(ValueError(f"an inference server did not load policy version {version}: {error}; read its log"))
+            self.fail(
+                ValueError(
+                    f"an inference server did not load policy version {version}: {error}; read the log of that server"
+                )
+            )
             return
         with self._changed:
             self._version = version
