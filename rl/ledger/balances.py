@@ -1,7 +1,4 @@
-"""The state of a ledger, derived from its events: rules for the next event, balances, windows, reputation, finished tasks.
-
-Times are milliseconds since 1970.
-"""
+"""The state of a ledger: rules for the next event, balances, reputation, finished tasks. Times are milliseconds since 1970."""
 
 import dataclasses
 

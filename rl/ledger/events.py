@@ -1,7 +1,6 @@
 """Events of a ledger: signed statements, their canonical bytes, and the fields of each kind.
 
-An event is signed over its canonical bytes: sorted JSON without spaces, ASCII only. Other bytes that decode to an event are refused, so
-that no two byte strings are the same event.
+The canonical bytes are sorted ASCII JSON without spaces. Other bytes are refused, so that no two byte strings are the same event.
 """
 
 import dataclasses

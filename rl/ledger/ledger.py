@@ -1,18 +1,16 @@
 """The ledger: an append-only, signed record of submitted work and verdicts, which anyone can verify.
 
 1. `create` writes entry 0: the keeper's public key, the validators' keys, and the window in which work can be taken back.
-2. An author signs an event (rl/ledger/events.py): a worker its own (join, stake, submit), a validator verdicts (accept, invalidate,
-   slash, eject).
-3. `append` checks the event against the rules, chains it by hash (rl/ledger/storage.py), seals the hash with the keeper's key,
-   and commits with fsync. When it returns, the event survives a kill.
-4. Balances, windows, reputation, and finished tasks are derived from the events and never stored (rl/ledger/balances.py).
-5. `verify` repeats all of it from the file alone and names the first bad entry.
+2. `append` checks a signed event (rl/ledger/events.py) against the rules, chains it by hash, seals the hash with the keeper's key, and
+   commits with fsync (rl/ledger/storage.py). When it returns, the event survives a kill.
+3. Balances, reputation, and finished tasks are derived from the events and never stored (rl/ledger/balances.py).
+4. `verify` repeats all of it from the file alone and names the first bad entry.
 
-After INTELLECT-2's contracts: submitted work is a SHA-256 and a number of units, never taken twice. Units stay locked for a window (a day
-there) in which they can be invalidated; a slash reduces the stake and forfeits locked units; an ejected worker cannot return.
+After INTELLECT-2's contracts: units stay locked for a window (a day there) in which they can be invalidated; a slash reduces the stake
+and forfeits locked units; an ejected worker cannot return. Left out: withdrawal of stake, transfers, votes among validators.
 
 Limits: the owner of the keeper's key can write another history, and an older copy of the whole file is a valid ledger:
-give `verify` a head that you noted elsewhere. Left out: withdrawal of stake, transfers, votes among validators.
+give `verify` a head that you noted elsewhere.
 """
 
 import contextlib
@@ -155,14 +153,9 @@ class Ledger(contextlib.AbstractContextManager):
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
     """Checks every entry of a ledger file and returns a report; a damaged file is reported, not raised.
 
-    Args:
-      path: the ledger file. FileNotFoundError is raised if it does not exist.
-      keeper: the expected public key of the ledger's owner; by default the key in entry 0 is trusted.
-      head: number and hash of an entry as "SEQ:HASH", noted earlier; the ledger must contain that entry. ValueError is raised
-        for any other format.
+    `keeper` is the expected public key of the ledger's owner; by default, the key in entry 0 is trusted. `head` is an entry noted earlier
+    as "SEQ:HASH", which the ledger must contain. Raises FileNotFoundError without a file, ValueError for another format of `head`.
     """
-    if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"no ledger at {path}; give the path of a ledger file")
     if head is not None and not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
         raise ValueError(f"head {head!r} is not SEQ:HASH; copy the head from the output of python -m rl.ledger verify")
     head_seq, head_hash = (int(head.split(":")[0]), head.split(":")[1]) if head else (-1, "")

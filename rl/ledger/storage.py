@@ -1,10 +1,8 @@
 """A ledger's file: entries chained by hash and sealed by the keeper, rows of one SQLite table, and a signed head.
 
-1. `insert` chains an event: SHA-256 over number, time, previous hash, event, and signature; the keeper signs the hash.
-2. `write_head` signs the number of entries, so that a removed tail is found.
-3. `checked` reads entries and raises for the first bad one: for any bytes in the file, only ValueError or sqlite3.Error.
-
-SQLite's rollback journal: a copy of the file is a copy of the ledger.
+`insert` chains an event: SHA-256 over number, time, previous hash, event, and signature; the keeper signs the hash. `write_head` signs
+the number of entries, so that a removed tail is found. `checked` reads entries and raises for the first bad one: for any bytes in
+the file, only ValueError or sqlite3.Error. With SQLite's rollback journal, a copy of the file is a copy of the ledger.
 """
 
 import contextlib
@@ -143,9 +141,7 @@ def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: byt
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
     """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger."""
     if check_schema and not path.is_file():
-        raise FileNotFoundError(
-            f"no ledger at {path}; correct the path, or create one with rl.ledger.ledger.Ledger.create"
-        )
+        raise FileNotFoundError(f"no ledger at {path}; correct the path, or create one with Ledger.create")
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     connection.text_factory = bytes  # text of a damaged file need not be UTF-8
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)

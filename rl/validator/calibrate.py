@@ -2,14 +2,12 @@
 
     python -m rl.validator calibrate --workdir=runs/quickstart --out=bands.json --rollouts=512
 
-1. The newest published weights (or --version) generate the run's own groups, once per variant: other batch sizes, prefill
-   batches, decode chunks, bfloat16 against float32, and weights sharded over devices.
-2. The validator's backend replays them and measures the honest differences: margins, log-probabilities, proofs, tilts.
-3. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
+1. Published weights generate the run's own groups, once per variant (VARIANTS). The validator's backend replays the rollouts.
+2. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
    (mean + 4 standard errors), since a mean is known far better than an extreme.
 
-The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. The
-command prints the number of rollouts and the bound on the rate of false rejections, if none was found: 3 / n at 95 %.
+The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. If none
+of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %.
 """
 
 import argparse
@@ -261,10 +259,9 @@ def load_experiment(workdir: str) -> experiment_lib.Experiment:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command `calibrate` to its parser."""
-    parser.add_argument("--workdir", required=True, help="working directory of the run whose policy and tasks are used")
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument("--version", type=int, help="version of the published weights (default: the newest)")
-    parser.add_argument("--rollouts", type=int, default=512, help="number of rollouts per variant")
-    names = list(VARIANTS)
-    text = f"ways to generate (default: all of {', '.join(names)})"
-    parser.add_argument("--variants", nargs="+", default=names, help=text)
+    add, names = parser.add_argument, list(VARIANTS)
+    add("--workdir", required=True, help="working directory of the run whose policy and tasks are used")
+    add("--out", required=True, help="JSON file to write")
+    add("--version", type=int, help="version of the published weights (default: the newest)")
+    add("--rollouts", type=int, default=512, help="number of rollouts per variant")
+    add("--variants", nargs="+", default=names, help=f"ways to generate (default: all of {', '.join(names)})")

@@ -1,7 +1,7 @@
 """The rollout files that a validation service reads: named by clients, identified by their SHA-256.
 
-A name is resolved under the root directory only. A file's size and hash are checked before it is queued, and again as it is
-read, since it may have changed. Each refusal is a ValueError.
+A name is resolved under the root directory only. Size and hash are checked before a file is queued and again as it is read, since
+it may have changed. Each refusal is a ValueError.
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""The HTTP routes of the validation service, and its command `python -m rl.validator serve`.
-
-Routes: `POST /validate/<file>`, `POST /validategroup/<file>`, `GET /status/<file>`, `GET /statusgroup/<file>`, `GET /health`;
-rl/validator/service.py describes them.
-"""
+"""The HTTP routes of the validation service (see rl/validator/service.py), and the command `python -m rl.validator serve`."""
 
 import argparse
 import asyncio
@@ -75,7 +71,7 @@ def make_app(service: validator_service.Service) -> fastapi.FastAPI:
 def _reply(status: validator_status.Status) -> dict:
     body = dataclasses.asdict(status)
     del body["tasks"]  # for the ledger alone
-    return body | {"reasons": {str(index): text for index, text in status.reasons.items()}}
+    return body
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -130,20 +126,17 @@ def serve(args: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command `serve` to its parser."""
-    parser.add_argument("--workdir", required=True, help="working directory of the run whose config has the rules")
-    parser.add_argument("--rollouts", required=True, help="directory of the files to check")
-    parser.add_argument("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
-    parser.add_argument(
-        "--bands", help="JSON file of calibrate (default: the limits of the config, and no sequential tests of replays)"
-    )
-    parser.add_argument(
-        "--thresholds", choices=sorted(toploc.THRESHOLDS), default="deployed", help="limits on proofs without --bands"
-    )
-    parser.add_argument("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
-    parser.add_argument("--ledger", help="ledger file to write verdicts to")
-    parser.add_argument("--key", help="file of the key that keeps the ledger")
-    parser.add_argument("--slash", type=int, default=0, help="stake to take for an offense")
-    parser.add_argument("--eject", action="store_true", help="eject a worker for an offense")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--address_file", help="file to write the URL to, once the service listens")
+    add = parser.add_argument
+    add("--workdir", required=True, help="working directory of the run whose config has the rules")
+    add("--rollouts", required=True, help="directory of the files to check")
+    add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
+    add("--bands", help="JSON file of calibrate (default: the limits of the config, no sequential tests of replays)")
+    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="deployed", help="limits on proofs without --bands")
+    add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
+    add("--ledger", help="ledger file to write verdicts to")
+    add("--key", help="file of the key that keeps the ledger")
+    add("--slash", type=int, default=0, help="stake to take for an offense")
+    add("--eject", action="store_true", help="eject a worker for an offense")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
+    add("--address_file", help="file to write the URL to, once the service listens")

@@ -5,20 +5,17 @@
 1. `POST /validate/<file>` {file_sha, address} names a Parquet file under --rollouts; `POST /validategroup/<file>` {file_shas, group_id,
    file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
    reply is the current status, as for `GET /status/<file>` and `/statusgroup/<file>`; repeating a request changes nothing.
-2. A few threads, which workers share fairly, read files and run all checks that need no weights. One thread decides. It replays every
-   rollout whose group is complete, unless its worker earned trust: a worker of reputation r (rl/ledger/balances.py) is replayed
-   with probability max(MIN_RATE, 1 - r), drawn with a secret.
+2. A few threads, which workers share fairly, run all checks that need no weights. One thread decides. It replays every rollout whose
+   group is complete, but a worker of reputation r (rl/ledger/balances.py) only with probability max(MIN_RATE, 1 - r).
 3. The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
-   validator's own fault, missing weights included, with a line in its log; submit the file again), or unknown.
-4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back (and
-   its worker slashed by --slash, and ejected with --eject). The worker that submitted the work must have signed the rollouts,
-   and its units must be the output FLOPs, within 1. Work that repeats other work is not paid and not penalized.
+   validator's own fault, missing weights included: submit the file again), or unknown.
+4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back
+   and its worker slashed or ejected. That worker must have signed the rollouts, and its units must be their output FLOPs, within 1.
 5. Decisions are in the state file (rl/validator/state.py) before they are reported, and survive a restart.
 
-A client cannot harm a worker: only bytes whose hash a worker signed in the ledger can cost it anything. A wrong hash gets 400, a wrong
-address a rejection of that reply only. A file that is named without the rest of its group, or together with a bad one, keeps its own
-verdict; if part of a group or weights are missing, the request accepts nothing and can be repeated. A file has one final verdict, under
-every name and in every group.
+A client cannot harm a worker: only bytes whose hash a worker signed in the ledger can cost it anything. A file that is named without the
+rest of its group, or together with a bad one, keeps its own verdict. If part of a group or weights are missing, the request accepts
+nothing and can be repeated. A file has one final verdict, under every name and in every group.
 """
 
 import collections
@@ -105,9 +102,8 @@ class Service:
         Raises ValueError for a bad name or hash, a missing file, or work that is not in the ledger. A group that misses a file
         has the status "incomplete_group" instead.
         """
-        if not 0 < len(shas) <= MAX_GROUP_FILES or not all(
-            isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas
-        ):
+        are_hashes = all(isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas)
+        if not are_hashes or not 0 < len(shas) <= MAX_GROUP_FILES:
             raise ValueError(
                 f"file_sha must be a SHA-256 in lower-case hex, for 1 to {MAX_GROUP_FILES} files; correct it"
             )
@@ -209,10 +205,8 @@ class Service:
                 statuses[number] = validator_status.rejected(rollouts)
                 continue
             num_bytes += sum(map(rollout_lib.num_bytes, rollouts))
-            if num_bytes > parquet_footer.MAX_DECODED_BYTES:
-                raise ValueError(
-                    f"rollouts of over {parquet_footer.MAX_DECODED_BYTES} bytes in one request; name fewer files"
-                )
+            if num_bytes > (limit := parquet_footer.MAX_DECODED_BYTES):
+                raise ValueError(f"rollouts of over {limit} bytes in one request; name fewer files")
             signers = tuple(sorted({rollout.worker for rollout in rollouts}))
             if works is not None and signers != (works[sha].node,):
                 reason = "signature: another worker signed the rollouts than the one that submitted the work"
@@ -314,9 +308,7 @@ class Service:
             task = group[0].rollout.step, group[0].rollout.task.group
             if task in accepted:
                 for one in group:
-                    one.verdict = checks.Verdict(
-                        "duplicate", "the request contains another worker's group of this task"
-                    )
+                    one.verdict = checks.Verdict("duplicate", "the request has another worker's group of this task")
             accepted.add(task)
         return checked
 
@@ -362,7 +354,8 @@ class Service:
             if file.status == "accept":
                 sign("accept", work.node, sha, work=sha, checked=file.checked, **tasks)
             elif file.status == "reject":
-                reason = validator_status.ledger_reason(file)
+                # The ledger accepts 1 to 1024 printable characters.
+                reason = "".join(c if c.isprintable() else "?" for c in file.reason)[:1024] or "rejected"
                 if work.units:
                     sign("invalidate", work.node, sha, work=sha, units=work.units, reason=reason, **tasks)
                 if any(map(validator_status.is_offense, file.reasons.values())):

@@ -1,15 +1,12 @@
 """The memory of a validation service, one SQLite file: a worker must not gain by a restart.
 
-1. `commit` writes the decisions of one request, in one transaction with fsync: final statuses by file hash, places and digests of accepted
-   rollouts (a task is done once), and the sequential tests of the workers that were checked. Only then are they in memory and reported.
+1. `commit` writes the decisions of one request with fsync: final statuses by file hash, accepted rollouts (a task is done once), and the
+   sequential tests of the checked workers. Only then are they in memory and reported.
 2. `settle` records that the ledger has the events that follow from them. Unsettled files are settled at the next start.
-3. Opening the file restores all of it. It must belong to the same run and ledger, and one process at a time can open it.
+3. Opening the file restores all of it. The file belongs to one run, one ledger, and one process at a time.
 
-Payment does not depend on this file: the ledger's events name finished tasks (rl/ledger/task_ranges.py). If the file is lost, so are
-the reasons of verdicts and the evidence against workers.
-
-Bounded: the oldest statuses and the tests with the least evidence are dropped first, and accepted rollouts of steps that are over. A
-dropped worker starts again as an unknown one, and a cheat would need 2^16 honest workers to be dropped.
+Payment does not depend on this file: the ledger's events name finished tasks (rl/ledger/task_ranges.py). Its size is bounded: steps that are
+over, the oldest statuses, and the tests with the least evidence are dropped. A cheat would need 2^16 honest workers to be dropped.
 """
 
 import collections

@@ -1,9 +1,7 @@
 """The status that a validation service reports for a file or a request of several files.
 
-1. Each rollout has a verdict; its rank is an index into RANKS. A group is rejected with its worst member.
-2. `of_file` combines the rollouts of a file: its status is the worst of theirs. `combined` does the same for the files of a
-   request, whose indices are then of files.
-3. A status is `final` if no other file could change it.
+Each rollout has a verdict; its rank is an index into RANKS. A group is rejected with its worst member. `of_file` combines the rollouts of
+a file: its status is the worst of theirs. `combined` does the same for the files of a request, with indices of files.
 """
 
 import dataclasses
@@ -138,8 +136,3 @@ def combined(files: Sequence[Status]) -> Status:
         any(file.checked for file in files),
         tuple(sorted({signer for file in files for signer in file.signers})),
     )
-
-
-def ledger_reason(status: Status) -> str:
-    """Returns the reason of a status as the ledger accepts it: cut to 1024 characters, others than printable replaced by "?"."""
-    return "".join(c if c.isprintable() else "?" for c in status.reason)[:1024] or "rejected"

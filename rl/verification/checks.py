@@ -114,17 +114,13 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(abs(rollout.temperature - group.temperature) <= 1e-6, "temperature", detail)
 
 
-def lengths(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout has at most `max_tokens` sampled tokens and at most `max_model_len` tokens in all, or a verdict that rejects."""
+def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if a rollout keeps the limits on sampled tokens, on all tokens, and on token IDs, or a verdict that rejects."""
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
-    detail = f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}"
-    return _accept_if(len(rollout.tokens) <= rules.max_model_len, "length", detail)
-
-
-def vocabulary(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if every token ID of a rollout is in the vocabulary, or a verdict that rejects."""
+    if len(rollout.tokens) > rules.max_model_len:
+        return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     top = int(rollout.tokens.max())
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
 
@@ -177,10 +173,8 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if stops[:-1].any() and _has_one_turn(rollout):
         return Verdict("termination", "tokens follow a stop token")
     if (rollout.finish_reason == "stop") != bool(stops[-1]):
-        is_stop = "is" if stops[-1] else "is not"
-        return Verdict(
-            "termination", f"finish_reason is {rollout.finish_reason}, and the last token {is_stop} a stop token"
-        )
+        last = f"the last token {'is' if stops[-1] else 'is not'} a stop token"
+        return Verdict("termination", f"finish_reason is {rollout.finish_reason}, and {last}")
     full = len(sampled) == rules.max_tokens or len(rollout.tokens) == rules.max_model_len
     detail = f"finish_reason is length after {len(sampled)} of {rules.max_tokens} tokens"
     return _accept_if(rollout.finish_reason != "length" or full, "termination", detail)
@@ -197,7 +191,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, lengths, vocabulary, version_window, experts_named)
+AT_LEASE = (task, limits, version_window, experts_named)
 WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, prompt)
 
 
@@ -226,10 +220,9 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
     limit = math.log(len(y_N) / CHANCE)
     if (top := float(y_N.max())) > limit:
         at = int(np.flatnonzero(rollout.sampled_mask)[y_N.argmax()])
-        least = float(rollout.logprobs[at]) + math.log(top / limit)
-        return Verdict(
-            "logprob", f"{rollout.logprobs[at]:.3g} claimed for token {at}, its noise needs {least:.3g} at least"
-        )
+        claim = float(rollout.logprobs[at])
+        least = f"its noise needs {claim + math.log(top / limit):.3g} at least"
+        return Verdict("logprob", f"{claim:.3g} claimed for token {at}, {least}")
     odds = sequential_test.log_mean_exp(sequential_test.claims_ratio(y_N))
     detail = f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1"
     return _accept_if(odds < -math.log(CHANCE), "logprob", detail)
@@ -264,9 +257,8 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
 def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
     """Returns OK if neither this rollout nor another one of the same sample was accepted before (`seen`), or a verdict that rejects."""
     if seen.is_over(rollout.step):
-        return Verdict(
-            "duplicate", f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
-        )
+        detail = f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
+        return Verdict("duplicate", detail)
     digest, place = seen_entries(rollout)
     if (rollout.step, digest) in seen:
         return Verdict("duplicate", "this rollout was accepted before")

@@ -5,8 +5,7 @@
    token get logits.
 2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
    wrote them in the engine, so the replay computes the same function.
-3. If rollouts name their experts (router replay), those run here, too: a tie between experts that was broken the other way changes
-   nothing after it. The router margin of each token is measured.
+3. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
 4. Per sampled token: the margin of the noised argmax over it, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
 
@@ -153,33 +152,27 @@ def _any_names_experts(rollouts: Sequence[rollout_lib.Rollout]) -> bool:
 def _replay_packed(model, params, filters, rollouts, rows_of_out, out: _Arrays) -> None:
     blocks, block_of, columns = _pack(rollouts, model)
     which, sampled = _sampled_tokens(rollouts, columns)
-    block, rows = block_of[which], np.asarray(rows_of_out)[which]
-    N = _padded(int(np.bincount(block).max()), model)
+    members = [np.flatnonzero(block_of[which] == m) for m in range(len(blocks["tokens"]))]
+    rows, N = np.asarray(rows_of_out)[which], _padded(max(map(len, members)), model)
 
     def run(m: int) -> dict[str, jax.Array]:
-        mine = np.flatnonzero(block == m)
+        targets = jax.tree.map(lambda x: np.resize(x[members[m]], N), sampled)  # repeated to fill up
         of_block = {name: array[m] for name, array in blocks.items()}
-        return _run_block(model, params, of_block, _padded_to(N, sampled, mine), np.int32(len(mine)), filters)
+        return _run_block(model, params, of_block, targets, np.int32(len(members[m])), filters)
 
     def take(m: int, scores: dict[str, jax.Array]) -> None:
-        mine = np.flatnonzero(block == m)
         if (gap_BT := scores.pop("gap", None)) is not None and "gap" in out:
             gap_N = np.asarray(gap_BT).reshape(-1)
             for i in np.flatnonzero(block_of == m):
                 out["gap"][rows_of_out[i], : len(columns[i])] = gap_N[columns[i]]
-        _store(scores, rows[mine], sampled.position[mine], out)
+        _store(scores, rows[members[m]], sampled.position[members[m]], out)
 
     before = run(0)
-    for m in range(1, len(blocks["tokens"])):
+    for m in range(1, len(members)):
         after = run(m)
         take(m - 1, before)  # while block m runs; a third one is never in memory
         before = after
-    take(len(blocks["tokens"]) - 1, before)
-
-
-def _padded_to(N: int, sampled: _Targets, mine: np.ndarray) -> _Targets:
-    """Returns N targets: those with indices `mine`, repeated to fill up."""
-    return jax.tree.map(lambda x: np.resize(x[mine], N), sampled)
+    take(len(members) - 1, before)
 
 
 def _store(scores: dict[str, jax.Array], rows: np.ndarray, positions: np.ndarray, out: _Arrays) -> None:
@@ -368,7 +361,8 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: _Arrays) 
         if not mine.any():  # it prefilled a prompt only
             continue
         count = int(mine.sum())
-        targets = _padded_to(_padded(1 << (count - 1).bit_length(), model), sampled, mine)
+        N = _padded(1 << (count - 1).bit_length(), model)
+        targets = jax.tree.map(lambda x, mine=mine, N=N: np.resize(x[mine], N), sampled)
         scores = _score_all(model, params, hidden_CD, targets, np.int32(count), filters)
         _store(scores, rows[which[mine]], sampled.position[mine], out)
 

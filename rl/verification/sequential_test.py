@@ -97,10 +97,6 @@ class SequentialTest:
             if found >= limit and self.flag is None:
                 self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} rollouts, e^{limit:.1f} is enough"
 
-    def log_evidence(self) -> dict[str, float]:
-        """Returns {statistic: log of its e-process}, the evidence against the worker in nats; a large value means a cheat."""
-        return {name: log_mean_exp(values) for name, values in self._log_evidence.items()}
-
     def state(self) -> dict:
         """Returns the counts, the flag, and the evidence of this test as plain JSON, for `restored`."""
         evidence = {name: values.tolist() for name, values in self._log_evidence.items()}

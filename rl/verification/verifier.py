@@ -1,9 +1,7 @@
 """Verification of rollouts: were these tokens sampled by the weights, the seed, and the temperature that they claim?
 
-1. `check_without_weights`: form, signature, prescribed task and seed, versions, lengths, ending; then prompt and reward, made again.
-2. `check_with_weights`: one replay (rl/verification/replay.py) with the published weights of every version that the rollouts
-   name. Each claimed token must be the argmax of the noised logits, up to a margin; log-probabilities, temperature, the ending, and
-   the TOPLOC proofs must fit.
+1. `check_without_weights`: the rules that need no model; prompt and reward are made again.
+2. `check_with_weights`: one replay (rl/verification/replay.py) with the published weights of every version that the rollouts name.
 3. Rollouts that pass are added to the sequential test of their worker (rl/verification/evidence_log.py), where small deviations add up.
 
 The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator takes one reason per
@@ -61,12 +59,10 @@ class Validator:
     def check_without_weights(
         self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None, split: str = "train"
     ) -> list[checks.Verdict]:
-        """Runs all checks that need no model, including the environment's scorer. Returns a verdict per rollout.
+        """Runs all checks that need no model, the environment's scorer included, on rollouts of any groups. Returns a verdict per rollout.
 
-        Args:
-          rollouts: rollouts of any groups, complete or not; malformed rollouts are rejected.
-          newest: the newest published policy version; None: versions are limited by the rollout's step only.
-          split: "train" or "held_out": the tasks that the rollouts must belong to.
+        `newest` is the newest published policy version; None: versions are limited by the rollout's step only. `split` ("train" or
+        "held_out") names the tasks that the rollouts must belong to.
         """
         rules = dataclasses.replace(self.rules, newest=newest)
         if split == "held_out" and rules.held_out:
@@ -128,11 +124,8 @@ class Validator:
             if len(rollouts) == 1:
                 return [checks.Verdict("weights", f"a version that it names is not available ({error})")]
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
-        out = [checks.first_failure(checks.WITH_WEIGHTS, one, self.rules) for one in replayed]
-        return [
-            self.evidence.add_replay(one) if verdict.accepted else verdict
-            for one, verdict in zip(replayed, out, strict=True)
-        ]
+        judged = [(one, checks.first_failure(checks.WITH_WEIGHTS, one, self.rules)) for one in replayed]
+        return [self.evidence.add_replay(one) if verdict.accepted else verdict for one, verdict in judged]
 
 
 def _first_reason(found: Sequence[checks.Verdict]) -> str | None:
@@ -140,7 +133,7 @@ def _first_reason(found: Sequence[checks.Verdict]) -> str | None:
 
 
 def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:
-    """Returns a function from policy version to params, which pulls and verifies weights published in `root` and caches `keep` versions."""
+    """Returns a function from policy version to params, which pulls and verifies weights published in `root`; caches `keep` versions."""
     cached: dict[int, transformer.Params] = {}
 
     def weights(version: int) -> transformer.Params:
@@ -159,21 +152,15 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_e
 
     `on_error` is called with a line of text if completions cannot be scored.
     """
-    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    options = config.env.options.to_dict()
+    env = envs.load(config.env.name, seed=config.seed, **options)
+    limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_children=MAX_SCORERS)
+    scores = scorer.Scorer(config.env.name, options, config.seed, **limits, on_error=on_error)
 
     @functools.lru_cache(1024)  # a batch of 256 rollouts needs the same 32 tasks 256 times
     def task(group: task_schedule.Group) -> tuple[environment.Task, list[int]]:
         made = env.make_task(group.index, group.split)
         return made, list(tokenizer.render(made.messages, add_generation_prompt=True).token_ids)
-
-    scores = scorer.Scorer(
-        config.env.name,
-        config.env.options.to_dict(),
-        config.seed,
-        limit_s=scorer.CHECK_LIMIT_S,
-        max_children=MAX_SCORERS,
-        on_error=on_error,
-    )
 
     def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
         made, prompt = task(group)
@@ -208,9 +195,8 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
             raise ValueError("a band in it is not above 0")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not a bands file: {error}; write one with python -m rl.validator calibrate"
-        ) from error
+        remedy = "write one with python -m rl.validator calibrate"
+        raise ValueError(f"{path} is not a bands file: {error}; {remedy}") from error
 
 
 def save_bands(
