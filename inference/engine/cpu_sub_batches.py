@@ -6,8 +6,7 @@
    contains the slots from n times its size on.
 3. Each call has its own thread, because XLA runs the calls of one thread one after the other.
 
-Each sub-batch reads all weights, so this is for weights that fit a CPU's caches. With 400 MB of weights, 32 slots take 1.15
-times as long in two sub-batches as in one.
+Each sub-batch reads all weights, so this is for weights that fit a CPU's caches: 400 MB take 1.15 times as long in two.
 """
 
 import concurrent.futures
@@ -23,7 +22,6 @@ NUM = 2
 MIN_SLOTS = 4  # of a sub-batch
 MAX_WEIGHTS_BYTES = 2**26  # measured: a gain at 16 MB, a loss at 400 MB
 
-
 State = tuple[decode_state.DecodeState, ...]  # all slots of an engine: one sub-batch, or `NUM`
 
 
@@ -33,9 +31,7 @@ def count(model: config_lib.ModelConfig, num_slots: int) -> int:
     return NUM if is_small and num_slots % NUM == 0 and num_slots >= NUM * MIN_SLOTS else 1
 
 
-def at(
-    function: Callable[[decode_state.DecodeState, np.ndarray], decode_state.DecodeState], state: State, slots_N
-) -> State:
+def at(function: Callable[..., decode_state.DecodeState], state: State, slots_N) -> State:
     """Applies `function(sub-batch, slots)` to each sub-batch that contains one of `slots_N`; returns the new state.
 
     The slots are renumbered from the first slot of the sub-batch. Slots of other sub-batches get a number out of range.
@@ -58,8 +54,7 @@ class ConcurrentDecoder:
     def __call__(self, function: Callable[[decode_state.DecodeState], tuple], state: State) -> list[tuple]:
         """Calls `function` on each sub-batch; returns the results in order. The first calls are sequential: one compiles for all."""
         if not self._is_compiled:
-            results = [function(part) for part in state]
             self._is_compiled = True
-            return results
+            return [function(part) for part in state]
         later = [self._others.submit(function, part) for part in state[1:]]
         return [function(state[0]), *(future.result() for future in later)]

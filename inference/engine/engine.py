@@ -111,10 +111,8 @@ class Engine(engine_api.Engine):
     ):
         """Creates an engine on `mesh`, whose devices belong to this process. None uses the process's first device.
 
-        `params` are weights laid out on the mesh. They are only returned by `load_params`.
-
-        Raises:
-          ValueError: the sizes do not fit the mesh, or `config.routed_experts` is set for a model without experts.
+        `load_params` returns `params`, weights laid out on the mesh. Raises ValueError if the sizes do not fit the mesh, or if
+        `config.routed_experts` is set for a model without experts.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
@@ -139,18 +137,17 @@ class Engine(engine_api.Engine):
         The cache is donated (not usable afterwards); pass None if `start` is 0. Returns (the new cache, the experts chosen in this
         chunk), where the experts are an empty tuple unless the engine records them.
         """
-        cache = self.empty_prefix() if cache is None else cache
-        start_1 = np.array([start], np.int32)
-        return self._run(compiled_steps.prefill_chunk, *self._options, params, tokens_1T, start_1, cache)
+        arrays = tokens_1T, np.array([start], np.int32), self.empty_prefix() if cache is None else cache
+        return self._run(compiled_steps.prefill_chunk, *self._options, params, *arrays)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """Returns an empty key-value cache with room for the longest prompt."""
         return self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity)
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
-        """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token.
+        """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token. Blocks.
 
-        T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt. Blocks until the device has finished.
+        T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt.
         """
         tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)  # a row for each batch shard
         return np.asarray(self._run(compiled_steps.score, self.model, params, tokens_BT))

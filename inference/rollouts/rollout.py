@@ -119,12 +119,10 @@ class WorkerKey:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the private key to a PKCS8 PEM file that only the owner can read. Raises FileExistsError if `path` exists."""
-        data = self.private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
+            file.write(self.private.private_bytes(*how))
 
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:

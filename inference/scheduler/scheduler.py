@@ -1,15 +1,13 @@
 """Continuous batching: one thread that drives an engine. Replaces JetStream's Driver (docs/decisions/inference.md).
 
 Each turn of the thread:
-1. reads messages: new requests, cancellations, new weights, a pause. An idle engine gathers requests that arrive close
-   after one another (arrivals.py);
-2. changes the weights if there are new ones: sequences keep running with their keys, and every token is stamped with the
-   version that sampled it;
-3. prefills one chunk of a long prompt, if one is in progress;
-4. fills free slots (slots.py) from the prefill queue (prefill_queue.py);
-5. starts one decode call, and while it runs publishes the output of the call before (step_output.py): proofs,
+1. reads messages: new requests, cancellations, a pause, new weights (sequences keep running with their keys, and every token
+   is stamped with the version that sampled it). An idle engine gathers requests for a short time (arrivals.py);
+2. prefills one chunk of a long prompt, if one is in progress;
+3. fills free slots (slots.py) from the prefill queue (prefill_queue.py);
+4. starts one decode call, and while it runs publishes the output of the call before (step_output.py): proofs,
    listeners, futures;
-6. appends the call's tokens to their sequences and frees the slots of finished ones.
+5. appends the call's tokens to their sequences and frees the slots of finished ones.
 
 If the engine cannot finish a request (NaN, out of memory), it fails alone or with all in the same call, and the thread
 continues. A bug ends the thread with an error after every future is set: none is left hanging.
@@ -115,9 +113,9 @@ class Scheduler:
         return group.future
 
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
-        """Replaces the weights before the next decode call; running sequences continue with the new ones.
+        """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
-        Returns a future that is set to `version` once the new weights are in use. Raises Closed after `close`.
+        Returns a future that is set to `version` once the new weights are in use.
         """
         return self._send(functools.partial(self._set_weights, params, version))
 

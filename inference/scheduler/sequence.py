@@ -75,11 +75,10 @@ class Sequence:
         Returns True if the sequence ended but the device would continue, because the device cannot detect this stop.
         """
         request, completion = self.group.request, self.completion
-        end, stopped = len(tokens), False
         if request.stop_texts or len(request.stop_ids) > decode_state.MAX_STOP_IDS:
             end, stopped = self._first_stop(tokens)
         else:
-            stopped = tokens[-1] in request.stop_ids
+            end, stopped = len(tokens), tokens[-1] in request.stop_ids
         completion.tokens += tokens[:end]
         completion.logprobs += logprobs[:end]
         completion.versions += [version] * end
@@ -101,9 +100,8 @@ class Sequence:
         group = self.group
         self.completion.proofs = b"".join(self.proofs)
         if group.request.routed_experts:
-            self.completion.experts = routed_experts.of_sequence(
-                group.prefix.experts, group.row, len(group.request.tokens), self.experts
-            )
+            prompt = group.prefix.experts, group.row, len(group.request.tokens)
+            self.completion.experts = routed_experts.of_sequence(*prompt, self.experts)
         group.completions[self.index] = self.completion
         if len(group.completions) == group.request.num_samples:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample

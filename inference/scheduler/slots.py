@@ -28,7 +28,7 @@ class Slots:
     @property
     def groups(self) -> list[sequence_lib.SequenceGroup]:
         """The requests that have at least one sequence in a slot, without duplicates."""
-        return list({id(sequence.group): sequence.group for _, sequence in self.running}.values())
+        return list(dict.fromkeys(sequence.group for _, sequence in self.running))
 
     @property
     def free(self) -> list[int]:
