@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: relay.server.close())
+        signal.signal(number, lambda *_: relay.stop())
     if args.exit_with_parent:
-        cli.stop_at_eof(relay.server.close)
+        cli.stop_at_eof(relay.stop)
     print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
     if args.address_file:
         sockets.announce(args.address_file, sock)

@@ -1,16 +1,15 @@
-"""Serves published weights over HTTP: `Relay` is the whole process, `Server` its HTTP side.
+"""Serves published weights over HTTP, as a relay: a process that mirrors them from other relays, a directory or a bucket.
 
 The mirror (sharding/relay/mirror.py) downloads and verifies objects, the store (sharding/relay/store.py) keeps them. An object is
 served as soon as it is verified, to other relays as well: objects flow down a tree of any depth before the manifest exists.
-The manifest is served once all its objects are. If the upstreams are gone or the disk is full, the complete versions are still
-served. With a directory as upstream and no `--dir`, that directory is served in place: the origin next to the learner.
+The manifest is served once all its objects are. If the upstreams are gone or the disk is full, complete versions are still served.
 
 Served bytes are not hashed again: a hash per request would cost more than all other work of a relay. Clients hash all they
-read, since they trust no relay: they fetch a damaged object from another relay, and count it against this one.
+read: they download a damaged object from another relay, and count it against this one.
 
 Routes: /versions (with `wait`), /v00000012/objects.jsonl (with `wait`), /v00000012/manifest.json, /v00000012/<object> (with
-Range), /metrics (Prometheus), /health. Only verified objects have a route. There is a thread per connection: an idle client
-blocks no other, and sendfile moves bytes from the page cache to the socket.
+Range), /metrics (Prometheus), /health. A thread per connection: an idle client blocks no other, and sendfile moves bytes from
+the page cache to the socket.
 """
 
 import collections
@@ -41,10 +40,11 @@ SLICE_BYTES = 256 << 10  # sent between two checks of the budgets, if there are 
 
 
 class Relay:
-    """Store, mirror and server of one process. The arguments are those of `python -m sharding.relay`.
+    """One relay: a store of verified objects, the mirror that fills it, and the HTTP server that answers GET and HEAD requests.
 
-    `directory` None serves the directory `upstream` in place. `sock` listens; `close` closes it. `options` are those of downloads
-    from the upstreams. Raises ValueError if an argument is invalid, or if another relay writes to `directory`.
+    The arguments are those of `python -m sharding.relay`. Without `directory`, the directory `upstream` is served in place: the
+    origin next to the learner. `close` closes the listening `sock`. `options` are those of downloads from the upstreams.
+    Raises ValueError if an argument is invalid, or if another relay writes to `directory`.
     """
 
     def __init__(
@@ -65,63 +65,22 @@ class Relay:
         if self.url in upstream:
             raise ValueError(f"upstream {self.url} is this relay itself; give the URL of another one")
         opened = source.open(upstream, trusted_key=trusted_key, options=options)
-        in_place = directory is None
-        is_directory = isinstance(opened, source.Directory)
+        in_place, is_directory = directory is None, isinstance(opened, source.Directory)
         if in_place and not is_directory:
             raise ValueError(f"upstream {upstream} is not a directory and cannot be served in place; give --dir")
         if not in_place and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
         self.store = store_lib.Store(upstream[0] if in_place else directory, in_place=in_place, max_bytes=max_bytes)
         self.mirror = mirror_lib.Mirror(self.store, opened, keep, trusted_key)
-        self.server = Server(self.store, self.mirror, sock, limits or throttle.Limits())
-
-    def run(self) -> None:
-        """Mirrors and serves. Blocks until `close`."""
-        self.mirror.start()
-        self.server.run()
-
-    def close(self) -> None:
-        """Ends all connections and threads."""
-        self.server.close()
-        self.store.close()
-        self.mirror.stop()
-
-
-@dataclasses.dataclass
-class _Client:
-    """One connection, and the properties of its current request that shape the response."""
-
-    sock: socket.socket
-    address: str
-    is_head: bool = False
-    keep_alive: bool = False
-
-    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
-        """Sends a response from memory; returns its status."""
-        head = self.head(status, len(body), headers or {})
-        self.sock.sendall(head if self.is_head else head + body)
-        return status
-
-    def head(self, status: int, length: int, headers: dict[str, str]) -> bytes:
-        """Formats the head of a response with a body of `length` bytes."""
-        headers = headers | {"Content-Length": str(length)} | ({} if self.keep_alive else {"Connection": "close"})
-        lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
-        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
-
-
-class Server:
-    """Answers GET and HEAD requests from a store, with a thread per connection."""
-
-    def __init__(self, store: store_lib.Store, mirror: mirror_lib.Mirror, sock: socket.socket, limits: throttle.Limits):
         self.counters = collections.Counter()
-        self._store, self._mirror, self._socket = store, mirror, sock
-        self._throttle = throttle.Throttle(limits)
-        self._lock = threading.RLock()  # reentrant: a signal handler may call `close` at any point
+        self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())
+        self._lock = threading.RLock()  # reentrant: a signal handler may call `stop` at any point
         self._open: set[socket.socket] = set()
         self._is_closing = False
 
     def run(self) -> None:
-        """Accepts connections. Blocks until `close`."""
+        """Mirrors, and accepts connections. Blocks until `stop` or `close`."""
+        self.mirror.start()
         while not self._is_closing:
             try:
                 connection, address = self._socket.accept()
@@ -141,7 +100,13 @@ class Server:
                     client.answer(403 if refused == "address" else 503, b"refused\n")
 
     def close(self) -> None:
-        """Stops accepting and ends all connections. May be called by a signal handler."""
+        """Stops, and ends all threads. Blocks for at most 30 s."""
+        self.stop()
+        self.store.close()
+        self.mirror.stop()
+
+    def stop(self) -> None:
+        """Stops accepting and ends all connections. Does not block: a signal handler may call it."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -152,7 +117,7 @@ class Server:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, client: _Client) -> None:
+    def _serve(self, client: "_Client") -> None:
         """Answers the requests of one connection, until either side ends it."""
         with self._lock:
             self._open.add(client.sock)
@@ -178,7 +143,7 @@ class Server:
                 self._open.discard(client.sock)
             self._throttle.leave(client.address)
 
-    def _reply(self, client: _Client, head: bytes) -> int:
+    def _reply(self, client: "_Client", head: bytes) -> int:
         """Answers one request; returns the status."""
         lines = head.decode("latin-1").split("\r\n")
         match = re.fullmatch(r"([A-Z]+) (/[!-~]*) HTTP/1\.([01])", lines[0])
@@ -197,7 +162,7 @@ class Server:
             return client.answer(429, b"too many requests\n", {"Retry-After": str(int(wait_s) + 1)})
         return self._route(client, target, headers.get("range", ""))
 
-    def _route(self, client: _Client, target: str, range_: str) -> int:
+    def _route(self, client: "_Client", target: str, range_: str) -> int:
         path, _, query = target.partition("?")
         options = dict(urllib.parse.parse_qsl(query))
         match = re.fullmatch(r"/(v[0-9]+)/(.+)", urllib.parse.unquote(path))
@@ -205,35 +170,35 @@ class Server:
         wait_s = _seconds(options.get("wait", ""))
         body, headers = None, {}
         if path == "/versions":
-            listing = self._store.listing(options.get("tag", ""), wait_s)
-            if listing["complete"] or not self._store.is_recovering:
+            listing = self.store.listing(options.get("tag", ""), wait_s)
+            if listing["complete"] or not self.store.is_recovering:
                 body = json.dumps(listing).encode()
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":
             health = {
-                "status": "recovering" if self._store.is_recovering else "ok",
-                "complete": self._store.complete(),
-                "upstream": self._mirror.is_upstream_alive,
-                "error": self._mirror.last_error,
+                "status": "recovering" if self.store.is_recovering else "ok",
+                "complete": self.store.complete(),
+                "upstream": self.mirror.is_upstream_alive,
+                "error": self.mirror.last_error,
             }
             body = json.dumps(health).encode()
         elif number is not None and name == "manifest.json":
-            body = self._store.manifest(number)
+            body = self.store.manifest(number)
         elif number is not None and name == "objects.jsonl":
             after = int(options["after"]) if re.fullmatch("[0-9]{1,9}", options.get("after", "")) else 0
-            body, headers = self._store.entries(number, options.get("epoch", ""), after, wait_s) or (None, {})
-        elif number is not None and (found := self._store.object(number, name)):
+            body, headers = self.store.entries(number, options.get("epoch", ""), after, wait_s) or (None, {})
+        elif number is not None and (found := self.store.object(number, name)):
             with contextlib.suppress(FileNotFoundError):  # removed in this moment
                 with open(found[0], "rb", buffering=0) as file:
                     return self._send(client, file, found[1], range_)
         if body is not None:
             return client.answer(200, body, headers)
-        if self._store.is_recovering:
+        if self.store.is_recovering:
             return client.answer(503, b"still checking the files on disk\n", {"Retry-After": "1"})
         return client.answer(404, b"not here, or not yet\n")
 
-    def _send(self, client: _Client, file, entry: journal.Object, range_: str) -> int:
+    def _send(self, client: "_Client", file, entry: journal.Object, range_: str) -> int:
         """Sends an object, or a range of it, within the budgets."""
         start, stop, status = 0, entry.size, 200
         headers = {"Accept-Ranges": "bytes", "ETag": f'"{entry.digest}"'}
@@ -265,18 +230,18 @@ class Server:
         return status
 
     def _metrics(self) -> str:
-        complete = self._store.complete()
+        complete = self.store.complete()
         gauges = {
             "complete_versions": len(complete),
             "newest_version": max(complete, default=-1),
-            "disk_bytes": self._store.num_bytes,
+            "disk_bytes": self.store.num_bytes,
             "connections": self._throttle.num_connections,
-            "upstream_alive": int(self._mirror.is_upstream_alive),
+            "upstream_alive": int(self.mirror.is_upstream_alive),
         }
         rows = [(name, "gauge", {"": value}) for name, value in gauges.items()]
-        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self._mirror.counters))):
+        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self.mirror.counters))):
             rows.append((name, "counter", {f'{{what="{key}"}}': value for key, value in sorted(counts.items())}))
-        relays = self._mirror.upstream.stats().get("relays", {})
+        relays = self.mirror.upstream.stats().get("relays", {})
         labels = {url: f"{{url={json.dumps(url, ensure_ascii=False)}}}" for url in relays}  # quoted as Prometheus does
         for field in ("success", "bytes_per_s", "num_failures", "num_lies"):
             values = {labels[url]: stats[field] or 0 for url, stats in relays.items()}
@@ -290,6 +255,28 @@ class Server:
     def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self.counters[name] += amount
+
+
+@dataclasses.dataclass
+class _Client:
+    """One connection, and the properties of its current request that shape the response."""
+
+    sock: socket.socket
+    address: str
+    is_head: bool = False
+    keep_alive: bool = False
+
+    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
+        """Sends a response from memory; returns its status."""
+        head = self.head(status, len(body), headers or {})
+        self.sock.sendall(head if self.is_head else head + body)
+        return status
+
+    def head(self, status: int, length: int, headers: dict[str, str]) -> bytes:
+        """Formats the head of a response with a body of `length` bytes."""
+        headers = headers | {"Content-Length": str(length)} | ({} if self.keep_alive else {"Connection": "close"})
+        lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
+        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
 def _receive(sock: socket.socket, received: bytes) -> bytes | None:

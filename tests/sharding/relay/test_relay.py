@@ -458,7 +458,7 @@ def test_idle_clients_block_no_other_and_are_counted(relay):
         begun_s = time.monotonic()
         assert get(relay, "/v00000000/tensors/t4/c.0")[1] == proxy.contents(0)["tensors/t4/c.0"]
         assert time.monotonic() - begun_s < 2
-        proxy.wait_until(lambda: relay.server._throttle.num_connections == 9)  # the answered one has left
+        proxy.wait_until(lambda: relay._throttle.num_connections == 9)  # the answered one has left
         idle.append(socket.create_connection((host, int(port)), timeout=5))
         with pytest.raises((OSError, http.client.HTTPException, AssertionError)):  # the eleventh of one client
             assert get(relay, "/health")[0] == 200
@@ -466,7 +466,7 @@ def test_idle_clients_block_no_other_and_are_counted(relay):
         for connection in idle:
             connection.close()
     proxy.wait_until(lambda: get(relay, "/health")[0] == 200)
-    assert relay.server.counters["refused_client_connections"] >= 1
+    assert relay.counters["refused_client_connections"] >= 1
 
 
 def test_waiting_requests_are_answered_at_the_change(relay, pub):
@@ -508,7 +508,7 @@ def test_many_clients_at_the_same_time(pub, tmp_path):
         for thread in threads:
             thread.join(30)
         assert not wrong and not any(thread.is_alive() for thread in threads)
-        assert origin.server.counters["sent_bytes"] >= 8 * 4_000_005
+        assert origin.counters["sent_bytes"] >= 8 * 4_000_005
 
 
 def test_metrics_and_health(relay):
@@ -529,7 +529,7 @@ def test_only_allowed_clients_are_served(pub):
     proxy.publish(pub, 0, proxy.contents(0))
     with proxy.running(pub, limits=throttle.Limits(allow=("10.0.0.0/8",))) as closed:
         status, body, _ = get(closed, "/health")
-        assert (status, body) == (403, b"refused\n") and closed.server.counters["refused_address"] == 1
+        assert (status, body) == (403, b"refused\n") and closed.counters["refused_address"] == 1
     with proxy.running(pub, limits=throttle.Limits(allow=("10.0.0.0/8", "127.0.0.0/8"))) as open_:
         assert get(open_, "/health")[0] == 200
 
@@ -557,7 +557,7 @@ def test_requests_are_capped_and_a_client_waits_its_turn(pub):
         begun_s = time.monotonic()
         assert proxy.read_all(opened, 0, objects) == objects
         assert time.monotonic() - begun_s >= 0.9  # 27 requests, ten immediately, then fifteen a second
-        assert relay.server.counters["requests_429"] >= 1
+        assert relay.counters["requests_429"] >= 1
         opened.close()
 
 
