@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ class MetricsWriter:
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard
-        self._writers, self._purge_steps, self._num_opened = {}, {}, 0
+        self._writers, self._purge_steps = {}, {}
         if active:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -63,12 +64,11 @@ class MetricsWriter:
         if self._tensorboard:
             if phase not in self._writers:
                 # tensorboardX names files by the second and opens them with "wb": two of one second would be one.
-                self._num_opened += 1
                 self._writers[phase] = tensorboardX.SummaryWriter(
                     str(self.path.parent / "tensorboard" / phase),
                     purge_step=self._purge_steps.get(phase),
                     flush_secs=10,
-                    filename_suffix=f".{os.getpid()}.{self._num_opened}",
+                    filename_suffix=f".{secrets.token_hex(4)}",
                 )
             for name, value in values.items():
                 self._writers[phase].add_scalar(name, value, int(step))
@@ -263,12 +263,9 @@ class _Status(rich.progress.ProgressColumn):
 
 def format_value(value: Any) -> str:
     """Formats a number with three digits and at most eight characters: 0.433, 256, 8.1k, 3.1e-08. Returns a string as it is."""
-    if isinstance(value, str):
-        return value
-    value = float(value)
-    size = abs(value)
-    if not math.isfinite(value):
+    if isinstance(value, str) or not math.isfinite(value):
         return str(value)
+    value, size = float(value), abs(value)
     if size < 1e5 and value == int(value):
         return str(int(value))
     if size < 1e-3 or size >= 1e15:

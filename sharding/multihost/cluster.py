@@ -15,14 +15,9 @@ def detect(
 ) -> tuple[str, int, int, Sequence[int] | None] | None:
     """Returns (coordinator's address, index, number of processes, device IDs or None), or None for a process alone.
 
-    Args:
-      coordinator: host:port of host 0, "auto" (JAX must find it), or "" (JAX may find it).
-      num_processes: 0 takes it from the environment.
-      process_id: -1 takes it from the environment.
-      timeout_s: how long JAX may wait for a pod's other hosts.
-
-    Raises:
-      ValueError: the settings contradict each other, or some are missing and JAX cannot find them.
+    `coordinator` is host:port of host 0, "auto" (JAX must find it), or "" (JAX may find it). With `num_processes` 0 and with
+    `process_id` -1 they are taken from the environment. JAX waits up to `timeout_s` for a pod's other hosts. Raises ValueError
+    if the settings contradict each other, or if some are missing and JAX cannot find them.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS", "") if coordinator in ("", "auto") else coordinator
     count = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", 0)) or None

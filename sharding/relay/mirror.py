@@ -3,9 +3,8 @@
 1. Files on disk are hashed again and exposed (`Store.recover`).
 2. The upstreams are polled; they answer when something is new. Mirrored are the newest `keep` versions and all bases that their
    deltas need. The newest version that is still being published is followed object by object.
-3. An object is downloaded as soon as an upstream lists it; `upstream.read` has checked its hash.
-4. The manifest comes last: it is checked, with a trusted key its signature, too, and stored when all its objects are.
-5. Versions that are no longer needed are deleted. On a full disk the oldest version goes first.
+3. The manifest comes last: it is checked, with a trusted key its signature, too, and stored when all its objects are.
+4. Versions that are no longer needed are deleted. On a full disk the oldest version goes first.
 
 Failures (upstream gone, disk full, version rejected) are counted, reported and retried; complete versions stay.
 """
@@ -31,7 +30,7 @@ REPEAT_S = 30.0  # one kind of error is printed at most once in this time
 
 
 class Mirror:
-    """Keeps `store` up to date in a thread between `start` and `stop`. `counters` and `last_error` are for monitoring."""
+    """Keeps `store` up to date with `upstream`, in a thread, until `stop`. `counters` and `last_error` are for monitoring."""
 
     def __init__(self, store: store_lib.Store, upstream: source.Source, keep: int, trusted_key: str | None = None):
         self.counters = collections.Counter()
@@ -44,23 +43,18 @@ class Mirror:
         self._confirmed: set[int] = set()  # complete versions whose manifest was compared with the upstream's
         self._stop = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_DOWNLOADS, "mirror-download")
-        self._manifests: dict[int, manifest_lib.Manifest] = {}
+        self._manifests: dict[int, tuple[bytes, manifest_lib.Manifest]] = {}
         self._unavailable: dict[int, float] = {}  # versions whose manifest failed -> when to try again
         self._lock = threading.Lock()  # for the counters
         self._local = threading.local()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        if not self._stop.is_set():
-            self._thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Stops the thread and closes the upstream. Blocks for at most 30 s."""
         self._stop.set()
         self.upstream.close()
-        if self._thread.is_alive():
-            self._thread.join(timeout=30)
+        self._thread.join(timeout=30)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
@@ -87,22 +81,22 @@ class Mirror:
                 self._store.recovered()
 
     def _pass(self, listing: journal.Listing) -> bool:
-        """Compares the store with the upstream and downloads. Returns True if anything changed. Newest versions first."""
+        """Compares the store with the upstream, and downloads newer versions first. Returns True if it downloaded anything."""
         listed = set(listing.complete)
         self._confirmed &= listed
         self._manifests = {n: m for n, m in self._manifests.items() if n in listed}
         self._unavailable = {n: until_s for n, until_s in self._unavailable.items() if n in listed}
-        moved = self._drop(listing)
+        self._drop(listing)
         for number in sorted(listed.intersection(self._store.complete()) - self._confirmed):
-            moved |= self._try(self._confirm, number)
-        for number in self._download_order(listing):
-            moved |= self._try(self._download, number, listing)
+            self._try(self._confirm, number)
+        moved = any([self._try(self._download, number, listing) for number in self._download_order(listing)])
         self._store.recovered()
         for number in listing.partial[-1:]:
             # complete here and partial there: another version, or lost objects there; `_confirm` decides later
             if number > max(listing.complete, default=-1) and not self._store.is_complete(number):
                 moved |= self._try(self._follow, number)
-        return moved | self._drop(listing)
+        self._drop(listing)
+        return moved
 
     def _try(self, step, number: int, *args) -> bool:
         """Runs a step for one version. An error is reported, and does not stop the other versions."""
@@ -112,14 +106,12 @@ class Mirror:
             self._note(error)
             return False
 
-    def _confirm(self, number: int) -> bool:
+    def _confirm(self, number: int) -> None:
         """Deletes a version if its upstream manifest differs: a learner that resumed publishes a number again."""
-        differs = self.upstream.manifest(number)[0] != self._store.manifest(number)
-        if differs:
+        if self.upstream.manifest(number)[0] != self._store.manifest(number):
             self._store.remove(number)
             self._count("replaced_versions")
         self._confirmed.add(number)
-        return differs
 
     def _download_order(self, listing: journal.Listing) -> list[int]:
         """Returns the missing versions: newest first, each after the bases its deltas need, up to `keep` versions."""
@@ -146,12 +138,12 @@ class Mirror:
             if found is None and number not in listed:
                 break
             chain.append(number)
-            number = self._manifest(number).base if found is None else found.base
+            number = self._manifest(number)[1].base if found is None else found.base
         return chain
 
-    def _manifest(self, number: int) -> manifest_lib.Manifest:
+    def _manifest(self, number: int) -> tuple[bytes, manifest_lib.Manifest]:
         if number not in self._manifests:
-            self._manifests[number] = self.upstream.manifest(number)[1]
+            self._manifests[number] = self.upstream.manifest(number)
         return self._manifests[number]
 
     def _follow(self, number: int) -> bool:
@@ -173,7 +165,7 @@ class Mirror:
 
         Given `listing`, stops early when the upstream has a newer version.
         """
-        manifest = self._manifest(number)
+        data, manifest = self._manifest(number)
         missing = [o for o in manifest.objects if not self._store.has(number, o)]
         pending, polled_s = set(), time.monotonic()
         for entry in missing:
@@ -190,7 +182,7 @@ class Mirror:
         num_missing = sum(not self._store.has(number, o) for o in manifest.objects)
         if num_missing:
             return num_missing < len(missing)
-        self._store.finish(number, manifest, self.upstream.manifest(number)[0])
+        self._store.finish(number, manifest, data)
         self._confirmed.add(number)
         self._count("versions")
         return True
@@ -234,7 +226,7 @@ class Mirror:
                 raise error
         return pending
 
-    def _drop(self, listing: journal.Listing) -> bool:
+    def _drop(self, listing: journal.Listing) -> None:
         """Deletes complete versions that are neither among the newest nor their bases, and abandoned partial ones."""
         complete, partial = self._store.complete(), self._store.partial()
         kept = {n for number in complete[-self._keep :] for n in self._chain(number)}
@@ -243,16 +235,14 @@ class Mirror:
         newest = max(complete, default=-1)
         wanted = self._download_order(listing) if partial else ()
         kept |= {n for n in partial if n in wanted or (n in listing.partial and n > newest)}
-        doomed = {*complete, *partial} - kept
-        for number in sorted(doomed):
+        for number in sorted({*complete, *partial} - kept):
             self._store.remove(number)
-        return bool(doomed)
 
     def _make_room(self, number: int) -> bool:
         """Deletes the oldest version that neither the newest nor `number` needs. Returns False if there is none."""
         with self._store.lock:
-            complete, manifest = self._store.complete(), self._manifests.get(number)
-            base = manifest.base if manifest else None
+            complete = self._store.complete()
+            base = self._manifests[number][1].base if number in self._manifests else None
             needed = {number, *self._chain(base), *self._chain(max(complete, default=None))}
             doomed = next((n for n in complete if n not in needed), None)
         if doomed is None:

@@ -79,8 +79,7 @@ class Relay:
         self._is_closing = False
 
     def run(self) -> None:
-        """Mirrors, and accepts connections. Blocks until `stop` or `close`."""
-        self.mirror.start()
+        """Accepts connections. Blocks until `stop` or `close`."""
         while not self._is_closing:
             try:
                 connection, address = self._socket.accept()

@@ -19,7 +19,7 @@ import pytest
 
 from sharding.download import range_get, source
 from sharding.format import journal
-from sharding.relay import mirror
+from sharding.relay import mirror, store
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -333,9 +333,11 @@ def _schedule(seed, directory):
 
 def test_one_kind_of_error_is_printed_once(tmp_path, capsys):
     """A full disk fails every object of every version, in every pass."""
-    copier = mirror.Mirror(types.SimpleNamespace(in_place=False), None, 5)
+    upstream = types.SimpleNamespace(listing=lambda *args: time.sleep(0.1) or journal.Listing(), close=lambda: None)
+    copier = mirror.Mirror(store.Store(tmp_path), upstream, 5)
     for n in range(50):
         copier._note(OSError(28, f"object {n} does not fit"))
     copier._note(ValueError("another"))
     assert capsys.readouterr().err.splitlines() == ["relay: [Errno 28] object 0 does not fit", "relay: another"]
     assert copier.counters["errors_OSError"] == 50
+    copier.stop()
