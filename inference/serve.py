@@ -103,9 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     if grpc_server is not None:
         print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
     if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
-        _log(
-            f"note: --max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained on"
-        )
+        note = f"--max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
+        inference_server.log(f"note: {note}")
     if args.address_file:
         sockets.announce(args.address_file, sock)
     if threading.current_thread() is threading.main_thread():
@@ -174,7 +173,6 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
         "mesh": mesh_lib.parse(args.mesh),
         "quantize": args.quantize,
         "every_length": args.warm_up,
-        "log": _log,
     }
     sock = sockets.listen(args.host, args.port)
     if args.weights:
@@ -185,17 +183,13 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     return sock, server
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _watch(server: inference_server.InferenceServer, period_s: float) -> None:
     while True:
         time.sleep(period_s)
         try:
             server.update(None)
         except (ValueError, OSError) as error:
-            _log(f"weights not updated: {error}; version {server.scheduler.version} keeps serving")
+            inference_server.log(f"weights not updated: {error}; version {server.scheduler.version} keeps serving")
         except scheduler_lib.Closed:
             return
 

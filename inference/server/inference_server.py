@@ -11,8 +11,9 @@ import dataclasses
 import os
 import pathlib
 import re
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -143,7 +144,6 @@ def start(
     key: str | None = None,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
-    log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
     """Starts a server with the newest version of a weight broadcast. Blocks until a version exists and the engine is compiled.
@@ -154,7 +154,6 @@ def start(
       key: hex of the public key that must have signed the weights; None accepts any.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
-      log: called with a line of text before each slow step.
       **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
     """
     devices = host_mesh(mesh, config)
@@ -173,7 +172,7 @@ def start(
         )
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
-    server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, log, **options)
+    server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
     return server
 
@@ -184,14 +183,18 @@ def start_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
-    log: Callable[[str], None] = lambda line: None,
     **options,
 ) -> InferenceServer:
     """Starts a server with the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `start`."""
     log(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
-    return _run(config, store, folder, _load_folder(folder, store), 0, log, **options)
+    return _run(config, store, folder, _load_folder(folder, store), 0, **options)
+
+
+def log(line: str) -> None:
+    """Prints a line about the server's progress to standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -217,7 +220,7 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
 
 
 def _run(
-    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, log, *, every_length=False, **options
+    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, *, every_length=False, **options
 ) -> InferenceServer:
     tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:

@@ -96,10 +96,9 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
             except TimeoutError as error:
                 message = f"no byte of the request body came for {BODY_PAUSE_S:.0f} s; send it without a pause"
                 if size and left_s <= BODY_PAUSE_S:
-                    message = (
-                        f"{size} bytes of the request body came in {time.monotonic() - begun_s:.0f} s; send at least "
-                        f"{MIN_BODY_RATE} bytes per second after the first {BODY_GRACE_S:.0f} s"
-                    )
+                    rate = f"{MIN_BODY_RATE} bytes per second after the first {BODY_GRACE_S:.0f} s"
+                    passed_s = time.monotonic() - begun_s
+                    message = f"{size} bytes of the request body came in {passed_s:.0f} s; send at least {rate}"
                 raise RequestError(408, "timeout", message) from error
             if size + len(chunk) > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the maximum; send a smaller one")

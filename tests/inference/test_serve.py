@@ -9,13 +9,9 @@ import collections
 import dataclasses
 import itertools
 import json
-import os
-import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import httpx
@@ -32,24 +28,17 @@ from inference.server import inference_server, schemas, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
-from tests.support import tiny
+from tests.support import serving, tiny
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=48, prefill_batch=2, steps_per_call=4)
 METADATA = {"model": dataclasses.asdict(MODEL), "tokenizer": "byte_chatml"}
 PROMPT = list(b"hello")
-START_S = 120  # to import, compile and answer, next to other work
 
 
 def publish(root, version, options=None):
-    rng = np.random.default_rng(version)
-
-    def draw(spec):
-        return (1 + rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5).astype(np.float32) - (len(spec.shape) > 1)
-
-    params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
-    broadcast.publish(params, version, str(root), options or broadcast.PublishOptions(), metadata=METADATA)
+    options = options or broadcast.PublishOptions()
+    broadcast.publish(tiny.params(MODEL, version), version, str(root), options, metadata=METADATA)
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +57,14 @@ def server(weights):
 
 @pytest.fixture(scope="module")
 def ask(server):
-    """ask(method, path, **kwargs of httpx) -> response, within a process."""
-    transport = httpx.ASGITransport(app=serve.make_app(server))
-
-    def ask(method, path, **kwargs):
-        async def exchange():
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.request(method, path, **kwargs)
-
-        return asyncio.run(exchange())
-
-    return ask
+    return serving.asker(serve.make_app(server))
 
 
 @pytest.fixture(scope="module")
 def generate(ask):
     def generate(body=None, **sampling):
         body = {"model": "policy", "token_ids": PROMPT, "sampling_params": sampling} | (body or {})
-        return ask(
-            "POST", "/inference/v1/generate", content=json.dumps(body)
-        )  # json.dumps writes NaN, as some clients do
+        return ask("POST", "/inference/v1/generate", content=json.dumps(body))  # which writes NaN, as some clients do
 
     return generate
 
@@ -234,21 +211,10 @@ def test_models_and_health(ask, server):
 
 
 def test_a_client_that_hangs_up_frees_its_slots(server):
-    """Straight to the ASGI app: the body, then `http.disconnect`."""
     body = json.dumps({"token_ids": PROMPT, "sampling_params": {"n": 1000, "ignore_eos": True}}).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
-    sent = []
-
-    async def receive():
-        return messages.pop(0)
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/inference/v1/generate", "headers": [], "query_string": b""}
-    asyncio.run(serve.make_app(server)(scope, receive, send))
+    sent = asyncio.run(serving.disconnect(serve.make_app(server), "/inference/v1/generate", body, after=0))
     assert sent[0]["status"] == 499
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + serving.WAIT_S
     while (len(server.scheduler.slots.running) or server.scheduler.num_pending) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(server.scheduler.slots.running) == server.scheduler.num_pending == 0
@@ -261,7 +227,7 @@ def test_a_scheduler_that_stopped_is_503(weights, server):
     app = serve.make_app(inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store))
 
     async def exchange():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+        async with serving.client(app) as client:
             generate = await client.post("/inference/v1/generate", json={"token_ids": PROMPT})
             update = await client.post("/update_weights", json={"version": 0})
             return generate, update, await client.get("/health")
@@ -318,31 +284,6 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
     assert answer()["policy_versions"] == [[7, 8]]
 
 
-def test_an_update_under_requests(weights, server):
-    """Requests that run while weights change are all answered, with versions that rise."""
-    old = server.scheduler.version
-    publish(weights, 100)
-
-    async def both():
-        transport = httpx.ASGITransport(app=serve.make_app(server))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=START_S) as client:
-            body = {"token_ids": PROMPT, "sampling_params": {"n": 40, "ignore_eos": True}}
-            requests = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for _ in range(2)]
-            while not len(server.scheduler.slots.running):
-                await asyncio.sleep(0.001)
-            update = await client.post("/update_weights", json={"version": 100})
-            return update, [await request for request in requests]
-
-    update, responses = asyncio.run(both())
-    assert update.json()["version"] == 100
-    choices = [choice for response in responses for choice in response.json()["choices"]]
-    assert len(choices) == 80
-    for choice in choices:
-        versions = [version for version, _ in choice["policy_versions"]]
-        assert versions == sorted(set(versions)) and set(versions) <= {old, 100}
-        assert sum(count for _, count in choice["policy_versions"]) == len(choice["token_ids"])
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -359,40 +300,28 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(weights, capsys):
 
 @pytest.mark.slow
 def test_the_process_answers_and_ends_with_its_parent(weights, tmp_path):
-    address_file = tmp_path / "address"
-    command = [sys.executable, "-m", "inference.serve", "--weights", str(weights), "--port", "0", "--exit_with_parent"]
-    command += ["--address_file", str(address_file), "--num_slots", "2", "--max_model_len", "32"]
-    command += ["--prefill_batch", "1", "--steps_per_call", "4"]
     newest = broadcast.latest(str(weights))
     if newest == 2:  # the corrupt one, had no test published after it
         publish(weights, 3)
         newest = 3
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        try:
-            deadline = time.monotonic() + START_S
-            while not address_file.exists():
-                assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
-                time.sleep(0.05)
+    sizes = ["--num_slots", 2, "--max_model_len", 32, "--prefill_batch", 1, "--steps_per_call", 4]
+    command = ["inference.serve", "--weights", weights, "--port", 0, "--exit_with_parent", *sizes]
+    with serving.child(tmp_path, *command) as (process, url):
 
-            async def exchange():
-                async with client_lib.Client([address_file.read_text()]) as client:
-                    sampling = {"n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True}
-                    samples = await client.generate(PROMPT, sampling, proofs=True)
-                    return samples, httpx.get(f"{address_file.read_text()}/health").json()
+        async def exchange():
+            async with client_lib.Client([url]) as client:
+                sampling = {"n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True}
+                samples = await client.generate(PROMPT, sampling, proofs=True)
+                return samples, httpx.get(f"{url}/health").json()
 
-            samples, health = asyncio.run(exchange())
-            assert len(samples) == 2 and health["policy_version"] == newest
-            for sample in samples:
-                assert len(sample.tokens) == 5 or sample.tokens[-1] == 271
-                assert set(sample.versions) == {newest} and len(sample.proofs) in (258, 2 + 2 * 32 * len(sample.tokens))
-            process.stdin.close()
-            assert process.wait(timeout=30) == 0
-            assert f"serving policy version {newest} on http://127.0.0.1:" in process.stdout.read().decode()
-        finally:
-            process.kill()
+        samples, health = asyncio.run(exchange())
+        assert len(samples) == 2 and health["policy_version"] == newest
+        for sample in samples:
+            assert len(sample.tokens) == 5 or sample.tokens[-1] == 271
+            assert set(sample.versions) == {newest} and len(sample.proofs) in (258, 2 + 2 * 32 * len(sample.tokens))
+        process.stdin.close()
+        assert process.wait(timeout=30) == 0
+        assert f"serving policy version {newest} on http://127.0.0.1:" in (tmp_path / "output").read_text()
 
 
 def test_an_update_that_cannot_be_leaves_the_old_weights(ask, generate, server, tmp_path):
@@ -428,8 +357,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
         publish(root, version, broadcast.PublishOptions(keep=num_swaps))
 
     async def main():
-        transport = httpx.ASGITransport(app=serve.make_app(server))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=600) as client:
+        async with serving.client(serve.make_app(server)) as client:
             swapped = asyncio.Event()
 
             async def ask(i):
@@ -528,39 +456,27 @@ def test_swaps_on_a_mesh(tmp_path):
 
 def test_sigterm_lets_requests_end(weights, tmp_path):
     """A request in flight is answered, new ones are not taken, and the exit code is 0."""
-    address_file = tmp_path / "address"
-    root = tmp_path / "weights"
-    publish(root, 0)
-    command = [sys.executable, "-m", "inference.serve", "--weights", str(root), "--port", "0", "--api_key", "k"]
-    command += ["--address_file", str(address_file), "--num_slots", "2", "--max_model_len", "600"]
-    command += ["--prefill_batch", "1", "--steps_per_call", "4"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + START_S
-            while not address_file.exists():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            url, key = address_file.read_text(), {"authorization": "Bearer k"}
+    publish(tmp_path / "weights", 0)
+    sizes = ["--num_slots", 2, "--max_model_len", 600, "--prefill_batch", 1, "--steps_per_call", 4]
+    command = ["inference.serve", "--weights", tmp_path / "weights", "--port", 0, "--api_key", "k", *sizes]
+    with serving.child(tmp_path, *command) as (process, url):
 
-            async def exchange():
-                async with httpx.AsyncClient(base_url=url, headers=key, timeout=START_S) as client:
-                    sampling = {"n": 3, "ignore_eos": True}
-                    body = {"token_ids": PROMPT, "sampling_params": sampling}
-                    running = asyncio.create_task(client.post("/inference/v1/generate", json=body))
-                    while not (await client.get("/health")).json()["running"]:
-                        await asyncio.sleep(0.01)
-                    process.send_signal(signal.SIGTERM)
-                    return await running
+        async def exchange():
+            key = {"authorization": "Bearer k"}
+            async with httpx.AsyncClient(base_url=url, headers=key, timeout=serving.WAIT_S) as client:
+                body = {"token_ids": PROMPT, "sampling_params": {"n": 3, "ignore_eos": True}}
+                running = asyncio.create_task(client.post("/inference/v1/generate", json=body))
+                while not (await client.get("/health")).json()["running"]:
+                    await asyncio.sleep(0.01)
+                process.send_signal(signal.SIGTERM)
+                return await running
 
-            response = asyncio.run(exchange())
-            assert response.status_code == 200
-            assert [len(choice["token_ids"]) for choice in response.json()["choices"]] == [595] * 3
-            assert process.wait(timeout=60) == 0
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/health")
-        finally:
-            process.kill()
+        response = asyncio.run(exchange())
+        assert response.status_code == 200
+        assert [len(choice["token_ids"]) for choice in response.json()["choices"]] == [595] * 3
+        assert process.wait(timeout=60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
 
 
 def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
@@ -574,10 +490,10 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:
-        assert server.scheduler.submit(request).result(START_S) == plain.submit(request).result(START_S)
+        assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
         assert server.update(None, str(folders[1])) == 1
-        plain.update(trees[1], 1).result(START_S)
-        assert server.scheduler.submit(request).result(START_S) == plain.submit(request).result(START_S)
+        plain.update(trees[1], 1).result(serving.WAIT_S)
+        assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
         with pytest.raises(ValueError, match="send a weight_dir"):
             server.update(None)
     finally:

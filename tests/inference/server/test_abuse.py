@@ -11,38 +11,24 @@ import pathlib
 import random
 import socket
 import struct
-import subprocess
-import sys
 import time
 
 import httpx
-import jax
-import numpy as np
 import pytest
 
-from models import transformer
-from sharding import broadcast, rules
-from tests.support import tiny
+from sharding import broadcast
+from tests.support import serving, tiny
 
 pytestmark = pytest.mark.slow
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 MODEL = tiny.model()
 ABUSE_S = float(os.environ.get("INTELLAX_ABUSE_S", "20"))
 MAX_QUEUE = 300
-START_S = 240
 PROMPT = list(b"hello")
 
 
 def publish(root, model=MODEL, version=0):
-    rng = np.random.default_rng(0)
-    specs = transformer.specs(model)
-    params = jax.tree.map(
-        lambda s: (rng.standard_normal(s.shape) * model.model_dim**-0.5).astype(np.float32),
-        specs,
-        is_leaf=rules.is_spec,
-    )
     metadata = {"model": dataclasses.asdict(MODEL), "tokenizer": "byte_chatml"}
-    broadcast.publish(params, version, str(root), metadata=metadata)
+    broadcast.publish(tiny.params(model, 0), version, str(root), metadata=metadata)
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +37,21 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("abuse")
     publish(folder / "weights")
     publish(folder / "other", dataclasses.replace(MODEL, ffn_dim=72))
-    address = folder / "address"
-    command = [sys.executable, "-m", "inference.serve", "--weights", str(folder / "weights"), "--port", "0"]
-    command += ["--address_file", str(address), "--num_slots", "8", "--max_model_len", "256", "--prefill_batch", "4"]
-    command += ["--max_queue", str(MAX_QUEUE), "--prefill_chunk", "64", "--prefix_cache_mib", "4"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
-        deadline = time.monotonic() + START_S
-        while not address.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        host, port = address.read_text().removeprefix("http://").split(":")
+    command = [
+        "inference.serve",
+        "--weights",
+        folder / "weights",
+        "--port",
+        0,
+        "--num_slots",
+        8,
+        "--max_model_len",
+        256,
+    ]
+    command += ["--prefill_batch", 4, "--max_queue", MAX_QUEUE, "--prefill_chunk", 64, "--prefix_cache_mib", 4]
+    with serving.child(folder, *command) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
         yield process, host, int(port), folder / "other"
-        process.kill()
 
 
 def resident_bytes(pid):
@@ -82,17 +70,14 @@ def request_bytes(path, body, length=None):
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 LONG = json.dumps({"token_ids": PROMPT, "sampling_params": {"n": 8, "ignore_eos": True}}).encode()
-STREAM = json.dumps(
-    {"messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True, "n": 4}
-).encode()
+HELLO = [{"role": "user", "content": "x"}]
+STREAM = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
 
 
 async def refusals(client, rng, other):
     """Each gets status 400 and a message that names the mistake."""
     huge = rng.choice([10**30, -1, -(10**30), 2**63, float("nan"), float("inf"), "1", None, [], {}, True, 1e400])
-    field = rng.choice(
-        ["temperature", "top_k", "top_p", "min_p", "n", "max_tokens", "seed", "stop_token_ids", "logit_bias"]
-    )
+    field = rng.choice("temperature top_k top_p min_p n max_tokens seed stop_token_ids logit_bias".split())
     bodies = [
         rng.randbytes(rng.randrange(200)),
         b"[" * rng.randrange(1, 100_000),
@@ -115,11 +100,6 @@ async def refusals(client, rng, other):
     assert (await client.get("/" + "x" * rng.randrange(100))).status_code == 404
 
 
-def raw(host, port):
-    sock = socket.create_connection((host, port), timeout=30)
-    return sock
-
-
 def hang_up(sock, rng):
     """Closes a socket, in order or by reset."""
     if rng.random() < 0.5:
@@ -130,24 +110,16 @@ def hang_up(sock, rng):
 def disconnects(host, port, rng, half_open):
     """A client that disconnects at every stage; some stay connected and send nothing."""
     whole = request_bytes(GENERATE, LONG)
-    stages = [
-        b"",
-        b"POS",
-        whole[:40],
-        whole[:-10],
-        request_bytes(GENERATE, b"{", 10**6),
-        whole,
-        request_bytes(CHAT, STREAM),
-    ]
-    for sent in stages:
-        sock = raw(host, port)
+    stages = [b"", b"POS", whole[:40], whole[:-10], request_bytes(GENERATE, b"{", 10**6), whole]
+    for sent in (*stages, request_bytes(CHAT, STREAM)):
+        sock = socket.create_connection((host, port), timeout=30)
         sock.sendall(sent)
         time.sleep(rng.random() * 0.05)
         if len(half_open) < 200 and rng.random() < 0.2:
             half_open.append(sock)
         else:
             hang_up(sock, rng)
-    slow = raw(host, port)
+    slow = socket.create_connection((host, port), timeout=30)
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     slow.sendall(request_bytes(CHAT, STREAM))
     slow.recv(10)  # and no more

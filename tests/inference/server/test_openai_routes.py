@@ -6,7 +6,6 @@ needs, token by token. A logit bias of +100 at temperature 0 forces one token.
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 
@@ -24,8 +23,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import rules
-from tests.support import tiny
+from tests.support import serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2, steps_per_call=4)
@@ -64,13 +62,7 @@ class Scripted(engine_lib.Engine):
 
 @pytest.fixture(scope="module")
 def server():
-    rng = np.random.default_rng(0)
-
-    def draw(spec):
-        return (1 + rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5).astype(np.float32) - (len(spec.shape) > 1)
-
-    params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
-    params = jax.tree.map(jax.numpy.asarray, params)
+    params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = Scripted(MODEL, CONFIG, TOK, params)
     scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
     yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
@@ -80,16 +72,8 @@ def server():
 @pytest.fixture(scope="module")
 def ask(server):
     """ask(path, body) -> response, within a process."""
-    transport = httpx.ASGITransport(app=serve.make_app(server))
-
-    def ask(path, body=None, method="POST", **kwargs):
-        async def exchange():
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.request(method, path, json=body, **kwargs)
-
-        return asyncio.run(asyncio.wait_for(exchange(), WAIT_S))
-
-    return ask
+    ask = serving.asker(serve.make_app(server))
+    return lambda path, body=None, method="POST": ask(method, path, json=body)
 
 
 @pytest.fixture
@@ -279,13 +263,6 @@ def test_a_conversation_is_rendered_as_the_template_has_it(ask):
     assert ask("/tokenize", {"prompt": "a<|im_end|>"}).json()["tokens"] == list(b"a<|im_end|>")
 
 
-def test_template_variables_reach_the_template(server):
-    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}{{ x }}"
-    tokenizer = dataclasses.replace(TOK, chat_template=template)
-    rendered = tokenizer.render(HELLO, variables={"enable_thinking": False, "x": "<|im_end|>", "messages": "no"})
-    assert rendered.token_ids == list(b"hello!<|im_end|>")
-
-
 def test_tokens_in_chat_out(ask):
     """/v1/chat/completions/tokens: the IDs are the prompt, and the messages are ignored."""
     tokens = list(b"any ids at all")
@@ -310,7 +287,6 @@ def test_tokens_in_chat_out(ask):
         ({"presence_penalty": 1.0}, "presence_penalty = 1.0 is not supported"),
         ({"top_logprobs": 3}, "top_logprobs = 3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in 0..20"),
-        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"n": 0}, "n must be in 1..1024"),
     ],
 )
@@ -323,11 +299,7 @@ def test_rejected_fields(ask, fields, words, stream):
 def test_an_unknown_route_and_a_wrong_method_get_json(ask):
     assert ask("/v1/nowhere").json()["error"]["message"].startswith("route POST /v1/nowhere does not exist")
     assert ask("/v1/models").status_code == 405
-    assert (
-        ask("/tokenize", {})
-        .json()["error"]["message"]
-        .endswith("both or neither of prompt and messages; send one of them")
-    )
+    assert "both or neither of prompt and messages" in ask("/tokenize", {}).json()["error"]["message"]
     assert "outside the vocabulary" in ask("/detokenize", {"tokens": [10**6]}).json()["error"]["message"]
 
 
@@ -367,9 +339,8 @@ def test_logit_bias_forces_and_forbids(ask):
     forced = chat(ask, max_tokens=5, logit_bias={"65": 100}, ignore_eos=True)["choices"][0]
     assert forced["message"]["content"] == "AAAAA"
     free = chat(ask, max_tokens=5, return_token_ids=True, ignore_eos=True, temperature=0)["choices"][0]["token_ids"]
-    banned = chat(
-        ask, max_tokens=1, return_token_ids=True, ignore_eos=True, temperature=0, logit_bias={str(free[0]): -100}
-    )
+    bias = {str(free[0]): -100}
+    banned = chat(ask, max_tokens=1, return_token_ids=True, ignore_eos=True, temperature=0, logit_bias=bias)
     assert banned["choices"][0]["token_ids"][0] != free[0]
 
 
@@ -420,19 +391,16 @@ def test_pause_keeps_requests_and_resume_finishes_them(ask, server):
 def test_metrics_have_the_names_that_controllers_read(ask):
     lines = ask("/metrics", method="GET").text.splitlines()
     values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= set(values)
-    assert {"vllm:num_preemptions_total", "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"} <= set(
-        values
-    )
-    assert {"vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"} <= set(values)
+    names = "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc"
+    names += " cache_config_info num_preemptions_total prefix_cache_hits_total prefix_cache_queries_total"
+    assert {f"vllm:{name}" for name in names.split()} <= values.keys()
     assert values["vllm:prefix_cache_hits_total"] > 0  # the same prompt was asked more than once above
     assert values["vllm:generation_tokens_total"] > 0 and values["vllm:num_requests_running"] == 0
     pattern = r'[a-z]+:[a-z_]+\{(block_size="640",)?engine="0",model_name="policy"(,[a-z_]+="\w+")*\} [0-9.e+-]+'
     assert all(line.startswith(("# TYPE ", "# HELP ")) or re.fullmatch(pattern, line) for line in lines)
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
-    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items()) and kinds.keys() == set(
-        values
-    )
+    assert kinds.keys() == values.keys()
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
     assert ask("/liveness", method="GET").json() == {"status": "ok"}
 
 
@@ -440,7 +408,7 @@ def test_an_api_key_guards_all_but_health(server):
     app = serve.make_app(server, api_key="secret")
 
     async def exchange():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+        async with serving.client(app) as client:
             bare = [await client.get(path) for path in ("/health", "/liveness", "/v1/models", "/metrics")]
             wrong = await client.get("/v1/models", headers={"authorization": "Bearer secre"})
             right = await client.get("/v1/models", headers={"authorization": "Bearer secret"})
@@ -454,27 +422,10 @@ def test_an_api_key_guards_all_but_health(server):
 
 
 def test_a_reader_that_leaves_a_stream_frees_its_slots(server):
-    """Straight to the ASGI app: `http.disconnect` after the first tokens."""
     body = json.dumps({"messages": HELLO, "stream": True, "n": 4, "ignore_eos": True, "max_tokens": 600}).encode()
-    sent, left = [], asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def receive():
-        if messages:
-            return messages.pop(0)
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-        if len(sent) == 8:  # the start, four chunks without tokens, three pieces
-            left.set()
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-
-    async def main():
-        left.clear()
-        await asyncio.wait_for(serve.make_app(server)(scope, receive, send), WAIT_S)
+    async def main():  # leaves after the start, four chunks without tokens, three pieces
+        await serving.disconnect(serve.make_app(server), "/v1/chat/completions", body, after=8)
         for _ in range(1000):  # while the loop lives, whose end would free the slots, too
             if len(server.scheduler.slots.running) == server.scheduler.num_pending == 0:
                 break

@@ -13,21 +13,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 
 import pytest
 
 from models.text import tokenizer as tokenizer_lib
+from tests.support import serving
 
 pytestmark = pytest.mark.slow
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 VENVS = {
     "new": ("verifiers==0.3.0", "prime-sandboxes==0.2.36", "renderers==0.1.10", "openai"),
     "old": ("verifiers==0.1.12",),
     # JetStream itself is the one installed here; these are imports of its benchmark that its metadata lacks.
     "jetstream": ("pandas", "tqdm", "nltk", "evaluate"),
 }
-INSTALL_S, START_S, CLIENT_S = 1200, 240, 240
+INSTALL_S, CLIENT_S = 1200, 240
 
 
 @pytest.fixture(scope="session")
@@ -55,26 +54,11 @@ def python(tmp_path_factory):
 def server(tmp_path_factory):
     """(URL, gRPC port, folder of the tokenizer)."""
     folder = tmp_path_factory.mktemp("server")
-    command = [sys.executable, "-m", "tests.support.scripted_server", "--address_file", str(folder / "address")]
-    command += ["--tokenizer", str(folder / "tokenizer")]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with (
-        open(folder / "output", "w+") as output,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output
-        ) as process,
-    ):
-        try:
-            deadline = time.monotonic() + START_S
-            while not (folder / "address").exists():
-                said = (folder / "output").read_text()[-6000:]
-                assert process.poll() is None and time.monotonic() < deadline, f"the server did not start:\n{said}"
-                time.sleep(0.1)
-            yield (folder / "address").read_text(), (folder / "address.grpc").read_text(), str(folder / "tokenizer")
-            process.stdin.close()
-            assert process.wait(60) == 0, (folder / "output").read_text()[-6000:]
-        finally:
-            process.kill()
+    command = ["tests.support.scripted_server", "--tokenizer", folder / "tokenizer"]
+    with serving.child(folder, *command) as (process, url):
+        yield url, (folder / "address.grpc").read_text(), str(folder / "tokenizer")
+        process.stdin.close()
+        assert process.wait(60) == 0, (folder / "output").read_text()[-6000:]
 
 
 def child(command, limit_s, **how):
@@ -218,12 +202,10 @@ def test_openai(python, server):
     run(python("new"), server, OPENAI)
 
 
-def test_verifiers_v0_chat_and_token_in(python, server):
-    assert run(python("new"), server, V0).count(" ok\n") == 2
-
-
-def test_verifiers_of_the_intellect_3_era(python, server):
-    assert run(python("old"), server, V0).count(" ok\n") == 2
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_verifiers_v0_chat_and_token_in(python, server, name):
+    """The old one is of the INTELLECT-3 era."""
+    assert run(python(name), server, V0).count(" ok\n") == 2
 
 
 def test_verifiers_v1_train_client(python, server):

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from inference.server import web
-from sharding.system import sockets
+from tests.support import serving
 
 BUDGET, BODY, WAIT_S = 2**20, 2**18, 30
 PARTS = 16  # of a body, as it is sent
@@ -45,14 +45,9 @@ def running(monkeypatch):
     async def refuse(request, error):
         return web.error(400, str(error), "invalid_request_error")
 
-    server = web.server(app, max_bodies_bytes=BUDGET)
-    sock = sockets.listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    yield sockets.address(sock), app.state.body_budget, gate
-    gate.set()
-    server.should_exit = True
-    thread.join(WAIT_S)
+    with serving.in_thread(app, max_bodies_bytes=BUDGET) as url:
+        yield url, app.state.body_budget, gate
+        gate.set()
 
 
 def client(url, address):
@@ -196,11 +191,8 @@ def test_disconnects_and_long_bodies_free_the_budget(running):
                 if all_given_back(budget):
                     break
                 await asyncio.sleep(0.1)
-            assert (
-                (await http.post("/json", content=b"[" * 101))
-                .json()["error"]["message"]
-                .startswith("the request body exc")
-            )
+            message = (await http.post("/json", content=b"[" * 101)).json()["error"]["message"]
+            assert message.startswith("the request body exc")
             assert (await http.post("/json", content=json.dumps({"a": 1}))).json() == {"a": 1}
 
     asyncio.run(main())
@@ -225,11 +217,6 @@ def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
 
 def test_an_address_leaves_connections_to_others():
     """Connections past the limit are closed, another client is served, and closed connections can be replaced."""
-    server = web.server(fastapi.FastAPI(), max_connections=20)
-    sock = sockets.listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    host, port = sockets.address(sock).removeprefix("http://").split(":")
 
     def answers(source):
         """A connection from there, and whether the server lets it ask."""
@@ -239,19 +226,19 @@ def test_an_address_leaves_connections_to_others():
             return opened, opened.recv(100).startswith(b"HTTP/1.1 200")
         return opened, False
 
-    greedy = [answers("127.0.0.2") for _ in range(14)]
-    assert [served for _, served in greedy] == [True] * 10 + [False] * 4
-    other, served = answers("127.0.0.3")
-    assert served
-    for opened, _ in greedy[:5]:
-        opened.close()
-    deadline = time.monotonic() + WAIT_S
-    while not (again := answers("127.0.0.2"))[1]:
-        assert time.monotonic() < deadline
-    for opened in (other, again[0], *(opened for opened, _ in greedy[5:])):
-        opened.close()
-    server.should_exit = True
-    thread.join(WAIT_S)
+    with serving.in_thread(fastapi.FastAPI(), max_connections=20) as url:
+        host, port = url.removeprefix("http://").split(":")
+        greedy = [answers("127.0.0.2") for _ in range(14)]
+        assert [served for _, served in greedy] == [True] * 10 + [False] * 4
+        other, served = answers("127.0.0.3")
+        assert served
+        for opened, _ in greedy[:5]:
+            opened.close()
+        deadline = time.monotonic() + WAIT_S
+        while not (again := answers("127.0.0.2"))[1]:
+            assert time.monotonic() < deadline
+        for opened in (other, again[0], *(opened for opened, _ in greedy[5:])):
+            opened.close()
 
 
 def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):

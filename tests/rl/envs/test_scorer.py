@@ -272,9 +272,7 @@ def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
 
 def test_an_environment_that_cannot_be_loaded():
     away = scorer.Scorer("gsm8k", {"path": "/nowhere"}, 0, limit_s=1)
-    with pytest.raises(
-        ValueError, match="the scorer of environment gsm8k did not start: ValueError: .* no train.jsonl"
-    ):
+    with pytest.raises(ValueError, match="scorer of environment gsm8k did not start: ValueError: .* no train.jsonl"):
         away.score(build().make_task(0, "train"), ["x"])
 
 
