@@ -62,7 +62,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
 
 
 class _Collector(registry.Collector):
-    """The Prometheus collector of the server: metrics that prime-rl's concurrency controller reads, under vLLM's names, and others."""
+    """Collects the server's metrics for Prometheus. Those named vllm: are read by prime-rl's concurrency controller."""
 
     def __init__(self, server: inference_server.InferenceServer):
         self._server = server

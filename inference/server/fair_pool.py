@@ -14,7 +14,7 @@ from concurrent import futures
 
 
 class FairPool:
-    """A pool of `num_threads` threads that clients share fairly: a client gets no more than it leaves free. Thread-safe."""
+    """A pool of `num_threads` threads shared by clients; a client may occupy no more threads than it leaves free. Thread-safe."""
 
     def __init__(self, num_threads: int, name: str):
         self._changed = threading.Condition()

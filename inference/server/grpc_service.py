@@ -44,7 +44,7 @@ def start(server: inference_server.InferenceServer, host: str, port: int) -> tup
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     def __init__(self, server: inference_server.InferenceServer):
-        self._scheduler, self._tokenizer = server.scheduler, server.tokenizer
+        self._scheduler, self._tokenizer = server.scheduler, server.engine.tokenizer
 
     def Decode(self, request, context) -> Iterator:
         is_text = request.WhichOneof("content") == "text_content"

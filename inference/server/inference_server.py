@@ -48,11 +48,6 @@ class InferenceServer:
     have: broadcast.Pulled | None = None  # the version in use, which deltas can be applied to
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    @property
-    def tokenizer(self) -> tokenizer_lib.Tokenizer:
-        """The engine's tokenizer."""
-        return self.engine.tokenizer
-
     def update(self, version: int | None, source: str | None = None) -> int:
         """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
 
@@ -100,7 +95,7 @@ class InferenceServer:
             raise ValueError(f"{start} is past the prompt's {len(tokens)} tokens; send a smaller one")
         if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
-        own_stops = () if sampling.ignore_eos else self.tokenizer.stop_ids
+        own_stops = () if sampling.ignore_eos else self.engine.tokenizer.stop_ids
         experts, left = sampling.return_routed_experts, max(self.engine.config.max_model_len - len(tokens), 1)
         return request_lib.GenerateRequest(
             tokens=tokens,

@@ -59,7 +59,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         vocab_size = server.engine.model.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"token ID {bad[0]} is outside the vocabulary; send 0 to {vocab_size - 1}")
-        return {"prompt": server.tokenizer.decode(body.tokens, skip_special=False)}
+        return {"prompt": server.engine.tokenizer.decode(body.tokens, skip_special=False)}
 
     @app.get("/v1/models")
     async def models():
@@ -110,7 +110,7 @@ def _render(server: inference_server.InferenceServer, body: schemas.Chat | schem
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    rendered = server.tokenizer.render(
+    rendered = server.engine.tokenizer.render(
         [_template_message(message) for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
         tools=body.tools,
@@ -150,7 +150,8 @@ def _template_call(call: dict) -> dict:
 
 
 def _prompt_ids(server, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
-    return server.tokenizer.prompt_ids(text) if body.add_special_tokens else server.tokenizer.encode(text)
+    tokenizer = server.engine.tokenizer
+    return tokenizer.prompt_ids(text) if body.add_special_tokens else tokenizer.encode(text)
 
 
 # ---- replies ---------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ async def _reply(
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
     requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
-    formats = [format_type(server.tokenizer, body, request) for request in requests]
+    formats = [format_type(server.engine.tokenizer, body, request) for request in requests]
     head = {
         "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,

@@ -43,14 +43,6 @@ Schema = TypeVar("Schema", bound=pydantic.BaseModel)
 Result = TypeVar("Result")
 
 
-class RequestError(Exception):
-    """Raised in a route to end the request with an error reply of this HTTP status."""
-
-    def __init__(self, status: int, kind: str, message: str, headers: dict[str, str] | None = None):
-        super().__init__(message)
-        self.reply = error(status, message, kind, headers)
-
-
 def server(
     app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES, max_connections: int = 0
 ) -> uvicorn.Server:
@@ -60,7 +52,7 @@ def server(
     seconds. If `max_connections` is 0, it is three quarters of the files that the process may open.
     """
     app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
-    app.add_exception_handler(RequestError, _reply_error)
+    app.add_exception_handler(fastapi.HTTPException, _reply_error)
     app.state.body_budget = Budget(max_bodies_bytes)
     app.state.connections = Budget(max_connections or _max_files() * 3 // 4)
     config = uvicorn.Config(
@@ -80,7 +72,7 @@ def server(
 async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
     """Yields a request's whole body. Its bytes count against the server's memory limit for bodies until the `with` block ends.
 
-    Raises ValueError if the body exceeds `max_bytes`, and RequestError if it arrives too slowly or the limit is used up.
+    Raises ValueError if the body exceeds `max_bytes`, and HTTPException if it arrives too slowly or the limit is used up.
     """
     budget = getattr(request.app.state, "body_budget", None) or Budget(MAX_BODIES_BYTES)
     network, chunks, size = client_network(request), [], 0
@@ -99,13 +91,13 @@ async def open_body(request: fastapi.Request, max_bytes: int = MAX_BODY_BYTES) -
                     rate = f"{MIN_BODY_RATE} bytes per second after the first {BODY_GRACE_S:.0f} s"
                     passed_s = time.monotonic() - begun_s
                     message = f"{size} bytes of the request body came in {passed_s:.0f} s; send at least {rate}"
-                raise RequestError(408, "timeout", message) from error
+                raise fastapi.HTTPException(408, error_body(408, message, "timeout")) from error
             if size + len(chunk) > max_bytes:
                 raise ValueError(f"the request body exceeds {max_bytes} bytes, the maximum; send a smaller one")
             if not budget.take(network, len(chunk)):
                 usage = f"request bodies from your network use {budget.used[network]} bytes, and {budget.free} are free"
-                headers = {"retry-after": str(RETRY_S)}
-                raise RequestError(503, "overloaded", f"{usage}; try again in {RETRY_S} s", headers)
+                body = error_body(503, f"{usage}; try again in {RETRY_S} s", "overloaded")
+                raise fastapi.HTTPException(503, body, {"retry-after": str(RETRY_S)})
             size += len(chunk)
             chunks.append(chunk)
         yield b"".join(chunks)
@@ -184,8 +176,8 @@ async def handle_disconnect(request: fastapi.Request, error: Exception) -> respo
 
 
 async def _reply_error(request: fastapi.Request, problem: Exception) -> responses.Response:
-    assert isinstance(problem, RequestError)
-    return problem.reply
+    assert isinstance(problem, fastapi.HTTPException)
+    return responses.JSONResponse({"error": problem.detail}, problem.status_code, problem.headers)
 
 
 def error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> responses.JSONResponse:

@@ -29,7 +29,7 @@ class Generation(jinja2.ext.Extension):
     TAG = re.compile(r"{%-?\s*generation\b")
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Parses one generation block. Returns its nodes between those that output `generation_opener` and `generation_closer`."""
+        """Parses one generation block. Returns the block's nodes, and a node before and after them that outputs a marker."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         names = ("generation_opener", "generation_closer")

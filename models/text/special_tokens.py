@@ -20,9 +20,10 @@ CONTROL = re.compile(r"<([|｜]).+\1>", re.DOTALL)
 
 
 class Escaper:
-    """Prevents users' text from being encoded as control tokens of one tokenizer: its `specials`, and those among `ordinary` added tokens.
+    """Escapes control tokens of one tokenizer in users' text, so that they are encoded as plain text.
 
-    The pattern `special` matches any special token, as a group.
+    Control tokens are `specials`, and the added tokens in `ordinary` with names such as <|user|>. The pattern `special`
+    matches any of `specials`, as a group.
     """
 
     def __init__(self, specials: Collection[str], ordinary: Iterable[str]):
@@ -32,9 +33,10 @@ class Escaper:
         self._prefixes = tuple({name[:size] for name in names for size in range(1, len(name))})
 
     def escape(self, value: Any, escape: str) -> Any:
-        """Inserts the character `escape` into each control token that a string contains or whose beginning it ends with; returns a copy.
+        """Returns a copy of nested strings, lists and mappings with the character `escape` in each control token of a string.
 
-        `value` is nested strings, lists and mappings. Beginnings count because a template may join strings: "<|im_" and "end|>".
+        A string that ends with the beginning of a control token gets `escape` appended, because a template may join strings:
+        "<|im_" and "end|>".
         """
         if isinstance(value, str):
             value = self._either.sub(lambda match: match[0][0] + escape + match[0][1:], value)
@@ -46,7 +48,7 @@ class Escaper:
         return value
 
     def unescape(self, text: str, escape: str) -> list[str]:
-        """Removes `escape` from a text. Returns the pieces to encode: one, or several if joining them would form a control token."""
+        """Removes `escape` from a text. Returns the pieces to encode separately: one, or several that together spell a control token."""
         whole = text.replace(escape, "")
         if len(self._control.findall(whole)) == len(self._control.findall(text)):
             return [whole]

@@ -341,7 +341,7 @@ def byte_chatml() -> Tokenizer:
     # Not special, so that `decode` keeps them and a completion can be parsed.
     model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return _create(tokenizer_files.TokenizerFiles(model, named, chat_template_lib.CHATML, None, [256]))
+    return _create(model, named, chat_template_lib.CHATML, None, [256])
 
 
 def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenizer:
@@ -354,13 +354,12 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
         day = None if date is None else datetime.date.fromisoformat(date)
     except ValueError:
         raise ValueError(f"the tokenizer's date {date!r} is not a date; write it as YYYY-MM-DD") from None
-    found = byte_chatml() if name_or_dir == "byte_chatml" else _create(tokenizer_files.read(name_or_dir))
+    found = byte_chatml() if name_or_dir == "byte_chatml" else _create(*tokenizer_files.read(name_or_dir))
     return dataclasses.replace(found, date=day)
 
 
-def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
-    """Builds a Tokenizer from a checkpoint's files. Raises ValueError if its kind (model) or its special tokens are not supported."""
-    model, named = parts.model, parts.named
+def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_template, stop_ids) -> Tokenizer:
+    """Builds a Tokenizer from the results of `tokenizer_files.read`. Raises ValueError if `model` or a special token is unusable."""
     layout = json.loads(model.to_str())
     encoder = json.dumps([layout["pre_tokenizer"], layout["normalizer"]])
     remedy = "use a model with a byte-level tokenizer (Qwen, Llama 3, GLM, DeepSeek)"
@@ -375,7 +374,7 @@ def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
     model.no_truncation()
     specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
     for key, name in named.items():
-        if key not in ("eos_token", "pad_token") and key not in f"{parts.template}{parts.tool_template}":
+        if key not in ("eos_token", "pad_token") and key not in f"{template}{tool_template}":
             continue  # unused
         id = model.token_to_id(name)
         if id is None:
@@ -385,8 +384,8 @@ def _create(parts: tokenizer_files.TokenizerFiles) -> Tokenizer:
         specials.setdefault(name, id)
     eos_id = specials[named["eos_token"]]
     pad_id = specials[named.get("pad_token", named["eos_token"])]
-    stop_ids = tuple(dict.fromkeys([eos_id, *parts.stop_ids]))
-    return Tokenizer(model, specials, parts.template, pad_id, eos_id, stop_ids, named, parts.tool_template)
+    stop_ids = tuple(dict.fromkeys([eos_id, *stop_ids]))
+    return Tokenizer(model, specials, template, pad_id, eos_id, stop_ids, named, tool_template)
 
 
 def _byte_chars() -> list[str]:

@@ -6,7 +6,6 @@
 3. The IDs that end a completion are in generation_config.json, or else in config.json.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -19,21 +18,12 @@ from models import hub
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenizerFiles:
-    """The contents of a checkpoint's tokenizer files."""
-
-    model: tokenizers.Tokenizer
-    named: dict[str, str]  # {one of NAMES: the token's text}, "eos_token" among them
-    template: str | None
-    tool_template: str | None  # replaces `template` when there are tools
-    stop_ids: list[int]
-
-
-def read(path: str | os.PathLike) -> TokenizerFiles:
+def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
     """Reads the tokenizer files of a checkpoint's folder, or downloads those of a hub ID first.
 
-    Raises FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
+    Returns (the tokenizer, {one of NAMES: the token's text} with "eos_token" among them, the chat template, the template that
+    replaces it when there are tools, the IDs that end a completion); None for a template that the checkpoint lacks. Raises
+    FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir() and hub.is_id(path):
@@ -52,7 +42,7 @@ def read(path: str | os.PathLike) -> TokenizerFiles:
         raise ValueError(f"{directory}/tokenizer_config.json lacks eos_token; add the token that ends a turn")
     template, tool_template = _templates(directory, config)
     model = _read_model(directory / "tokenizer.json")
-    return TokenizerFiles(model, named, template, tool_template, _stop_ids(directory))
+    return model, named, template, tool_template, _stop_ids(directory)
 
 
 def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:

@@ -147,7 +147,7 @@ class Scorer:
         )
 
     def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list:
-        """Sends completions to a child. Returns (scores or None, CPU seconds, error) of each, or an empty list if the child ended."""
+        """Sends completions to a child process. Returns (scores or None, CPU seconds, error) of each; an empty list if it ended."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
         reply = child.exchange(request, CLOCK_FACTOR * self.limit_s)
         scored = _read_scored(reply, len(completions))

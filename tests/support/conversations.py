@@ -7,7 +7,6 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 from models.text import tokenizer as tokenizer_lib
-from models.text import tokenizer_files
 
 OPENING = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé?"}]
 REPLY = {"role": "assistant", "content": "yes"}
@@ -28,7 +27,7 @@ def byte_tokenizer(template, specials, stops):
     model.add_special_tokens(specials)
     named = {"eos_token": stops[0], "pad_token": specials[0]}
     stop_ids = [model.token_to_id(stop) for stop in stops]
-    return tokenizer_lib._create(tokenizer_files.TokenizerFiles(model, named, template, None, stop_ids))
+    return tokenizer_lib._create(model, named, template, None, stop_ids)
 
 
 def calls_of(parsed):

@@ -14,12 +14,11 @@ import numpy as np
 
 from inference import serve
 from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import grpc_service, inference_server, web
-from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import rules
 from sharding.system import cli, sockets
 from tests.support import tiny
 
@@ -46,7 +45,7 @@ class Scripted(engine_lib.Engine):
 
     def read(self, result):
         tokens, logprobs, counts = (np.array(x) for x in super().read(result))
-        for slot, sample in enumerate(self.scheduler._slots if self.scheduler else ()):
+        for slot, sample in enumerate(self.scheduler.slots if self.scheduler else ()):
             if sample is None or not counts[slot]:
                 continue
             prompt = TOK.decode(list(sample.group.request.tokens), skip_special=False)
@@ -62,16 +61,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokenizer:
         TOK.save(args.tokenizer)
-    rng = np.random.default_rng(0)
-
-    def draw(spec):
-        return jnp.asarray(rng.standard_normal(spec.shape) * MODEL.model_dim**-0.5, jnp.float32)
-
-    params = jax.tree.map(draw, transformer.specs(MODEL), is_leaf=rules.is_spec)
+    params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 0))
     engine = Scripted(MODEL, engine_lib.EngineConfig(8, 2048, 4, 4), TOK, params)
     scheduler = scheduler_lib.Scheduler(engine, params, 3)
     engine.scheduler = scheduler
-    scheduler.submit(scheduler_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
+    scheduler.submit(request_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()
     server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     sock = sockets.listen("127.0.0.1", 0)
     grpc_port, grpc_server = grpc_service.start(server, "127.0.0.1", 0)
