@@ -70,9 +70,8 @@ def signature_error(event: Event) -> str | None:
         return "fields: must be plain JSON"
     if len(body) > MAX_EVENT_BYTES:
         return f"fields: the event has {len(body)} bytes; at most {MAX_EVENT_BYTES} are allowed"
-    is_signed = _is_hex(event.author, 64) and rollout_lib.signed(
-        event.author, event.signature, b"intellax/event/1" + body
-    )
+    message = b"intellax/event/1" + body
+    is_signed = _is_hex(event.author, 64) and rollout_lib.signed(event.author, event.signature, message)
     return None if is_signed else "signature: it is not the author's signature of this event"
 
 
@@ -90,9 +89,8 @@ def form_error(event: Event) -> str | None:
         rules = rules | _TASKS  # optional: ledgers written before these fields existed lack them
     if not isinstance(event.fields, dict) or set(event.fields) != set(rules):
         return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}; add or remove fields"
-    return next(
-        (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name])), None
-    )
+    broken = (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name]))
+    return next(broken, None)
 
 
 def _is_hex(value, digits: int) -> bool:

@@ -52,9 +52,7 @@ class Ledger(contextlib.AbstractContextManager):
         try:
             self._load()
             if keeper is not None and keeper.worker != self.state.keeper:
-                raise ValueError(
-                    f"the key {keeper.worker} does not keep ledger {path}; use the key of {self.state.keeper}"
-                )
+                raise ValueError(f"key {keeper.worker} does not keep ledger {path}; use the key {self.state.keeper}")
         except BaseException:
             self.close()
             raise
@@ -103,9 +101,8 @@ class Ledger(contextlib.AbstractContextManager):
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
-                            raise ValueError(
-                                f"event {event.kind} of {event.node[:16]} is refused: {reason}; correct the event or leave it out"
-                            )
+                            found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
+                            raise ValueError(f"{found}; correct the event or leave it out")
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash

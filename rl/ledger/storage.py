@@ -35,10 +35,10 @@ class Entry:
     seal: bytes
 
 
-def checked(connection: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
+def checked(db: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
     """Verifies entries from number `start`, applies each to `state`, and yields it. Raises ValueError with the reason for a bad one."""
     expected = start
-    for entry in read(connection, start):
+    for entry in read(db, start):
         if error := _entry_error(entry, state, expected, previous):
             raise ValueError(error)
         state.apply(entry.event, entry.time_ms)
@@ -65,11 +65,11 @@ def _entry_error(entry: Entry, state: balances.State, expected: int, previous: b
     return state.refusal(entry.event, entry.time_ms)
 
 
-def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry]:
+def read(db: sqlite3.Connection, start: int) -> Iterator[Entry]:
     """Yields the entries from number `start` without verifying them. Raises ValueError for one that cannot be decoded."""
     query = "SELECT * FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
     # One query a row: a cursor reads one row ahead, and would raise for a damaged entry at the good one before it.
-    while values := connection.execute(query, (start,)).fetchone():
+    while values := db.execute(query, (start,)).fetchone():
         seq, time_ms, body, signature, previous, hash_, seal = values
         whole = type(seq) is int and start <= seq and type(time_ms) is int and 0 <= time_ms < 2**63
         whole &= isinstance(body, bytes) and len(body) <= events.MAX_EVENT_BYTES
@@ -84,43 +84,37 @@ def read(connection: sqlite3.Connection, start: int) -> Iterator[Entry]:
 
 def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, event: events.Event) -> None:
     """Writes the tables of a ledger, `event` as entry 0, and the signed head into an empty file."""
-    with contextlib.closing(connect(path, check_schema=False)) as connection, transaction(connection):
+    with contextlib.closing(connect(path, check_schema=False)) as db, transaction(db):
         for statement in SCHEMA:
-            connection.execute(statement)
-        write_head(connection, keeper, 0, insert(connection, keeper, 0, time_ms, event, bytes(32)).hash)
+            db.execute(statement)
+        write_head(db, keeper, 0, insert(db, keeper, 0, time_ms, event, bytes(32)).hash)
 
 
 def insert(
-    connection: sqlite3.Connection,
-    keeper: rollout_lib.WorkerKey,
-    seq: int,
-    time_ms: int,
-    event: events.Event,
-    previous: bytes,
+    db: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, time_ms: int, event: events.Event, previous: bytes
 ) -> Entry:
     """Writes an event as entry `seq`, after the entry with hash `previous`. Returns the entry. Checks nothing; call `write_head` next."""
     body = events.encode(event)
     hash_ = hash_of(seq, time_ms, previous, body, event.signature)
     seal = keeper.private.sign(b"intellax/seal/1" + hash_)
-    connection.execute(
-        "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (seq, time_ms, body, event.signature, previous, hash_, seal)
-    )
+    row = (seq, time_ms, body, event.signature, previous, hash_, seal)
+    db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
     return Entry(seq, time_ms, event, previous, hash_, seal)
 
 
-def write_head(connection: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
+def write_head(db: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
     """Writes the head: the number and hash of the last entry, signed by the keeper, so that a removed tail is found."""
     signature = keeper.private.sign(_head_message(seq, hash_))
-    connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?)", (seq, hash_, signature))
+    db.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?)", (seq, hash_, signature))
 
 
 def _head_message(seq: int, hash_: bytes) -> bytes:
     return b"intellax/head/1" + struct.pack("<Q", seq) + hash_
 
 
-def check_head(connection: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> None:
+def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> None:
     """Raises ValueError unless the keeper's signed head names entry `seq` with this hash as the last one of the ledger."""
-    rows = connection.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
+    rows = db.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
         raise ValueError("there must be exactly one head")
     _, head_seq, head_hash, signature = rows[0]
@@ -142,28 +136,28 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
     """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger."""
     if check_schema and not path.is_file():
         raise FileNotFoundError(f"no ledger at {path}; correct the path, or create one with Ledger.create")
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
-    connection.text_factory = bytes  # text of a damaged file need not be UTF-8
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    db.text_factory = bytes  # text of a damaged file need not be UTF-8
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)
     try:
-        connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute("PRAGMA synchronous = FULL")
-        found = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
+        db.execute("PRAGMA trusted_schema = OFF")
+        db.execute("PRAGMA synchronous = FULL")
+        found = db.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
         if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
             raise ValueError("its tables are not those of a ledger")
     except (sqlite3.Error, ValueError) as error:  # UnicodeDecodeError: SQLite's message quotes bytes of a damaged file
-        connection.close()
+        db.close()
         raise ValueError(f"{path} is not a ledger: {error}; give the path of a ledger file") from error
-    return connection
+    return db
 
 
 @contextlib.contextmanager
-def transaction(connection: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+def transaction(db: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
     """Runs the `with` block in a transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices to read."""
-    connection.execute(begin)
+    db.execute(begin)
     try:
         yield
-        connection.execute("COMMIT")
+        db.execute("COMMIT")
     finally:  # a COMMIT that fails (a reader outlasts the timeout) leaves the transaction open
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
+        if db.in_transaction:
+            db.execute("ROLLBACK")

@@ -117,10 +117,8 @@ def roll_out(
         for group, task, prompt, future in waiting:
             samples = future.result(WAIT_S)
             if exp.engine.routed_experts:
-                samples = [
-                    dataclasses.replace(c, experts=routed_experts.with_all_layers(c.experts, exp.model))
-                    for c in samples
-                ]
+                experts = [routed_experts.with_all_layers(c.experts, exp.model) for c in samples]
+                samples = [dataclasses.replace(c, experts=e) for c, e in zip(samples, experts, strict=True)]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
             out.append([rollout_lib.sign(rollout, key) for rollout in made])
         return out

@@ -119,7 +119,8 @@ class Service:
         missing = [path.name for path in paths if not path.is_file()]
         if missing and group:
             status = Status("incomplete_group", f"file: {missing[0]} does not exist yet")
-            self._remember((name, group), status)
+            with self._lock:
+                validator_state.put(self._latest, (name, group), status)
             return status
         if self._latest.get((name, group)) != request or self._must_queue(request):
             rollout_files.check(paths, shas)
@@ -127,7 +128,7 @@ class Service:
                 if self._must_queue(request):
                     future = self._readers.submit(worker, self._process, paths, request, (name, group))
                     validator_state.put(self._futures, request, future)
-            self._remember((name, group), request)
+                validator_state.put(self._latest, (name, group), request)
         status = self._status(request, group)
         if address is not None and status.signers and status.signers != (address,):
             return Status("reject", "signature: another worker signed the file than the one that submits it")
@@ -147,10 +148,6 @@ class Service:
 
     def _works(self) -> dict[str, balances.Work] | None:
         return None if self._ledger is None else self._ledger.refresh().works
-
-    def _remember(self, name: Name, latest: Request | Status) -> None:
-        with self._lock:
-            validator_state.put(self._latest, name, latest)
 
     def _must_queue(self, request: Request) -> bool:
         """Returns True if a request was never queued, or if the validator's own fault kept the request from a verdict."""

@@ -50,8 +50,6 @@ class Verdict:
 
 
 OK = Verdict("ok")
-
-
 Check = Callable[[Subject, rules_lib.Rules], Verdict]
 
 

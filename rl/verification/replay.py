@@ -38,7 +38,6 @@ SCORED_ENTRIES = 2**20  # logits and noise of so many tokens times the vocabular
 SCORED_MULTIPLE = 128  # or of so many tokens, where that is more
 LENGTH_MULTIPLE = 64
 
-
 Array = Any  # np.ndarray on the host, jax.Array in a program
 
 
