@@ -35,6 +35,9 @@ def choice(**changes):
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 
+FOUR = {"token_ids": [5] * 4, "policy_versions": [[3, 4]], "logprobs": scores(-1, -1, -1, -1)}
+
+
 def run(handler, use, urls=(A, B), give_up_s=60.0):
     """`use(client)` against servers that `handler(request)` speaks for; returns (result or exception, client)."""
 
@@ -159,10 +162,7 @@ def test_a_mistake_is_raised_with_the_servers_message(status):
         ({"choices": [choice(logprobs=scores(-1, float("nan"), -1))]}, "not finite"),
         ({"choices": [choice(logprobs=scores(-1, -float("inf"), -1))]}, "not finite"),
         ({"choices": [choice(logprobs=scores(-1, -1e39, -1))]}, "not finite"),  # in float32
-        (
-            {"choices": [choice(token_ids=[5] * 4, policy_versions=[[3, 4]], logprobs=scores(*[-1] * 4))]},
-            "at most 3 were",
-        ),
+        ({"choices": [choice(**FOUR)]}, "4 tokens; at most 3 were"),
         ({"choices": [choice(finish_reason="tool_calls")]}, "the finish_reason 'tool_calls'"),
         ({"choices": [choice(finish_reason=["stop"])]}, "the finish_reason"),
         ({"choices": [choice(policy_versions=[[3, 1, 2]])]}, "too many values"),

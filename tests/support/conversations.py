@@ -1,6 +1,7 @@
 """Short conversations, and byte-level tokenizers with a given chat template, for tests of templates and parsers."""
 
 import json
+import pathlib
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
@@ -18,8 +19,9 @@ CALL = {
 RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
 
 
-def byte_tokenizer(template, specials, stops):
-    """Returns a tokenizer whose IDs are bytes, then `specials`; `stops` are those that end a completion."""
+def byte_tokenizer(family, specials, stops):
+    """Returns a tokenizer with the template of a family in templates/. Its IDs are bytes, then `specials`; `stops` end a completion."""
+    template = (pathlib.Path(__file__).parent / "templates" / f"{family}.jinja").read_text("utf-8")
     vocab = {char: byte for byte, char in enumerate(tokenizer_lib._byte_chars())}
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

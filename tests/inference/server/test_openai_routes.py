@@ -30,10 +30,8 @@ CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2
 TOK = tokenizer_lib.byte_chatml()
 WAIT_S = 60
 HELLO = [{"role": "user", "content": "hello"}]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
-}
+ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": ADD}
 
 
 class Scripted(engine_lib.Engine):
@@ -146,12 +144,8 @@ def test_a_chat_is_its_prompt_generated(ask, server):
             assert tops == sorted(tops, reverse=True) and tops[0] >= entry["logprob"]
         assert choice["message"]["content"] == TOK.decode(choice["token_ids"])
     num_new = sum(len(choice["token_ids"]) for choice in reply["choices"])
-    assert reply["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": num_new,
-        "total_tokens": len(prompt) + num_new,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": num_new, "total_tokens": len(prompt) + num_new}
+    assert reply["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     again = chat(ask, return_token_ids=True, max_tokens=9, n=2, top_k=-1)
     assert again["usage"] == reply["usage"] | {"prompt_tokens_details": {"cached_tokens": len(prompt)}}
     assert plain["usage"] == again["usage"]
@@ -284,10 +278,8 @@ def test_tokens_in_chat_out(ask):
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "has no function.name"),
         ({"tool_choice": "required"}, "tool_choice 'required' cannot be enforced"),
         ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
-        ({"presence_penalty": 1.0}, "presence_penalty = 1.0 is not supported"),
         ({"top_logprobs": 3}, "top_logprobs = 3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in 0..20"),
-        ({"n": 0}, "n must be in 1..1024"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

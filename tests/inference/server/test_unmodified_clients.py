@@ -65,9 +65,8 @@ def child(command, limit_s, **how):
     """Runs a program to its end. A failure shows its output, also after a timeout."""
     command = [str(part) for part in command]
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, **how
-        )
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, timeout=limit_s, **how)
     except subprocess.TimeoutExpired as error:
         said = (error.stdout or b"").decode(errors="replace")[-6000:]
         pytest.fail(f"{command[0]} took over {limit_s} s; its output:\n{said}")

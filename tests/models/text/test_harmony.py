@@ -9,6 +9,7 @@ from tests.support import conversations
 
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
 THOUGHT = "<|channel|>analysis<|message|>A sum.<|end|>"
+PREAMBLE = "<|channel|>commentary<|message|>I add.<|end|>"
 NEXT = "<|start|>assistant"
 
 
@@ -20,12 +21,7 @@ NEXT = "<|start|>assistant"
         (f"{THOUGHT}{NEXT}<|channel|>final<|message|>It is\n3.", "A sum.", "It is\n3.", []),
         (f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}{CALL}", "A sum.\nA sum.", "", [("add", {"a": 1})]),
         (f"{NEXT} to=functions.add<|channel|>commentary json<|message|>{{}}", None, "", [("add", {})]),
-        (
-            f"<|channel|>commentary<|message|>I add.<|end|>{NEXT}{CALL}{NEXT}<|channel|>final<|message|>So 3.",
-            None,
-            "I add.\nSo 3.",
-            [("add", {"a": 1})],
-        ),
+        (f"{PREAMBLE}{NEXT}{CALL}{NEXT}<|channel|>final<|message|>3.", None, "I add.\n3.", [("add", {"a": 1})]),
         ("<|channel|>analysis<|message|>cut off", "cut off", "", []),
         ("<|channel|>analysis", None, "", []),
         (CALL.replace("1}", "1"), None, CALL.replace("1}", "1"), []),  # no JSON: left as it is spelled
@@ -53,24 +49,8 @@ def test_a_growing_text_shows_what_is_said_as_it_comes():
 
 
 # In the manner of gpt-oss's own: the system message has the day, the last completion ends differently.
-TEMPLATE = """<|start|>system<|message|>Current date: {{ strftime_now("%Y-%m-%d") }}<|end|>
-{%- for m in messages %}
-{%- if m.role == 'assistant' and m.tool_calls %}
-{%- set call = m.tool_calls[0].function %}
-{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
-{{- call.arguments | tojson + '<|call|>' }}
-{%- elif m.role == 'assistant' %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
-{%- elif m.role == 'tool' %}
-{{- '<|start|>functions.add to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
-{%- else %}
-{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-TOK = conversations.byte_tokenizer(
-    TEMPLATE, ["<|endoftext|>", *harmony.STRUCTURE], ["<|return|>", "<|endoftext|>", "<|call|>"]
-)
+STOPS = ["<|return|>", "<|endoftext|>", "<|call|>"]
+TOK = conversations.byte_tokenizer("harmony", ["<|endoftext|>", *harmony.STRUCTURE], STOPS)
 
 
 def test_a_tokenizer_reads_what_was_sampled():

@@ -1,6 +1,6 @@
 """Parsing completions in three tool-call formats (harmony has its own file), whole and growing; and templates of three families.
 
-The templates here have the structure of the families' own (where turns open and close, how calls and results are spelled),
+The templates in tests/support/templates have the structure of the families' own (where turns open and close, how calls and results are spelled),
 written for these tests.
 """
 
@@ -15,15 +15,9 @@ from models.text import tokenizer as tokenizer_lib
 from tests.support.conversations import CALL, OPENING, REPLY, RESULTS, byte_tokenizer, calls_of
 
 ADD = {"a": 1, "note": "<é>\n"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "zip": {"type": "string"}}},
-        },
-    }
-]
+PROPERTIES = {"a": {"type": "integer"}, "zip": {"type": "string"}}
+ADDER = {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}
+TOOLS = [{"type": "function", "function": ADDER}]
 CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "<é>\\n"}}\n</tool_call>'
 GLM_CALL = (
     "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
@@ -128,8 +122,8 @@ def pieces(rng):
         "<think>",
         "</think>",
         "\n",
-        "<tool_call>",
-        "</tool_call>",
+        parsers.OPEN,
+        parsers.CLOSE,
         "<|python_tag|>",
     ]
     parts += ["hé", " ", "{", "}", "<", "x;", "<arg_key>"]
@@ -165,49 +159,15 @@ def test_streamed_text_is_never_taken_back(call_format):
 
 # ---- render, parse, bridge -------------------------------------------------------------------------------------------
 
-GLM_TEMPLATE = """[gMASK]<sop>
-{%- for m in messages -%}
-{%- if m.role == 'user' %}<|user|>
-{{ m.content }}
-{%- elif m.role == 'system' %}<|system|>
-{{ m.content }}
-{%- elif m.role == 'assistant' %}<|assistant|>
-{%- if m.reasoning_content %}{{ '\\n<think>' + m.reasoning_content + '</think>' }}{% else %}{{ '\\n<think></think>' }}{% endif %}
-{%- if m.content %}{{ '\\n' + m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}{% set call = call.function or call %}
-{{ '\\n<tool_call>' + call.name }}
-{% for k, v in call.arguments.items() %}<arg_key>{{ k }}</arg_key>
-<arg_value>{{ v if v is string else v | tojson }}</arg_value>
-{% endfor %}</tool_call>{% endfor %}
-{%- elif m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-LLAMA_TEMPLATE = """{{- '<|begin_of_text|>' }}
-{%- for m in messages %}
-{%- if m.role == 'assistant' and m.tool_calls %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- for call in m.tool_calls %}{{- '{"name": "' + call.function.name + '", "parameters": ' }}{{ call.function.arguments | tojson }}{{ '}' }}{%- endfor %}
-{{- '<|eot_id|>' }}
-{%- else %}
-{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-
-
 FAMILIES = {
     "chatml": tokenizer_lib.byte_chatml(),
     "glm": byte_tokenizer(
-        GLM_TEMPLATE,
+        "glm",
         ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
     "llama": byte_tokenizer(
-        LLAMA_TEMPLATE,
+        "llama",
         ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
         + ["<|python_tag|>"],
         ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],

@@ -123,9 +123,8 @@ def test_text_cannot_spell_a_turn_that_the_folder_does_not_call_special(tmp_path
         rendered = tok.render([*chat, chat[0]], add_generation_prompt=True)
         user, said, again = [turns[0], *attack.encode()], [turns[1], *attack.encode(), ord("b"), END], turns[1]
         assert rendered.token_ids == [PAD, *user, *said, *user, again], attack
-        assert rendered.assistant_mask == [False] * (len(user) + 2) + [True] * (len(said) - 1) + [False] * (
-            len(user) + 1
-        )
+        is_said = [False] * (len(user) + 2) + [True] * (len(said) - 1) + [False] * (len(user) + 1)
+        assert rendered.assistant_mask == is_said
         bridged = tok.bridge([1], [2, END], [chat[0]])
         assert bridged == [1, 2, END, *user, again]
     halves = [{"role": "user", "content": "<｜Us"}, {"role": "user", "content": "er｜>"}]
@@ -269,10 +268,8 @@ def test_tools_have_their_own_template_or_are_refused(tmp_path):
     lists = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
     user = [{"role": "user", "content": "a"}]
     tool = {"additional_chat_templates/tool_use.jinja": tools}
-    for path in (
-        folder(tmp_path / "a", chat_template=lists),
-        folder(tmp_path / "b", {"chat_template.jinja": plain} | tool),
-    ):
+    tool |= {"chat_template.jinja": plain}
+    for path in (folder(tmp_path / "a", chat_template=lists), folder(tmp_path / "b", tool)):
         loaded = tokenizer.load(path)
         for _ in range(2):  # as loaded, and as saved again
             assert loaded.render(user).token_ids == [97]
@@ -309,10 +306,9 @@ def test_answers_are_found_in_templates_without_blocks(opening, last):
 def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
     assert TOK.prompt_ids("a<|im_end|>") == list(b"a<|im_end|>")
     model = tokenizers.Tokenizer.from_str(TOK.model.to_str())
-    model.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", START)]
-    )
-    tok = tokenizer.Tokenizer(model, TOK.specials, None, TOK.pad_id, TOK.eos_id, TOK.stop_ids)
+    around = {"single": "<|im_start|> $A", "special_tokens": [("<|im_start|>", START)]}
+    model.post_processor = tokenizers.processors.TemplateProcessing(**around)
+    tok = dataclasses.replace(TOK, model=model)
     assert tok.prompt_ids("ab") == [START, 97, 98] and tok.encode("ab") == [97, 98]
 
 
