@@ -97,11 +97,8 @@ def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
     schema = SCHEMA if all(rollout.routed_experts is None for rollout in rollouts) else ALL_SCHEMA
     arrays = [pa.array(map(_COLUMNS[field.name][1], rollouts), field.type) for field in schema]
     sink = pa.BufferOutputStream()
-    off = {
-        "use_dictionary": False,
-        "write_statistics": False,
-        "store_schema": False,
-    }  # the last: the Parquet types suffice
+    # An embedded Arrow schema is one more thing to parse, and the Parquet types suffice.
+    off: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
     pq.write_table(pa.table(arrays, schema=schema), sink, compression="zstd", write_page_checksum=True, **off)
     return sink.getvalue().to_pybytes()
 

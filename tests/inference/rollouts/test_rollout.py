@@ -48,8 +48,7 @@ def test_round_trip_of_several_rows():
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
-    mask=st.lists(st.booleans(), min_size=1, max_size=12).map(lambda tail: [False, *tail]).filter(any),
-    data=st.data(),
+    mask=st.lists(st.booleans(), min_size=1, max_size=12).map(lambda tail: [False, *tail]).filter(any), data=st.data()
 )
 def test_any_valid_stream_survives(mask, data):
     T = len(mask)
@@ -440,10 +439,7 @@ def test_digest_is_pinned():
     # A change here invalidates every signature in every ledger: it wants a new preimage tag.
     tokens = np.arange(4, dtype=np.int32)
     rollout = make(
-        tokens=tokens,
-        sampled_mask=tokens > 1,
-        logprobs=np.array([0, 0, -0.5, -1], np.float32),
-        versions=tokens,
+        tokens=tokens, sampled_mask=tokens > 1, logprobs=np.array([0, 0, -0.5, -1], np.float32), versions=tokens
     )
     assert rollout_lib.digest(rollout).hex() == "cfe00e7c506fe6cda68798cf898e8a4ef319e28c086a3f3188b5a427eede632b"
 
