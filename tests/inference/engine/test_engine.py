@@ -16,12 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import (
-    decode_state,
-    jetstream_shim,  # noqa: F401  (before jetstream itself)
-    kv_cache,
-    sampler,
-)
+from inference.engine import decode_state, jetstream_shim, kv_cache, sampler  # noqa: F401  (the shim is before jetstream)
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.proofs import toploc
@@ -210,28 +205,6 @@ def test_proofs_are_of_windows_that_were_asked_for():
 # ---- against itself --------------------------------------------------------------------------------------------------
 
 
-def test_a_result_does_not_depend_on_slot_neighbours_or_arrival():
-    """Bitwise, tokens and log-probabilities: alone, and in a crowd of other temperatures, filters, lengths and times."""
-    asks = [dataclasses.replace(ask, max_tokens=n) for ask, n in ((HELLO, 22), (OTHER, 9), (COLD, 17), (SIEVED, 30))]
-    expected = [alone(ask) for ask in asks]
-    assert [len(tokens) for tokens, _ in expected] == [22, 9, 17, 30]
-
-    assert alone(asks[0], slot=3) == expected[0]
-
-    crowd = Bench()
-    early = crowd.prefill(asks[3], asks[0])
-    crowd.insert(early, (1, 1, asks[0].seed), (0, 3, asks[3].seed))
-    crowd.generate(2)
-    late = crowd.prefill(asks[1], asks[2])
-    crowd.insert(late, (1, 2, asks[2].seed), (0, 0, asks[1].seed))
-    crowd.generate(3)
-    assert crowd.result(0) == expected[1]  # nine tokens: finished, its slot is free
-    crowd.insert(early, (1, 0, asks[0].seed))  # the first request again, from the old prefill, into a used slot
-    crowd.run()
-    assert crowd.result(1) == crowd.result(0) == expected[0]
-    assert crowd.result(2) == expected[2] and crowd.result(3) == expected[3]
-
-
 def test_a_longer_bucket_changes_no_token():
     """Another program prefills: log-probabilities agree to float32, tokens are drawn by the same noise."""
     long = dataclasses.replace(OTHER, tokens=OTHER.tokens * 2)  # 30 tokens
@@ -245,16 +218,6 @@ def test_a_longer_bucket_changes_no_token():
     _, logits_JV = teacher_forced(long.tokens, bench.tokens[1])
     expected = log_softmax(logits_JV / long.temperature)[np.arange(len(logits_JV)), bench.tokens[1]]
     np.testing.assert_allclose(bench.logprobs[1], expected, rtol=0, atol=1e-5)
-
-
-def test_an_aborted_slot_stops_and_the_others_go_on():
-    bench = Bench()
-    ask = dataclasses.replace(HELLO, max_tokens=20)
-    bench.insert(bench.prefill(ask, OTHER), (0, 0, ask.seed), (1, 1, OTHER.seed))
-    bench.generate()
-    bench.state = bench.engine.deactivate(bench.state, np.array([1, NO_SLOT, NO_SLOT, NO_SLOT], np.int32))
-    bench.run()
-    assert len(bench.tokens[1]) == CONFIG.steps_per_call and bench.result(0) == alone(ask)
 
 
 def test_new_weights_take_effect_at_the_next_call():

@@ -18,7 +18,6 @@ import pytest
 from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights
-from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import transformer
@@ -43,7 +42,7 @@ def params():
 def server():
     engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params())
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
+    yield inference_server.InferenceServer(None, scheduler, engine, weights.Store(MODEL, engine.mesh))
     scheduler.close()
 
 

@@ -161,12 +161,6 @@ def test_calls_between_generates_leave_the_layout_alone():
     scheduler.close()
 
 
-def test_the_engine_names_its_mesh():
-    engine, _ = make("dense", tensor=2)
-    assert engine.mesh.shape["tensor"] == 2 and engine.mesh.size == 2
-    assert make("dense")[0].mesh.size == 1
-
-
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
@@ -194,6 +188,7 @@ def test_layouts_by_hand():
     assert jax.sharding.NamedSharding(mesh, one[0][0]).shard_shape((1, 2, 96, 8)) == (1, 1, 96, 8)
     engine, _ = make("dense", data=2, expert=2, tensor=2)
     (state,) = engine.init_decode_state()
+    assert engine.mesh.shape["tensor"] == 2 and engine.mesh.size == 8 and make("dense")[0].mesh.size == 1
     assert state.ring.sharding.shard_shape(state.ring.shape)[0] == 2
     assert state.request.sampling.bias.sharding.shard_shape(state.request.sampling.bias.shape)[0] == 2
 

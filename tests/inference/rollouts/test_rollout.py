@@ -22,6 +22,8 @@ from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from tests.support.rollouts import KEY, assert_equal, make, table_bytes
 
+INTS, FLOATS, PARTS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
+
 
 def parquet_with(**columns):
     """A file of one good row with some columns replaced: {name: (values, type)}."""
@@ -86,7 +88,7 @@ def test_columns_that_intellect_2_readers_know():
     assert (row["advantages"], row["length_penalties"], row["target_lengths"]) == (0, 0, -1)
     assert row["rewards"] == 0.1 and row["task_rewards"] == np.float32(0.1)
     assert (row["task_type"], row["problem_id"], row["step"]) == ("arithmetic", "arithmetic/12", 9)
-    theirs = {"input_tokens": pa.list_(pa.int32()), "output_tokens": pa.list_(pa.int32()), "proofs": pa.binary()}
+    theirs = {"input_tokens": INTS, "output_tokens": INTS, "proofs": pa.binary()}
     theirs |= {"advantages": pa.float32(), "step": pa.int32(), "target_lengths": pa.int32()}
     assert all(table.schema.field(name).type == dtype for name, dtype in theirs.items())
 
@@ -175,23 +177,8 @@ def test_each_rule_names_its_field(changes, reason):
 
 def test_validate_is_total():
     assert rollout_lib.validate(None).startswith("rollout: must be a Rollout")
-    junk = [
-        None,
-        0,
-        -1,
-        2**70,
-        0.5,
-        float("nan"),
-        "",
-        "x",
-        b"",
-        [],
-        {},
-        np.zeros(0),
-        np.array(3),
-        np.array(["a"]),
-        object,
-    ]
+    junk = [None, 0, -1, 2**70, 0.5, float("nan"), "", "x", b"", [], {}, object]
+    junk += [np.zeros(0), np.array(3), np.array(["a"])]
     for field in dataclasses.fields(rollout_lib.Rollout):
         for value in junk:
             reason = rollout_lib.validate(make(**{field.name: value}))
@@ -210,26 +197,18 @@ def test_validate_is_total():
     [
         (dict(step=([9], pa.int64())), "column 14 must be step: int32, got 'step': int64"),
         (dict(input_tokens=([[1, 2, 3]], pa.list_(pa.int64()))), "column 0 must be input_tokens"),
-        (dict(input_tokens=([None], pa.list_(pa.int32()))), "column input_tokens must not contain nulls"),
-        (dict(input_tokens=([[1, None, 3]], pa.list_(pa.int32()))), "column input_tokens must not contain nulls"),
+        (dict(input_tokens=([None], INTS)), "column input_tokens must not contain nulls"),
+        (dict(input_tokens=([[1, None, 3]], INTS)), "column input_tokens must not contain nulls"),
         (dict(rewards=([None], pa.float64())), "column rewards must not contain nulls"),
         (dict(rewards=([float("nan")], pa.float64())), "row 0: reward: must be finite"),
-        (dict(input_tokens=([[1, 2]], pa.list_(pa.int32()))), "row 0: sampled_mask: must have one entry per token"),
-        (dict(output_logprobs=([[0.5] * 7], pa.list_(pa.float32()))), "row 0: logprobs: must be finite and <="),
+        (dict(input_tokens=([[1, 2]], INTS)), "row 0: sampled_mask: must have one entry per token"),
+        (dict(output_logprobs=([[0.5] * 7], FLOATS)), "row 0: logprobs: must be finite and <="),
         (dict(finish_reason=(["tired"], pa.string())), "row 0: finish_reason: must be one of"),
+        (dict(reward_parts=([[("a", 1.0), ("a", 2.0)]], PARTS)), "row 0: reward_parts: names must differ"),
+        (dict(input_tokens=([[1] * 4], INTS), output_tokens=([[1] * 6], INTS)), "row 0: input_tokens: must end where"),
         (
-            dict(reward_parts=([[("a", 1.0), ("a", 2.0)]], pa.map_(pa.string(), pa.float64()))),
-            "row 0: reward_parts: names must differ",
-        ),
-        (
-            dict(input_tokens=([[1] * 4], pa.list_(pa.int32())), output_tokens=([[1] * 6], pa.list_(pa.int32()))),
-            "row 0: input_tokens: must end where the first sampled token begins",
-        ),
-        (
-            dict(
-                input_logprobs=([[0] * 2], pa.list_(pa.float32())), output_logprobs=([[0] * 8], pa.list_(pa.float32()))
-            ),
-            "row 0: input_logprobs: must have one entry per input token",
+            dict(input_logprobs=([[0] * 2], FLOATS), output_logprobs=([[0] * 8], FLOATS)),
+            "row 0: input_logprobs: must have",
         ),
     ],
 )
@@ -243,8 +222,8 @@ def test_other_layouts_are_refused():
     table = pq.read_table(io.BytesIO(parquet.to_bytes([make()])))
     for options in (
         {},
-        dict(compression="snappy", data_page_version="2.0"),
-        dict(compression="none", data_page_size=1),
+        {"compression": "snappy", "data_page_version": "2.0"},
+        {"compression": "none", "data_page_size": 1},
     ):
         (after,) = parquet.from_bytes(table_bytes(table, **options))  # another writer's options are fine
         assert_equal(after, make())
@@ -284,15 +263,10 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
 
 def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     """Ten million empty names take 7 kB in a file, and took 1 GB of tuples."""
-    kind, N = pa.map_(pa.string(), pa.float64()), 200_000
-
-    def data_of(N):
-        names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
-        return parquet_with(
-            reward_parts=(pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N)), kind)
-        )
-
-    data = data_of(N)
+    N = 200_000
+    names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
+    parts = pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N))
+    data = parquet_with(reward_parts=(parts, PARTS))
     assert len(data) < 10_000
     tracemalloc.start()
     with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
@@ -311,17 +285,13 @@ def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
 def test_texts_are_measured_before_they_are_objects():
     """One wide character makes every character of a Python string four bytes."""
     wide = "x" * 2**20 + "\U0001f600"
-    for name, kind, limit in [
-        ("worker", pa.string(), 64),
-        ("finish_reason", pa.string(), 64),
-        ("task_type", pa.string(), 1024),
-    ]:
+    for name, limit in {"worker": 64, "finish_reason": 64, "task_type": 1024}.items():
         with pytest.raises(ValueError, match=f"column {name}: must be at most {limit} bytes, got {2**20 + 4}"):
-            parquet.from_bytes(parquet_with(**{name: ([wide], kind)}))
+            parquet.from_bytes(parquet_with(**{name: ([wide], pa.string())}))
     with pytest.raises(ValueError, match="column signature: must be at most 64 bytes, got 65"):
         parquet.from_bytes(parquet_with(signature=([bytes(65)], pa.binary())))
     with pytest.raises(ValueError, match="column reward_parts: must be at most 1024 bytes"):
-        parquet.from_bytes(parquet_with(reward_parts=([[(wide, 1.0)]], pa.map_(pa.string(), pa.float64()))))
+        parquet.from_bytes(parquet_with(reward_parts=([[(wide, 1.0)]], PARTS)))
     longest = make(task=rollout_lib.TaskRef("\U0001f600" * rollout_lib.MAX_NAME, 2**63 - 1, 0, 0))
     assert_equal(parquet.from_bytes(parquet.to_bytes([longest]))[0], longest)
 
@@ -413,9 +383,7 @@ def test_signature_covers_every_field_but_itself():
         versions=array("versions", 0, 6)["versions"],
         temperature=0.70001,
         seed=1,
-        task=[
-            dataclasses.replace(signed.task, **c) for c in (dict(env="b"), dict(index=1), dict(group=1), dict(seed=1))
-        ],
+        task=[dataclasses.replace(signed.task, **c) for c in ({"env": "b"}, {"index": 1}, {"group": 1}, {"seed": 1})],
         sample=6,
         step=8,
         reward=np.nextafter(0.1, 1),
@@ -446,17 +414,10 @@ def test_digest_is_pinned():
 
 def test_signature_ok_is_total():
     signed = rollout_lib.sign(make(), KEY)
-    for changes in (
-        dict(signature=b""),
-        dict(signature=bytes(64)),
-        dict(signature=b"\xff" * 64),
-        dict(signature=None),
-        dict(worker=""),
-        dict(worker="ff" * 32),  # not a point on the curve
-        dict(worker="00" * 32),
-        dict(tokens=None),
-    ):
-        assert rollout_lib.signature_ok(dataclasses.replace(signed, **changes)) is False
+    broken = [("signature", value) for value in (b"", bytes(64), b"\xff" * 64, None)]
+    broken += [("worker", value) for value in ("", "ff" * 32, "00" * 32)]  # the second is not a point on the curve
+    for name, value in (*broken, ("tokens", None)):
+        assert rollout_lib.signature_ok(dataclasses.replace(signed, **{name: value})) is False
     assert rollout_lib.signature_ok(None) is False
     with pytest.raises(ValueError, match="cannot be signed: reward"):
         rollout_lib.sign(make(reward=float("nan")), KEY)
