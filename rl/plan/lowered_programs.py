@@ -77,9 +77,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     """
     roofline.chip_of(topology)
     if not os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) and importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "libtpu is not installed, but a plan needs the TPU compiler; pip install -r third_party/plan-requirements.txt"
-        )
+        raise ValueError("libtpu, the TPU compiler, is missing; pip install -r third_party/plan-requirements.txt")
     os.environ.update(COMPILER_ENVIRONMENT | os.environ)
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices

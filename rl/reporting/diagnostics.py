@@ -1,7 +1,7 @@
 """Derives metrics that explain why a run does or does not learn, and prints plain advice on known pathologies.
 
 `derived` turns the step's additive metrics into readable ones, `of_groups` measures the sampled groups before packing. `advice`
-returns the line of the first entry of `PATHOLOGIES` that holds in the last steps; `Adviser` returns each entry once per run.
+returns the `ADVICE` on the first of `PATHOLOGIES` that holds in the last steps; `Adviser` gives each piece once per run.
 """
 
 import collections
@@ -78,25 +78,22 @@ class Adviser:
         self._history.append(values)
         if step % WINDOW:
             return None
-        entry, line = advice(self._history)
-        if entry in self._given:
+        name, line = advice(self._history)
+        if name in self._given:
             return None
-        self._given.add(entry)
+        self._given.add(name)
         return line
 
 
 def advice(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
-    """Returns the first pathology of training in the last `WINDOW` steps: (its template, the advice), or ("", None).
-
-    `history` holds the steps' metrics, oldest first.
-    """
+    """Returns the first of `PATHOLOGIES` in the last `WINDOW` of the steps' metrics: (its name, the advice), or ("", None)."""
     if len(history) < WINDOW:
         return "", None
     now = _means(history[-WINDOW:])
     # The fall of the entropy is that between two windows, which may not overlap.
     now["first entropy"] = _means(history[:WINDOW])["loss/entropy"] if len(history) >= 2 * WINDOW else 0.0
     now["sampler_kl"] = now[metrics.sampler_kl(history[-1])]
-    return next(((text, text.format(now)) for holds, text in PATHOLOGIES if holds(now)), ("", None))
+    return next(((name, ADVICE[name].format(now)) for name, holds in PATHOLOGIES.items() if holds(now)), ("", None))
 
 
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -108,50 +105,36 @@ def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return means
 
 
-# Conditions on the means of the last steps. The first that holds is reported: causes before consequences.
-PATHOLOGIES: tuple[tuple[Callable[[dict[str, float]], bool], str], ...] = (
-    (
-        lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
-        "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} of the groups "
-        "all rewards are equal; stop here, or make the tasks harder",
-    ),
-    (
-        lambda m: m["rollout/zero_advantage_frac"] > 0.9,
-        "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward {0[rollout/reward]:.2f}), so "
-        "no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or give partial credit",
-    ),
-    (  # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
-        lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
-        "advice: learner and sampler disagree (mismatch KL {0[sampler_kl]:.3g} at a lag of {0[sync/lag]:.1f}): check that temperature, "
-        "tokenizer and dtype are the same on both sides before looking at the algorithm",
-    ),
-    (
-        lambda m: m["loss/effective_sample_frac"] < 0.3,
-        "advice: importance ratios vary so much that only {0[loss/effective_sample_frac]:.0%} of the tokens count: lower rl.max_lag, "
-        "or optimizer.learning_rate",
-    ),
-    (
-        lambda m: m["loss/clip_frac"] > 0.3,
-        "advice: {0[loss/clip_frac]:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag, or "
-        "widen the bounds of the loss",
-    ),
-    (
-        lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
-        "advice: entropy fell from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}: the policy has stopped exploring; lower "
-        "optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
-    ),
-    (
-        lambda m: m["rollout/truncated_frac"] > 0.5,
-        "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be rewarded: raise "
-        "sampling.max_tokens, or shape long answers",
-    ),
-    (
-        lambda m: m["loss/optimizer_steps_missing"] > 0,
-        "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of objective.optimizer_steps found none; "
-        "lower train.rows or train.row_length, or take fewer steps",
-    ),
-    (
-        lambda m: m["loss/grad_norm"] < 1e-8,
-        "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",
-    ),
-)
+# On the means of the last steps. The first condition that holds is reported: causes before consequences.
+PATHOLOGIES: dict[str, Callable[[dict[str, float]], bool]] = {
+    "solved": lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
+    "equal rewards": lambda m: m["rollout/zero_advantage_frac"] > 0.9,
+    # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
+    "mismatch": lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
+    "varying ratios": lambda m: m["loss/effective_sample_frac"] < 0.3,
+    "clipping": lambda m: m["loss/clip_frac"] > 0.3,
+    "entropy": lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
+    "truncation": lambda m: m["rollout/truncated_frac"] > 0.5,
+    "few micro-batches": lambda m: m["loss/optimizer_steps_missing"] > 0,
+    "no gradient": lambda m: m["loss/grad_norm"] < 1e-8,
+}
+ADVICE = {
+    "solved": "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} "
+    "of the groups all rewards are equal; stop here, or make the tasks harder",
+    "equal rewards": "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward "
+    "{0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or "
+    "give partial credit",
+    "mismatch": "advice: learner and sampler disagree (mismatch KL {0[sampler_kl]:.3g} at a lag of {0[sync/lag]:.1f}): check "
+    "that temperature, tokenizer and dtype are the same on both sides before looking at the algorithm",
+    "varying ratios": "advice: importance ratios vary so much that only {0[loss/effective_sample_frac]:.0%} of the tokens "
+    "count: lower rl.max_lag, or optimizer.learning_rate",
+    "clipping": "advice: {0[loss/clip_frac]:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or "
+    "rl.max_lag, or widen the bounds of the loss",
+    "entropy": "advice: entropy fell from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}: the policy has stopped exploring; "
+    "lower optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
+    "truncation": "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be "
+    "rewarded: raise sampling.max_tokens, or shape long answers",
+    "few micro-batches": "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of "
+    "objective.optimizer_steps found none; lower train.rows or train.row_length, or take fewer steps",
+    "no gradient": "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",
+}

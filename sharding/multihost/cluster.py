@@ -23,12 +23,12 @@ def detect(
     count = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", 0)) or None
     index = process_id if process_id >= 0 else int(os.environ.get("JAX_PROCESS_ID", -1))
     index, device_ids = None if index < 0 else index, None
+    given = (
+        f"topology.num_processes = {count or 'unset'} and topology.process_id = {'unset' if index is None else index}"
+    )
     if not address and coordinator != "auto" and not _may_be_in_cluster():
         if count not in (None, 1) or index is not None:
-            raise ValueError(
-                f"topology.num_processes = {count or 'unset'} and topology.process_id = {'unset' if index is None else index} "
-                f"need topology.coordinator; set it to HOST:PORT of host 0"
-            )
+            raise ValueError(f"{given} need topology.coordinator; set it to HOST:PORT of host 0")
         return None
     if not address or None in (count, index):
         try:
@@ -42,10 +42,8 @@ def detect(
     if count == 1 or (not address and not coordinator):
         return None
     if not address or count is None or index is None:
-        raise ValueError(
-            f"topology.coordinator = {coordinator!r}, topology.num_processes = {count or 'unset'} and topology.process_id = "
-            f"{'unset' if index is None else index} do not give this process a place, and JAX finds no cluster; set all three"
-        )
+        given = f"topology.coordinator = {coordinator!r}, {given} do not give this process a place"
+        raise ValueError(f"{given}, and JAX finds no cluster; set all three")
     if not 0 <= index < count:
         raise ValueError(f"topology.process_id = {index} must be below topology.num_processes = {count}; count from 0")
     if not address.rpartition(":")[2].isdigit():

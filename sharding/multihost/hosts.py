@@ -78,10 +78,8 @@ class Hosts:
     def _register_process(self) -> None:
         """Collects the hosts' indices among JAX's processes: on TPUs the runtime numbers them itself."""
         if jax.process_count() != self.count:
-            raise ValueError(
-                f"JAX sees {jax.process_count()} processes, but topology.num_processes = {self.count}: the "
-                f"{jax.default_backend()} backend does not span the hosts; check JAX_PLATFORMS"
-            )
+            found = f"JAX sees {jax.process_count()} processes, but topology.num_processes = {self.count}"
+            raise ValueError(f"{found}: backend {jax.default_backend()} does not span the hosts; check JAX_PLATFORMS")
         self._meet("process", jax.process_index())
 
     def _meet(self, kind: str, value: Any = None) -> None:

@@ -37,10 +37,11 @@ def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathli
                 hello = connection.receive(timeout_s=KEY_S + 10)[0]
             except TimeoutError:
                 if time.monotonic() > deadline_s:
-                    raise ValueError(
-                        f"host(s) {', '.join(map(str, missing))} of {peers.count} did not connect within {timeout_s:.0f} s; "
-                        f"start the same command on every host, or correct topology.num_processes"
-                    ) from None
+                    found = (
+                        f"host(s) {', '.join(map(str, missing))} of {peers.count} did not connect in {timeout_s:.0f} s"
+                    )
+                    remedy = "start the same command on every host, or correct topology.num_processes"
+                    raise ValueError(f"{found}; {remedy}") from None
                 continue
             except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser
                 continue
@@ -60,10 +61,8 @@ def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.P
             break
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
             if time.monotonic() > deadline_s:
-                raise ValueError(
-                    f"host 0 did not answer at {host}:{port} within {timeout_s:.0f} s ({error}); start the same command "
-                    f"there, or correct topology.coordinator"
-                ) from None
+                found = f"host 0 did not answer at {host}:{port} within {timeout_s:.0f} s ({error})"
+                raise ValueError(f"{found}; start the same command there, or correct topology.coordinator") from None
             time.sleep(0.2)
     peers.connections[0] = connection
     proof = _proof(_wait_for_key(workdir), nonce)

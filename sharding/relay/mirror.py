@@ -134,11 +134,12 @@ class Mirror:
         """Returns a version and its bases, newest first, up to the first that is neither complete here nor in `listed`."""
         chain = []
         while number is not None and number not in chain:
-            found = self._store.complete_version(number)
-            if found is None and number not in listed:
+            found = self._store.versions.get(number)
+            is_complete = found is not None and found.manifest is not None
+            if not is_complete and number not in listed:
                 break
             chain.append(number)
-            number = self._manifest(number)[1].base if found is None else found.base
+            number = found.base if found and is_complete else self._manifest(number)[1].base
         return chain
 
     def _manifest(self, number: int) -> tuple[bytes, manifest_lib.Manifest]:

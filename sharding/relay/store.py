@@ -117,13 +117,7 @@ class Store:
 
     def is_complete(self, number: int) -> bool:
         """Returns True if the version has a manifest, and thus all its objects."""
-        return self.complete_version(number) is not None
-
-    def complete_version(self, number: int) -> Version | None:
-        """Returns a version, or None if it is not complete."""
-        with self.lock:
-            version = self.versions.get(number)
-            return None if version is None or version.manifest is None else version
+        return self.manifest(number) is not None
 
     def complete(self) -> list[int]:
         """The complete versions, oldest first."""
