@@ -23,6 +23,7 @@ class Worker:
     """The stake of one worker and the counts of its verdicts, from which its reputation follows."""
 
     stake: int = 0
+    slashed: int = 0
     ejected: bool = False
     num_checked: int = 0  # submissions that were replayed and accepted
     num_accepted: int = 0
@@ -145,7 +146,8 @@ class State:
                 self.done.add(fields["run"], fields["tasks"])
             worker.num_invalidated += 1
         elif event.kind == "slash":
-            worker.stake -= min(fields["amount"], worker.stake)
+            taken = min(fields["amount"], worker.stake)
+            worker.stake, worker.slashed = worker.stake - taken, worker.slashed + taken
             worker.num_slashes += 1
             for work in self._works_of.get(event.node, ()):
                 if work.status == "pending" or time_ms < work.time_ms + self.window_ms:

@@ -129,10 +129,7 @@ def prove_again(double: Double, rollouts: Sequence[rollout_lib.Rollout]) -> list
         for one in found:
             logprobs = np.zeros(len(one.rollout.tokens), np.float32)
             logprobs[one.positions_N] = np.minimum(one.logp_N, 0)
-            changed = dataclasses.replace(
-                one.rollout, logprobs=logprobs, proofs=b"".join(proofs_lib.build(one.hidden_ND))
-            )
-            out.append(rollout_lib.sign(changed, NODE))
+            out.append(signed(one.rollout, logprobs=logprobs, proofs=b"".join(proofs_lib.build(one.hidden_ND))))
     return out
 
 
@@ -157,6 +154,11 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
 def _prefiller(dtype: str) -> verifier.Validator:
     exp = experiment(dtype)
     return verifier.Validator(exp.model, weights, rules_lib.Rules.of(exp.config))
+
+
+def signed(rollout: rollout_lib.Rollout, **changes) -> rollout_lib.Rollout:
+    """Returns the rollout with other fields, signed anew."""
+    return rollout_lib.sign(dataclasses.replace(rollout, **changes), NODE)
 
 
 def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:
@@ -216,9 +218,8 @@ def edited(count: int, prove: bool) -> Callable:
         out = []
         for rollout in flat(double.generate()):
             tokens = rollout.tokens.copy()
-            for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[
-                :count
-            ]:  # the last may be a stop token
+            # The last may be a stop token.
+            for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[:count]:
                 tokens[at] = (tokens[at] + rng.integers(1, 256)) % 256
             changed = rewritten(double, rollout, tokens)
             out.append(dataclasses.replace(changed, logprobs=rollout.logprobs, versions=rollout.versions))
@@ -269,10 +270,7 @@ def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
     groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
     rollouts = flat(double.generate(groups=groups))
     index = {g.group: g.index for g in double.groups}
-    return [
-        rollout_lib.sign(dataclasses.replace(r, task=dataclasses.replace(r.task, index=index[r.task.group])), NODE)
-        for r in rollouts
-    ]
+    return [signed(r, task=dataclasses.replace(r.task, index=index[r.task.group])) for r in rollouts]
 
 
 def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
@@ -285,8 +283,7 @@ def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
         task = dataclasses.replace(rollout.task, index=group.index, group=group.group)
         seed = (group.seed + sample) % 2**32
         versions = np.minimum(rollout.versions, double.version)
-        changed = dataclasses.replace(rollout, task=task, sample=sample, seed=seed, step=double.step, versions=versions)
-        out.append(rollout_lib.sign(changed, NODE))
+        out.append(signed(rollout, task=task, sample=sample, seed=seed, step=double.step, versions=versions))
     return out
 
 
@@ -297,8 +294,7 @@ def copied_proof(double: Double) -> list[rollout_lib.Rollout]:
     for i, rollout in enumerate(rollouts):
         size = len(rollout.proofs)
         other = max((rollouts[i - j].proofs for j in (1, 2, 3, 4)), key=len)
-        proofs = (other * (1 + size // max(len(other), 1)))[:size]
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
+        out.append(signed(rollout, proofs=(other * (1 + size // max(len(other), 1)))[:size]))
     return out
 
 
@@ -309,16 +305,12 @@ def constant_proof(double: Double) -> list[rollout_lib.Rollout]:
     out = []
     for rollout in flat(double.generate()):
         sizes = [len(p) for p in toploc.split(rollout.proofs, int(rollout.sampled_mask.sum()), tiny.model().model_dim)]
-        proofs = b"".join(wire.tobytes()[:size] for size in sizes)
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, proofs=proofs), NODE))
+        out.append(signed(rollout, proofs=b"".join(wire.tobytes()[:size] for size in sizes)))
     return out
 
 
 def inflated_reward(double: Double) -> list[rollout_lib.Rollout]:
-    return [
-        rollout_lib.sign(dataclasses.replace(r, reward=1.0, rewards=dict(r.rewards) | {"reward": 1.0}), NODE)
-        for r in flat(double.generate())
-    ]
+    return [signed(r, reward=1.0, rewards=dict(r.rewards) | {"reward": 1.0}) for r in honest(double)]
 
 
 def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
@@ -327,8 +319,7 @@ def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
     for rollouts, group in zip(double.generate(), double.groups, strict=True):
         for rollout in rollouts:
             sample = (rollout.sample + 1) % group.num_samples
-            changed = dataclasses.replace(rollout, sample=sample, seed=(group.seed + sample) % 2**32)
-            out.append(rollout_lib.sign(changed, NODE))
+            out.append(signed(rollout, sample=sample, seed=(group.seed + sample) % 2**32))
     return out
 
 
@@ -338,12 +329,12 @@ def unsigned_change(double: Double) -> list[rollout_lib.Rollout]:
 
 
 def future_version(double: Double) -> list[rollout_lib.Rollout]:
-    return [rollout_lib.sign(dataclasses.replace(r, versions=r.versions + double.step), NODE) for r in honest(double)]
+    return [signed(r, versions=r.versions + double.step) for r in honest(double)]
 
 
 def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
     """Honest rollouts of an MoE model, which name their experts."""
-    return flat(double.generate())
+    return honest(double)
 
 
 def other_expert(double: Double) -> list[rollout_lib.Rollout]:
@@ -353,43 +344,32 @@ def other_expert(double: Double) -> list[rollout_lib.Rollout]:
         experts = rollout.routed_experts.copy()
         at = tuple(rng.integers(experts.shape))
         experts[at] = rng.choice([e for e in range(MIXTURE["num_experts"]) if e not in experts[at[:2]]])
-        out.append(rollout_lib.sign(dataclasses.replace(rollout, routed_experts=experts), NODE))
+        out.append(signed(rollout, routed_experts=experts))
     return out
 
 
 def other_experts(double: Double) -> list[rollout_lib.Rollout]:
     """Names experts that did not run for every token: the learner would run these."""
-    return [
-        rollout_lib.sign(dataclasses.replace(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]), NODE)
-        for r in honest_mixture(double)
-    ]
+    return [signed(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]) for r in honest_mixture(double)]
 
 
 MIXTURES = (honest_mixture, other_expert, other_experts)
+NAMED = (
+    older_weights,
+    int8_weights,
+    half_the_layers,
+    another_model,
+    another_prompt,
+    best_of_2,
+    early_stop,
+    padded_length,
+)
+NAMED += (wrong_task, reused_rollout, copied_proof, constant_proof, inflated_reward, swapped_group, unsigned_change)
 CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
-    "older_weights": older_weights,
-    "int8_weights": int8_weights,
-    "half_the_layers": half_the_layers,
-    "another_model": another_model,
-    "another_prompt": another_prompt,
-    "edited_1": edited(1, prove=False),
-    "edited_4": edited(4, prove=False),
-    "edited_16": edited(16, prove=False),
+    **{f"edited_{count}": edited(count, prove=False) for count in (1, 4, 16)},
     "proved_edit_1": edited(1, prove=True),
     "temperature_0.9": temperature(0.9),
     "temperature_1.1": temperature(1.1),
     "greedy": temperature(0.0),
-    "best_of_2": best_of_2,
-    "early_stop": early_stop,
-    "padded_length": padded_length,
-    "wrong_task": wrong_task,
-    "reused_rollout": reused_rollout,
-    "copied_proof": copied_proof,
-    "constant_proof": constant_proof,
-    "inflated_reward": inflated_reward,
-    "swapped_group": swapped_group,
-    "unsigned_change": unsigned_change,
-    "future_version": future_version,
-    "other_expert": other_expert,
-    "other_experts": other_experts,
+    **{cheat.__name__: cheat for cheat in (*NAMED, future_version, other_expert, other_experts)},
 }

@@ -38,6 +38,14 @@ def work(number):
     return f"{number:064x}"
 
 
+def ann(kind, **fields):
+    return ledger_events.sign(kind, ANN.worker, ANN, **fields)
+
+
+def judge(kind, **fields):
+    return ledger_events.sign(kind, ANN.worker, JUDGE, **fields)
+
+
 OPENED = []
 
 
@@ -66,13 +74,13 @@ def make(path, window_ms=10**9):
 
 def filled(path):
     ledger = make(path)
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN), ledger_events.sign("stake", ANN.worker, ANN, amount=500))
-    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=10))
-    ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
-    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(2), units=7))
-    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(2), units=3, reason="sampling"))
-    ledger.append(ledger_events.sign("slash", ANN.worker, JUDGE, amount=200, reason="sampling"))
-    ledger.append(ledger_events.sign("eject", ANN.worker, JUDGE, reason="sampling"))
+    ledger.append(ann("join"), ann("stake", amount=500))
+    ledger.append(ann("submit", work=work(1), units=10))
+    ledger.append(judge("accept", work=work(1), checked=True))
+    ledger.append(ann("submit", work=work(2), units=7))
+    ledger.append(judge("invalidate", work=work(2), units=3, reason="sampling"))
+    ledger.append(judge("slash", amount=200, reason="sampling"))
+    ledger.append(judge("eject", reason="sampling"))
     return ledger
 
 
@@ -82,7 +90,7 @@ def filled(path):
 def test_a_story_and_its_balances(tmp_path):
     ledger = filled(tmp_path / "ledger.db")
     node = ledger.state.workers[ANN.worker]
-    assert (node.stake, node.ejected) == (300, True)
+    assert (node.stake, node.slashed, node.ejected) == (300, 200, True)
     assert ledger.state.balance(ANN.worker, 0) == balances.Balance(0, 0, 0, invalidated=3, forfeited=14)
     report = ledger_lib.verify(tmp_path / "ledger.db", keeper=KEEPER.worker)
     assert report.error is None and report.num_entries == 9
@@ -95,49 +103,49 @@ def test_units_are_locked_for_the_window_and_final_after(tmp_path, monkeypatch):
     now = [1000]
     monkeypatch.setattr(ledger_lib, "now_ms", lambda: now[0])
     ledger = make(tmp_path / "ledger.db", window_ms=100)
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ann("join"))
     for number in (1, 2):
-        ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=10))
+        ledger.append(ann("submit", work=work(number), units=10))
     assert ledger.state.balance(ANN.worker, 1000).pending == 20
     now[0] = 1050
     for number in (1, 2):
-        ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(number), checked=False))
+        ledger.append(judge("accept", work=work(number), checked=False))
     assert ledger.state.balance(ANN.worker, 1099) == balances.Balance(0, 20, 0, 0, 0)
     assert ledger.state.balance(ANN.worker, 1100) == balances.Balance(0, 0, 20, 0, 0)
     now[0] = 1099
-    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=4, reason="late"))
+    ledger.append(judge("invalidate", work=work(1), units=4, reason="late"))
     now[0] = 1100
     with pytest.raises(ValueError, match="its window of 100 ms is over"):
-        ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason="too late"))
-    ledger.append(ledger_events.sign("slash", ANN.worker, JUDGE, amount=5, reason="nothing is locked any more"))
+        ledger.append(judge("invalidate", work=work(1), units=1, reason="too late"))
+    ledger.append(judge("slash", amount=5, reason="nothing is locked any more"))
     assert ledger.state.balance(ANN.worker, 1100) == balances.Balance(0, 0, 16, 4, 0)
     now[0] = 7  # the clock was set back
-    (entry,) = ledger.append(ledger_events.sign("stake", ANN.worker, ANN, amount=1))
+    (entry,) = ledger.append(ann("stake", amount=1))
     assert entry.time_ms == 1100 and ledger_lib.verify(tmp_path / "ledger.db").error is None
 
 
 def test_reputation_grows_with_verified_work_and_falls_fast(tmp_path):
     ledger = make(tmp_path / "ledger.db")
     assert ledger.state.reputation(ANN.worker) == 0
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ann("join"))
     events = []
     for number in range(64):
-        events.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=1))
-        events.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(number), checked=number % 2 == 0))
+        events.append(ann("submit", work=work(number), units=1))
+        events.append(judge("accept", work=work(number), checked=number % 2 == 0))
     ledger.append(*events)
     assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32)  # only replayed work counts
-    ledger.append(ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(0), units=1, reason="x"))
+    ledger.append(judge("invalidate", work=work(0), units=1, reason="x"))
     assert ledger.state.reputation(ANN.worker) == 32 / (32 + 32 + 64)
-    ledger.append(ledger_events.sign("eject", ANN.worker, JUDGE, reason="x"))
+    ledger.append(judge("eject", reason="x"))
     assert ledger.state.reputation(ANN.worker) == 0
 
 
 def test_tasks_are_done_once_accepted_and_free_again_when_all_is_taken_back(tmp_path):
     run, other = "a" * 16, "b" * 16
     ledger = make(tmp_path / "ledger.db")
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ann("join"))
     for number in (1, 2, 3):
-        ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(number), units=5))
+        ledger.append(ann("submit", work=work(number), units=5))
 
     def verdict(kind, number, **fields):
         ledger.append(ledger_events.sign(kind, ANN.worker, JUDGE, work=work(number), **fields))
@@ -174,20 +182,20 @@ def test_tasks_have_one_spelling(tasks):
 def test_what_is_not_spelled_so_is_no_tasks(text):
     with pytest.raises(ValueError, match="is not an integer|ends before it starts|list at most 65536|are not in order"):
         task_ranges.parse_tasks(text)
-    event = ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True, run="a" * 16, tasks=text)
+    event = judge("accept", work=work(1), checked=True, run="a" * 16, tasks=text)
     assert ledger_events.form_error(event).startswith("tasks: must be tasks like")
 
 
 def test_events_and_entries_are_spelled_as_ever():
     """A change of any of these bytes makes every ledger that was written a bad one."""
-    event = dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=500), nonce="00ff" * 8)
+    event = dataclasses.replace(ann("stake", amount=500), nonce="00ff" * 8)
     nonce, node = "00ff" * 8, ANN.worker
     spelled = (
         f'{{"author":"{node}","fields":{{"amount":500}},"kind":"stake","node":"{node}","nonce":"{nonce}"}}'.encode()
     )
     assert ledger_events.encode(event) == spelled
     ANN.private.public_key().verify(
-        ledger_events.sign("stake", ANN.worker, ANN, nonce="00ff" * 8, amount=500).signature,
+        ann("stake", nonce="00ff" * 8, amount=500).signature,
         b"intellax/event/1" + spelled,
     )
     preimage = b"intellax/entry/1" + (7).to_bytes(8, "little") + (1234).to_bytes(8, "little") + b"p" * 32
@@ -202,71 +210,45 @@ def test_events_and_entries_are_spelled_as_ever():
     ("event", "rule"),
     [
         (lambda: ledger_events.sign("open", KEEPER.worker, KEEPER, validators=[ANN.worker], window_ms=1), "open: "),
-        (lambda: ledger_events.sign("join", ANN.worker, ANN), "join: the worker has joined"),
+        (lambda: ann("join"), "join: the worker has joined"),
         (lambda: ledger_events.sign("join", BOB.worker, ANN), "author: join must be signed by the worker"),
         (lambda: ledger_events.sign("stake", BOB.worker, BOB, amount=1), "node: the worker has not joined"),
-        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=0), "amount: must be"),
-        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1.0), "amount: must be"),
-        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=True), "amount: must be"),
-        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=2**60), "amount: must be"),
-        (lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1, more=1), "fields: stake has exactly amount"),
-        (lambda: ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=1), "work: it was submitted"),
-        (lambda: ledger_events.sign("submit", ANN.worker, ANN, work="AB" * 32, units=1), "work: must be"),
-        (lambda: ledger_events.sign("accept", ANN.worker, ANN, work=work(1), checked=True), "author: accept must be"),
+        (lambda: ann("stake", amount=0), "amount: must be"),
+        (lambda: ann("stake", amount=1.0), "amount: must be"),
+        (lambda: ann("stake", amount=True), "amount: must be"),
+        (lambda: ann("stake", amount=2**60), "amount: must be"),
+        (lambda: ann("stake", amount=1, more=1), "fields: stake has exactly amount"),
+        (lambda: ann("submit", work=work(1), units=1), "work: it was submitted"),
+        (lambda: ann("submit", work="AB" * 32, units=1), "work: must be"),
+        (lambda: ann("accept", work=work(1), checked=True), "author: accept must be"),
+        (lambda: judge("accept", work=work(2), checked=True), "work: this worker did not"),
+        (lambda: judge("accept", work=work(1), checked=True), "work: it is accepted"),
         (
-            lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(2), checked=True),
-            "work: this worker did not",
-        ),
-        (lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True), "work: it is accepted"),
-        (
-            lambda: ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=11, reason="x"),
+            lambda: judge("invalidate", work=work(1), units=11, reason="x"),
             "units: 11 cannot be taken back, 10 are left",
         ),
+        (lambda: judge("invalidate", work=work(1), units=1, reason=""), "reason: must be"),
+        (lambda: ann("stake", amount=1, run="a" * 16, tasks="1:1"), "fields: stake has exactly amount"),
         (
-            lambda: ledger_events.sign("invalidate", ANN.worker, JUDGE, work=work(1), units=1, reason=""),
-            "reason: must be",
-        ),
-        (
-            lambda: ledger_events.sign("stake", ANN.worker, ANN, amount=1, run="a" * 16, tasks="1:1"),
-            "fields: stake has exactly amount",
-        ),
-        (
-            lambda: ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True, tasks="1:1"),
+            lambda: judge("accept", work=work(1), checked=True, tasks="1:1"),
             "fields: accept has exactly work, checked, run, tasks",
         ),
-        (
-            lambda: ledger_events.sign(
-                "accept", ANN.worker, JUDGE, work=work(1), checked=True, tasks="1:1", run="A" * 16
-            ),
-            "run: must be 16",
-        ),
-        (lambda: ledger_events.sign("praise", ANN.worker, JUDGE), "kind: must be one of"),
+        (lambda: judge("accept", work=work(1), checked=True, tasks="1:1", run="A" * 16), "run: must be 16"),
+        (lambda: judge("praise"), "kind: must be one of"),
         (lambda: ledger_events.sign("stake", "ann", ANN, amount=1), "node: must be a public key"),
-        (lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), nonce="1"), "signature: "),
-        (
-            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), author=BOB.worker),
-            "signat",
-        ),
-        (
-            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), fields={1: {2}}),
-            "fields: ",
-        ),
-        (
-            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), author=None),
-            "signature: ",
-        ),
-        (
-            lambda: dataclasses.replace(ledger_events.sign("stake", ANN.worker, ANN, amount=1), signature=None),
-            "signature",
-        ),
+        (lambda: dataclasses.replace(ann("stake", amount=1), nonce="1"), "signature: "),
+        (lambda: dataclasses.replace(ann("stake", amount=1), author=BOB.worker), "signat"),
+        (lambda: dataclasses.replace(ann("stake", amount=1), fields={1: {2}}), "fields: "),
+        (lambda: dataclasses.replace(ann("stake", amount=1), author=None), "signature: "),
+        (lambda: dataclasses.replace(ann("stake", amount=1), signature=None), "signature"),
     ],
 )
 def test_each_rule_refuses_and_nothing_is_written(tmp_path, event, rule):
     ledger = make(tmp_path / "ledger.db")
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
-    ledger.append(ledger_events.sign("submit", ANN.worker, ANN, work=work(1), units=10))
-    ledger.append(ledger_events.sign("accept", ANN.worker, JUDGE, work=work(1), checked=True))
-    good = ledger_events.sign("stake", ANN.worker, ANN, amount=5)
+    ledger.append(ann("join"))
+    ledger.append(ann("submit", work=work(1), units=10))
+    ledger.append(judge("accept", work=work(1), checked=True))
+    good = ann("stake", amount=5)
     with pytest.raises(ValueError, match=f"is refused: {rule}"):
         ledger.append(good, event())  # all or none
     assert ledger.state.workers[ANN.worker].stake == 0 and len(ledger.entries()) == 4
@@ -279,10 +261,10 @@ def test_each_rule_refuses_and_nothing_is_written(tmp_path, event, rule):
 def test_who_was_ejected_does_nothing_more(tmp_path):
     ledger = filled(tmp_path / "ledger.db")
     for event in (
-        ledger_events.sign("stake", ANN.worker, ANN, amount=1),
-        ledger_events.sign("submit", ANN.worker, ANN, work=work(9), units=1),
-        ledger_events.sign("join", ANN.worker, ANN),
-        ledger_events.sign("eject", ANN.worker, JUDGE, reason="again"),
+        ann("stake", amount=1),
+        ann("submit", work=work(9), units=1),
+        ann("join"),
+        judge("eject", reason="again"),
     ):
         with pytest.raises(ValueError, match="was ejected|has joined"):
             ledger.append(event)
@@ -556,11 +538,11 @@ def test_a_kill_during_writes_loses_nothing_that_was_acknowledged(tmp_path):
 
 def test_threads_and_a_second_process_share_one_chain(tmp_path):
     first, second = make(tmp_path / "ledger.db"), reopen(tmp_path / "ledger.db", KEEPER)
-    first.append(ledger_events.sign("join", ANN.worker, ANN))
+    first.append(ann("join"))
 
     def stake(ledger):
         for _ in range(5):
-            ledger.append(ledger_events.sign("stake", ANN.worker, ANN, amount=1))
+            ledger.append(ann("stake", amount=1))
 
     threads = [threading.Thread(target=stake, args=(ledger,)) for ledger in (first, second, first)]
     for thread in threads:
@@ -574,12 +556,12 @@ def test_threads_and_a_second_process_share_one_chain(tmp_path):
 def test_a_commit_that_fails_leaves_nothing_behind(tmp_path):
     """A reader holds the file for longer than the writer waits."""
     ledger = make(tmp_path / "ledger.db")
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ann("join"))
     ledger._connection.execute("PRAGMA busy_timeout = 20")
     reader = opened(sqlite3.connect)(tmp_path / "ledger.db", isolation_level=None)
     reader.execute("BEGIN")
     reader.execute("SELECT * FROM entries").fetchone()
-    event = ledger_events.sign("stake", ANN.worker, ANN, amount=5)
+    event = ann("stake", amount=5)
     for _ in range(2):
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             ledger.append(event)
@@ -594,15 +576,15 @@ def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_head", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+            ledger.append(ann("join"))
     assert not ledger.refresh().workers
-    ledger.append(ledger_events.sign("join", ANN.worker, ANN))
+    ledger.append(ann("join"))
     assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 2
 
 
 def test_a_ledger_is_opened_while_others_append(tmp_path, monkeypatch):
     """An entry that comes between the reading of the last one and of the head is not a missing entry."""
-    first, late = make(tmp_path / "ledger.db"), [ledger_events.sign("join", ANN.worker, ANN)]
+    first, late = make(tmp_path / "ledger.db"), [ann("join")]
     checked = storage.checked
 
     def slow(*args):
