@@ -39,12 +39,7 @@ class Checkpointer:
     """Saves and restores the train state of one run in a directory. As a context manager, finishes the last save at exit."""
 
     def __init__(
-        self,
-        directory: str | os.PathLike,
-        *,
-        keep: int = 3,
-        every: int = 1,
-        hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+        self, directory: str | os.PathLike, *, keep: int = 3, every: int = 1, hosts: hosts_lib.Hosts = hosts_lib.ALONE
     ):
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must both be at least 1: correct config.checkpoint")

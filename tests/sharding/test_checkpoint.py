@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pathlib
-import subprocess
 from typing import Any
 
 import flax.struct
@@ -17,6 +16,7 @@ import optax
 import pytest
 
 from sharding import checkpoint
+from tests.support import trees
 
 
 @flax.struct.dataclass
@@ -46,13 +46,6 @@ def _abstract(tree: Any, sharding=None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
 
 
-def _assert_same(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 def _save_steps(directory, *steps, **kwargs) -> list[State]:
     states = []
     with checkpoint.Checkpointer(directory, **kwargs) as checkpointer:
@@ -79,7 +72,7 @@ def test_train_four_is_train_two_resume_two(tmp_path):
     assert jax.tree.map(jax.typeof, resumed) == jax.tree.map(jax.typeof, state)
     for _ in range(2):
         resumed = _train_step(resumed)
-    _assert_same(resumed, straight)
+    trees.assert_same(resumed, straight)
 
 
 def test_restore_onto_another_mesh(tmp_path):
@@ -93,10 +86,10 @@ def test_restore_onto_another_mesh(tmp_path):
             params=_abstract(tree.params, eight), opt_state=_abstract(tree.opt_state, eight)
         )
         _, restored, _ = checkpointer.restore(wanted)
-    _assert_same(restored, tree)
+    trees.assert_same(restored, tree)
     assert restored.params["w"].sharding == eight and restored.opt_state["mu"].sharding == eight
     step, params = checkpoint.restore_params(tmp_path, _abstract(tree.params, two))
-    _assert_same(params, tree.params)
+    trees.assert_same(params, tree.params)
     assert step == 3 and params["w"].sharding == two
 
 
@@ -115,8 +108,8 @@ def test_damaged_newest_is_skipped(tmp_path, caplog, what, how):
         _, params = checkpoint.restore_params(tmp_path, _abstract(before.params))
         step, state, host_state = checkpointer.restore(_abstract(before))
         assert (step, host_state) == (1, {"cursor": 1})
-        _assert_same(state, before)
-        _assert_same(params, before.params)
+        trees.assert_same(state, before)
+        trees.assert_same(params, before.params)
         assert checkpointer.save(2, before, {"cursor": "again"})  # the torn one does not stand in the way
         checkpointer.wait()
         assert checkpointer.restore(_abstract(before))[2] == {"cursor": "again"}
@@ -193,7 +186,7 @@ def test_save_survives_donation(tmp_path):
         checkpointer.save(1, state, {})
         jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
         _, restored, _ = checkpointer.restore(_abstract(_state(1 << 16)))
-    _assert_same(restored, expected)
+    trees.assert_same(restored, expected)
 
 
 @pytest.mark.parametrize(
@@ -223,19 +216,6 @@ def test_nothing_on_stderr(tmp_path, capfd):
     checkpoint.restore_params(tmp_path, _abstract(state.params))
     assert capfd.readouterr() == ("", "")
     assert json.loads((tmp_path / "1/seal.json").read_text()).keys() >= {"host/metadata", "state/manifest.ocdbt"}
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs root to mount a 1 MB tmpfs: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops its loop in mid-failure

@@ -28,7 +28,7 @@ from sharding.broadcast import assemble, destination, encode, placement
 from sharding.download import source
 from sharding.format import chunks, digests, manifest
 from tests.models import test_families
-from tests.support import commands, proxy
+from tests.support import commands, proxy, trees
 
 
 def _tree() -> dict:
@@ -40,19 +40,15 @@ def _tree() -> dict:
     }
 
 
-def _assert_same(tree, other):
-    """Bitwise, types of containers included: NaN payloads and -0.0 count."""
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert a.tobytes() == b.tobytes()
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
 
 
 @pytest.mark.parametrize("name", manifest.ITEM_BYTES)
-def test_every_dtype_round_trips_bitwise(tmp_path, name):
+def test_every_dtype_round_trips_bitwise(tmp_path, rng, name):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
-    values = np.random.default_rng(0).integers(0, 256, 35 * dtype.itemsize, dtype=np.uint8)
+    values = rng.integers(0, 256, 35 * dtype.itemsize, dtype=np.uint8)
     if name == "bool":
         values %= 2
     if name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):  # one byte in memory, few of its values legal
@@ -62,7 +58,7 @@ def test_every_dtype_round_trips_bitwise(tmp_path, name):
     zeros = np.zeros((4,), dtype)  # stored like any other chunk, or a missing one would look like zeros
     tree = {"m": m, "scalar": zeros[0], "empty": np.zeros((3, 0, 2), dtype), "zeros": zeros, "strided": m.T[::2]}
     broadcast.publish(tree, 0, tmp_path)
-    _assert_same(broadcast.pull(tmp_path).params, tree)
+    trees.assert_same(broadcast.pull(tmp_path).params, tree)
 
 
 def test_structure_metadata_and_digest_round_trip(tmp_path):
@@ -70,7 +66,7 @@ def test_structure_metadata_and_digest_round_trip(tmp_path):
     metadata = {"model": {"dim": 8, "eps": 1e-6, "names": ["é"]}, "tokenizer": "bytes"}
     written = broadcast.publish(tree, 3, tmp_path, metadata=metadata)
     pulled = broadcast.pull(tmp_path)
-    _assert_same(pulled.params, tree)
+    trees.assert_same(pulled.params, tree)
     assert (pulled.version, pulled.metadata) == (3, metadata)
     assert pulled.digest == written.digest == broadcast.tree_digest(tree)
     assert broadcast.read_manifest(tmp_path, 3) == written
@@ -143,7 +139,7 @@ def test_many_chunks_round_trip_and_stock_tensorstore_reads_them(tmp_path, monke
     monkeypatch.setattr(digests, "SLICE_BYTES", 10)  # less than a chunk: its checksum goes over several parts
     tree = {"w": np.arange(7 * 11 * 3, dtype=np.int32).reshape(7, 11, 3)}
     broadcast.publish(tree, 0, tmp_path)
-    _assert_same(broadcast.pull(tmp_path).params, tree)
+    trees.assert_same(broadcast.pull(tmp_path).params, tree)
     path = f"{tmp_path}/v00000000/tensors/w/"
     array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result().read().result()
     np.testing.assert_array_equal(array, tree["w"])
@@ -155,7 +151,7 @@ def test_pull_onto_eight_devices(tmp_path):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("fsdp",), ()))
     params = broadcast.pull(tmp_path, 1, shardings={"w": split, "b": [whole]}).params
-    _assert_same(params, tree)
+    trees.assert_same(params, tree)
     assert params["w"].sharding == split and params["w"].addressable_shards[0].data.shape == (2, 4)
     with pytest.raises(ValueError, match=r"'b/0' of shape \(3,\) does not fit"):
         broadcast.pull(tmp_path, shardings={"w": split, "b": [split]})
@@ -202,21 +198,6 @@ def test_swapped_objects_of_one_size_are_caught(tmp_path):
         broadcast.pull(tmp_path)
 
 
-def _lie(root: pathlib.Path, change) -> None:
-    """A liar's manifest: changed, then hashed again, so that only the rules can refuse it."""
-    path = root / "v00000000/manifest.json"
-    body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("own_digest", "signature")}
-    change(body)
-    body["own_digest"] = blake3.blake3(manifest.canonical(body)).hexdigest()
-    path.write_bytes(manifest.canonical(body | {"signature": None}))
-
-
-LIES = {  # tests/sharding/format/test_manifest.py has all of them; here: that `pull` checks before it reads
-    "traversal": (lambda m: m["objects"][0].update(path="tensors/../../secret"), "secret.*relative path"),
-    "replayed version": (lambda m: m.update(version=9), "is of version 9, not of version 0"),
-}
-
-
 class _Counting(source.Directory):
     """A directory that records the objects read from it."""
 
@@ -229,13 +210,17 @@ class _Counting(source.Directory):
         super().read(version, entry, into)
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_lying_manifest_is_refused_before_any_byte_is_fetched(tmp_path, lie):
+def test_lying_manifest_is_refused_before_any_byte_is_fetched(tmp_path):
     broadcast.publish(_tree(), 0, tmp_path)
-    change, message = LIES[lie]
-    _lie(tmp_path, change)
+    path = tmp_path / "v00000000/manifest.json"
+    body = {k: v for k, v in json.loads(path.read_bytes()).items() if k not in ("own_digest", "signature")}
+    body["objects"][0]["path"] = "tensors/../../secret"
+    body["own_digest"] = blake3.blake3(
+        manifest.canonical(body)
+    ).hexdigest()  # hashed again: only the rules can refuse it
+    path.write_bytes(manifest.canonical(body | {"signature": None}))
     opened = _Counting(tmp_path)
-    with pytest.raises(broadcast.CorruptSource, match=message):
+    with pytest.raises(broadcast.CorruptSource, match="secret.*relative path"):
         broadcast.pull(opened, 0)
     assert opened.paths == []
 
@@ -279,14 +264,9 @@ def test_only_the_pinned_publisher_and_run_count(tmp_path):
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"a/b": np.ones(1)}, "key 'a/b'"),
         ({"..": np.ones(1)}, r"key '\.\.'"),
-        ({"": np.ones(1)}, "key ''"),
-        ({1: np.ones(1)}, "key 1"),
         ({"a": 1.0}, "leaf 'a' is a float"),
         ({"a": np.array(["x"])}, "tensor 'a' has dtype <U1"),
-        ({".a": np.ones(1)}, r"key '\.a'"),
-        (np.ones(1), "wrap it in a dict"),
     ],
 )
 def test_unpublishable_trees_are_refused_before_anything_is_written(tmp_path, params, message):
@@ -369,19 +349,6 @@ def test_concurrent_publishers_take_turns(tmp_path):
         thread.join()
     (winner,) = (x for x in outcomes if isinstance(x, int))
     np.testing.assert_array_equal(broadcast.pull(tmp_path).params["a"], winner)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs root to mount a 1 MB tmpfs: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_full_disk_leaves_nothing(small_disk):
@@ -473,18 +440,6 @@ def test_the_next_publisher_deletes_what_a_killed_removal_left(tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["v00000002"]
 
 
-def test_an_error_takes_everything_back(tmp_path, monkeypatch):
-    broadcast.publish({"a": np.ones(4)}, 1, tmp_path)
-
-    def fail(*args):
-        raise OSError("the network drive went away")
-
-    monkeypatch.setattr(destination.Directory, "finish", fail)
-    with pytest.raises(OSError, match="went away"):
-        broadcast.publish({"a": np.zeros(4)}, 2, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["v00000001"]
-
-
 def test_relays_may_read_while_it_is_published(tmp_path, monkeypatch):
     """Every line of the journal names an object that is on disk, whole, in the order of the manifest."""
     lines, note = [], destination.Directory.note
@@ -532,8 +487,7 @@ def _params(rng) -> dict:
     }
 
 
-def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path):
-    rng = np.random.default_rng(0)
+def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
     params = _params(rng)
     chain, snapshots = broadcast.Publisher(tmp_path / "chain", snapshot_every=100), tmp_path / "snapshots"
     have = None
@@ -543,41 +497,39 @@ def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path):
         reference = broadcast.publish(params, version, snapshots)
         assert written.digest == reference.digest
         have = broadcast.pull(tmp_path / "chain", base=have)
-        _assert_same(have.params, params)
+        trees.assert_same(have.params, params)
         params = _nudge(params, rng)
     late = broadcast.pull(tmp_path / "chain")
-    _assert_same(late.params, have.params)
-    _assert_same(late.params, broadcast.pull(snapshots).params)
+    trees.assert_same(late.params, have.params)
+    trees.assert_same(late.params, broadcast.pull(snapshots).params)
     assert late.metadata == {"step": 100} and late.digest == have.digest
     assert broadcast.versions(tmp_path / "chain") == list(range(0, 102, 2))  # the newest 8 need all of them
 
 
-def test_a_version_that_needs_nothing_frees_the_old_ones(tmp_path):
-    rng = np.random.default_rng(0)
+def test_a_version_that_needs_nothing_frees_the_old_ones(tmp_path, rng):
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, broadcast.PublishOptions(keep=2), snapshot_every=4)
     kept = []
     for version in range(10):
         written = publisher.publish(params, version)
         assert (written.base is None) == (version % 4 == 0) and (written.delta_of is None) == (version == 0)
         kept.append(broadcast.versions(tmp_path))
-        _assert_same(broadcast.pull(tmp_path).params, params)
+        trees.assert_same(broadcast.pull(tmp_path).params, params)
         params = _nudge(params, rng)
     assert kept[3:9] == [[0, 1, 2, 3], [0, 1, 2, 3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7, 8]]
 
 
-def test_the_plan_with_the_fewest_bytes_is_fetched(tmp_path):
+def test_the_plan_with_the_fewest_bytes_is_fetched(tmp_path, rng):
     """Deltas for a reader with the base, also across a snapshot; the snapshot without a base, or with another run's tree."""
-    rng = np.random.default_rng(0)
-    publisher, trees = broadcast.Publisher(tmp_path, broadcast.PublishOptions(keep=9), snapshot_every=3), [_params(rng)]
-    trees[0]["w"] = rng.standard_normal((256, 256)).astype(np.float32)
+    publisher, made = broadcast.Publisher(tmp_path, broadcast.PublishOptions(keep=9), snapshot_every=3), [_params(rng)]
+    made[0]["w"] = rng.standard_normal((256, 256)).astype(np.float32)
     for version in range(6):  # 0 and 3 are snapshots
-        publisher.publish(trees[-1], version)
-        trees.append(_nudge(trees[-1], rng, 0.001))
+        publisher.publish(made[-1], version)
+        made.append(_nudge(made[-1], rng, 0.001))
 
     def fetched(version, base=None):
         opened = _Counting(tmp_path)
         pulled = broadcast.pull(opened, version, base=base)
-        _assert_same(pulled.params, trees[version])
+        trees.assert_same(pulled.params, made[version])
         return {(v, path.split("/")[0]) for v, path in opened.paths}
 
     assert fetched(5) == {(3, "tensors"), (4, "deltas"), (5, "deltas")}
@@ -595,22 +547,20 @@ def test_the_plan_with_the_fewest_bytes_is_fetched(tmp_path):
     assert fetched(5, at[1]) == fetched(5)  # the way is broken, the snapshot is not
 
 
-def test_a_base_that_was_overwritten_is_not_used(tmp_path):
-    rng = np.random.default_rng(0)
+def test_a_base_that_was_overwritten_is_not_used(tmp_path, rng):
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, snapshot_every=4)
     publisher.publish(params, 0)
     have = broadcast.pull(tmp_path)
     params = _nudge(params, rng)
     publisher.publish(params, 1)
     have.params["f"][0, 0] = 7  # another owner wrote into it
-    _assert_same(broadcast.pull(tmp_path, base=have).params, params)
+    trees.assert_same(broadcast.pull(tmp_path, base=have).params, params)
     same = broadcast.pull(tmp_path)
     same.params["q"][0] ^= 1
-    _assert_same(broadcast.pull(tmp_path, base=same).params, params)  # also when nothing needs to be fetched
+    trees.assert_same(broadcast.pull(tmp_path, base=same).params, params)  # also when nothing needs to be fetched
 
 
-def test_explicit_base(tmp_path):
-    rng = np.random.default_rng(0)
+def test_explicit_base(tmp_path, rng):
     first, second, third = (_params(rng) for _ in range(3))
     broadcast.publish(first, 0, tmp_path)
     base = broadcast.pull(tmp_path)
@@ -618,8 +568,8 @@ def test_explicit_base(tmp_path):
     assert (written.base, written.digest_before) == (0, base.digest)
     assert broadcast.publish(third, 2, tmp_path, base=base).delta_of == 0  # not 1
     for version, tree in enumerate((first, second, third)):
-        _assert_same(broadcast.pull(tmp_path, version).params, tree)
-        _assert_same(broadcast.pull(tmp_path, version, base=base).params, tree)
+        trees.assert_same(broadcast.pull(tmp_path, version).params, tree)
+        trees.assert_same(broadcast.pull(tmp_path, version, base=base).params, tree)
     with pytest.raises(ValueError, match="tensor 'x' has another shape.*version 0"):
         broadcast.publish({**third, "x": np.ones(1)}, 3, tmp_path, base=base)
     with pytest.raises(ValueError, match="base is version 0.*pass an older base"):
@@ -630,8 +580,7 @@ def test_explicit_base(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete", "swap"])
-def test_a_tampered_delta_is_named_and_a_snapshot_helps(tmp_path, how):
-    rng = np.random.default_rng(0)
+def test_a_tampered_delta_is_named_and_a_snapshot_helps(tmp_path, how, rng):
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, snapshot_every=3)
     for version in range(4):  # 3 is a snapshot and a delta
         publisher.publish(params, version)
@@ -649,14 +598,13 @@ def test_a_tampered_delta_is_named_and_a_snapshot_helps(tmp_path, how):
         with pytest.raises(broadcast.CorruptSource, match=r"v00000002/deltas/00000-000000\.bin"):
             broadcast.pull(tmp_path, 2, base=have)
     two = broadcast.Pulled(2, params, {}, broadcast.read_manifest(tmp_path, 2).digest)
-    _assert_same(broadcast.pull(tmp_path, 3, base=two).params, params)
+    trees.assert_same(broadcast.pull(tmp_path, 3, base=two).params, params)
     with pytest.raises(broadcast.CorruptSource, match="deltas"):
         broadcast.verify(tmp_path, 3)
 
 
-def test_random_damage_gives_the_right_tree_or_an_error(tmp_path):
+def test_random_damage_gives_the_right_tree_or_an_error(tmp_path, rng):
     """One or two files of a chain damaged at random: no wrong tree, and nothing but the errors that are promised."""
-    rng = np.random.default_rng(0)
     params, have = {"w": rng.standard_normal((40, 8)), "b": np.zeros(9, np.float32)}, None
     publisher = broadcast.Publisher(tmp_path / "good", snapshot_every=3)
     for version in range(5):
@@ -681,16 +629,15 @@ def test_random_damage_gives_the_right_tree_or_an_error(tmp_path):
             path.unlink() if how == 3 else path.write_bytes(data)
         for base in (None, have):
             try:
-                _assert_same(broadcast.pull(tmp_path / "bad", 4, base=base).params, params)
+                trees.assert_same(broadcast.pull(tmp_path / "bad", 4, base=base).params, params)
                 outcomes["right"] += 1
             except (broadcast.CorruptSource, FileNotFoundError):
                 outcomes["refused"] += 1
     assert outcomes["right"] > 10 and outcomes["refused"] > 10, outcomes
 
 
-def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch):
+def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch, rng):
     """All hashes of objects agree, and the result is still wrong: only the digest after applying shows it."""
-    rng = np.random.default_rng(0)
     params = {"w": rng.standard_normal((64, 4))}
     broadcast.publish(params, 0, tmp_path)
     wrong = broadcast.Pulled(0, {"w": params["w"] + 1e-9}, {}, broadcast.read_manifest(tmp_path, 0).digest)
@@ -699,8 +646,7 @@ def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch):
         broadcast.pull(tmp_path)
 
 
-def test_a_chain_of_another_run_is_refused(tmp_path):
-    rng = np.random.default_rng(0)
+def test_a_chain_of_another_run_is_refused(tmp_path, rng):
     publisher = broadcast.Publisher(tmp_path, snapshot_every=3)
     publisher.publish(_params(rng), 0)
     publisher.publish(_params(rng), 1)
@@ -714,41 +660,39 @@ def test_a_chain_of_another_run_is_refused(tmp_path):
         broadcast.pull(tmp_path)
 
 
-def test_a_publisher_that_failed_starts_over_with_a_snapshot(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
+def test_a_publisher_that_failed_starts_over_with_a_snapshot(tmp_path, monkeypatch, rng):
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, snapshot_every=8)
     publisher.publish(params, 0)
     with monkeypatch.context() as patch:
         patch.setattr(destination.Directory, "finish", lambda *args: (_ for _ in ()).throw(OSError("gone")))
         with pytest.raises(OSError, match="gone"):
             publisher.publish(_nudge(params, rng), 1)
+    assert os.listdir(tmp_path) == ["v00000000"]
     params = _nudge(params, rng)
     assert publisher.publish(params, 1).encodings == ("zarr3",)
-    _assert_same(broadcast.pull(tmp_path).params, params)
+    trees.assert_same(broadcast.pull(tmp_path).params, params)
     with pytest.raises(ValueError, match="snapshot_every=0"):
         broadcast.Publisher(tmp_path, snapshot_every=0)
 
 
-def test_deltas_of_many_chunks_in_many_objects(tmp_path, monkeypatch):
+def test_deltas_of_many_chunks_in_many_objects(tmp_path, monkeypatch, rng):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 256)
     monkeypatch.setattr(encode, "DELTA_OBJECT_BYTES", 1000)
-    rng = np.random.default_rng(0)
     params, have = {"w": rng.standard_normal((61, 33)), "v": rng.standard_normal(501)}, None
     publisher = broadcast.Publisher(tmp_path, snapshot_every=5)
     for version in range(3):
         written = publisher.publish(params, version)
         have = broadcast.pull(tmp_path, base=have)
-        _assert_same(have.params, params)
-        _assert_same(broadcast.pull(tmp_path).params, params)
+        trees.assert_same(have.params, params)
+        trees.assert_same(broadcast.pull(tmp_path).params, params)
         frozen, params = params, _nudge(params, rng, 0.02)
         params["v"][:250] = frozen["v"][:250]  # frozen: chunks without a patch
     deltas = [d for t in written.tensors for d in t.deltas]
     assert len(written.objects) > 5 and None in deltas and len({d[0] for d in deltas if d}) == len(written.objects)
 
 
-def test_an_rl_sized_step_moves_a_thirtieth(tmp_path):
+def test_an_rl_sized_step_moves_a_thirtieth(tmp_path, rng):
     """Measures all files of a version after a step of Adam (learning rate 1e-6, bfloat16)."""
-    rng = np.random.default_rng(0)
     weights = rng.normal(0, 0.02, (1024, 2048)).astype(np.float32)
     publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(dtype="bfloat16"), snapshot_every=8)
     sizes = []
@@ -778,9 +722,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("ours", LAYOUTS)
-def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours):
+def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours, rng):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 200)  # several chunks per shard
-    rng = np.random.default_rng(0)
     tree = {
         "w": rng.standard_normal((48, 40)).astype(np.float32),
         "h": rng.standard_normal((16, 8)).astype(ml_dtypes.bfloat16),
@@ -793,28 +736,27 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours):
             sharding = layout()
             shardings = {"w": sharding, "h": sharding}
             pulled = broadcast.pull(tmp_path, shardings=shardings)
-            _assert_same(pulled.params, tree)
+            trees.assert_same(pulled.params, tree)
             assert all(leaf.sharding == sharding for leaf in pulled.params.values())
             if version:  # the base has their layout, the patches ours
-                _assert_same(broadcast.pull(tmp_path, shardings=shardings, base=have[theirs]).params, tree)
+                trees.assert_same(broadcast.pull(tmp_path, shardings=shardings, base=have[theirs]).params, tree)
             have[theirs] = pulled
-        _assert_same(broadcast.pull(tmp_path).params, tree)
+        trees.assert_same(broadcast.pull(tmp_path).params, tree)
         tree = _nudge(tree, rng)
     reused = {"w": LAYOUTS["rows of 8"](), "h": LAYOUTS["columns of 8"]()}
     last = broadcast.pull(tmp_path)
-    _assert_same(broadcast.pull(tmp_path, shardings=reused, base=last).params, last.params)
+    trees.assert_same(broadcast.pull(tmp_path, shardings=reused, base=last).params, last.params)
 
 
-def test_a_learner_that_changes_its_mesh_goes_on_publishing(tmp_path, monkeypatch):
+def test_a_learner_that_changes_its_mesh_goes_on_publishing(tmp_path, monkeypatch, rng):
     """Chunks that fit the old shards may straddle the new ones: then a snapshot, and deltas again after it."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 200)
-    rng = np.random.default_rng(0)
     tree = {"w": rng.standard_normal((48, 56)).astype(np.float32)}  # chunks of 112 or 168 bytes
     publisher, have, kinds = broadcast.Publisher(tmp_path, snapshot_every=100), None, []
     for version, layout in enumerate(layout for layout in LAYOUTS.values() for _ in range(2)):
         kinds.append(publisher.publish(jax.device_put(tree, layout()), version).encodings)
         have = broadcast.pull(tmp_path, base=have)
-        _assert_same(have.params, tree)
+        trees.assert_same(have.params, tree)
         tree = _nudge(tree, rng)
     assert ("zarr3",) in kinds[2::2] and kinds[1::2] == [("xor",)] * len(LAYOUTS)
 
@@ -859,10 +801,9 @@ def test_a_host_fetches_only_what_its_devices_need(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", test_families.FAMILIES)
-def test_every_model_family(tmp_path, family):
+def test_every_model_family(tmp_path, family, rng):
     """Real trees in their real layouts, random bits in them (a NaN is a bit pattern, too), published from one mesh onto another."""
     config = test_families.FAMILIES[family]
-    rng = np.random.default_rng(0)
 
     def draw(leaf):
         raw = rng.integers(0, 256, leaf.dtype.itemsize * int(np.prod(leaf.shape)), dtype=np.uint8)
@@ -878,7 +819,7 @@ def test_every_model_family(tmp_path, family):
     for version in range(2):
         publisher.publish(params, version)
         have = broadcast.pull(tmp_path, shardings=theirs, base=have)
-        _assert_same(have.params, params)
+        trees.assert_same(have.params, params)
         assert jax.tree.map(lambda a: a.sharding, have.params) == jax.tree.map(lambda a: a.sharding, theirs)
         params = _nudge(params, rng)
 
@@ -906,7 +847,7 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path):
         written = publisher.publish(tree, version)
         assert [t.tied_to for t in written.tensors] == [None, "embed", None]
         pulled = broadcast.pull(tmp_path)
-        _assert_same(pulled.params, tree)
+        trees.assert_same(pulled.params, tree)
         assert pulled.params["embed"] is pulled.params["head"] and pulled.params["embed"] is not pulled.params["twin"]
         assert pulled.digest == broadcast.tree_digest(tree) == broadcast.tree_digest(pulled.params)
         assert not (tmp_path / f"v{version:08d}" / "tensors" / "head").exists()
@@ -917,11 +858,10 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path):
     broadcast.publish({"a": (x := jnp.arange(8.0).reshape(2, 4)), "b": x, "c": x}, 0, tmp_path / "f32")
     params = broadcast.pull(tmp_path / "f32", shardings={"a": rows, "b": rows, "c": columns}).params
     assert params["a"] is params["b"] and params["c"].sharding == columns
-    _assert_same(params, {"a": x, "b": x, "c": x})
+    trees.assert_same(params, {"a": x, "b": x, "c": x})
 
 
-def test_cast_on_the_way_out(tmp_path):
-    rng = np.random.default_rng(0)
+def test_cast_on_the_way_out(tmp_path, rng):
     tree = {
         "w": jax.device_put(rng.standard_normal((8, 16)).astype(np.float32), jax.NamedSharding(_mesh(8), jax.P("x"))),
         "host": rng.standard_normal(5).astype(np.float32),
@@ -930,7 +870,7 @@ def test_cast_on_the_way_out(tmp_path):
     }
     broadcast.publish(tree, 0, tmp_path, broadcast.PublishOptions(dtype="bfloat16"))
     expected = {n: np.asarray(a).astype(ml_dtypes.bfloat16) if n in ("w", "host") else a for n, a in tree.items()}
-    _assert_same(broadcast.pull(tmp_path).params, expected)
+    trees.assert_same(broadcast.pull(tmp_path).params, expected)
     for dtype in ("int8", "bf16"):
         with pytest.raises(ValueError, match=f"dtype '{dtype}' is not a floating dtype"):
             broadcast.publish(tree, 1, tmp_path, broadcast.PublishOptions(dtype=dtype))
@@ -948,17 +888,17 @@ def test_the_tree_that_a_publisher_keeps_is_its_own(tmp_path):
 # ---- other places ----------------------------------------------------------------------------------------------------
 
 
-def test_bucket(tmp_path):
+def test_bucket(tmp_path, rng):
     """The code of gs:// and s3://, on tensorstore's own file store."""
-    root, rng = f"file://{tmp_path}/bucket", np.random.default_rng(0)
+    root = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
     params, publisher = _params(rng), broadcast.Publisher(root, broadcast.PublishOptions(keep=2), snapshot_every=2)
     have = None
     for version in range(5):
         publisher.publish(params, version)
         have = broadcast.pull(root, base=have)
-        _assert_same(have.params, params)
-        _assert_same(broadcast.pull(root).params, params)
+        trees.assert_same(have.params, params)
+        trees.assert_same(broadcast.pull(root).params, params)
         params = _nudge(params, rng)
     assert broadcast.versions(root) == [2, 3, 4]
     broadcast.remove(root, 4)
@@ -967,15 +907,12 @@ def test_bucket(tmp_path):
         broadcast.publish(params, 3, root)
 
 
-def test_through_two_relays_with_deltas(tmp_path):
+def test_through_two_relays_with_deltas(tmp_path, rng):
     """The same calls over HTTP: `publish` writes, real relays mirror, and `pull` proves."""
-    rng = np.random.default_rng(0)
     key = ed25519.Ed25519PrivateKey.generate()
     public = key.public_key().public_bytes_raw().hex()
-    params, publisher = (
-        _params(rng),
-        broadcast.Publisher(tmp_path / "pub", broadcast.PublishOptions(key=key), snapshot_every=3),
-    )
+    options, params = broadcast.PublishOptions(key=key), _params(rng)
+    publisher = broadcast.Publisher(tmp_path / "pub", options, snapshot_every=3)
     publisher.publish(params, 0)
     with (
         proxy.running(tmp_path / "pub") as origin,
@@ -989,12 +926,11 @@ def test_through_two_relays_with_deltas(tmp_path):
                 publisher.publish(params, version)
             assert broadcast.wait_for([a.url, b.url], version, timeout_s=30) == version
             have = broadcast.pull([a.url, b.url], version, base=have, key=public)
-            _assert_same(have.params, params)
-        _assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
+            trees.assert_same(have.params, params)
+        trees.assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
 
 
-def test_progress_ends_at_the_total(tmp_path):
-    rng = np.random.default_rng(0)
+def test_progress_ends_at_the_total(tmp_path, rng):
     params, publisher = _params(rng), broadcast.Publisher(tmp_path, snapshot_every=4)
     for version in range(3):
         publisher.publish(params, version)
@@ -1039,19 +975,15 @@ def test_command_line(tmp_path, capsys):
         assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_publish_dir(tmp_path, capsys):
-    rng = np.random.default_rng(0)
+def test_publish_dir(tmp_path, capsys, rng):
     tensors = {
         "model.embed.weight": rng.standard_normal((4, 6)).astype(np.float32),
         "lm_head": np.arange(3, dtype=np.int8),
     }
     header, body = {"__metadata__": {"format": "pt"}}, b""
-    for name, array in tensors.items():
-        header[name] = {
-            "dtype": {"float32": "F32", "int8": "I8"}[array.dtype.name],
-            "shape": array.shape,
-            "data_offsets": [len(body), len(body) + array.nbytes],
-        }
+    for (name, array), code in zip(tensors.items(), ("F32", "I8"), strict=True):
+        end = len(body) + array.nbytes
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [len(body), end]}
         body += array.tobytes()
     head = json.dumps(header).encode()
     file = tmp_path / "model.safetensors"
@@ -1062,7 +994,7 @@ def test_publish_dir(tmp_path, capsys):
         assert commands.run("sharding.broadcast", "publish-dir", str(tmp_path), str(root)) == 0
         assert f"published: version {version}: snapshot" in capsys.readouterr().out
     pulled = broadcast.pull(root)
-    _assert_same(pulled.params, tensors)
+    trees.assert_same(pulled.params, tensors)
     assert pulled.metadata == {"config": {"model_type": "qwen3"}}
     file.write_bytes(len(head).to_bytes(8, "little") + head + body[:-1])
     assert commands.run("sharding.broadcast", "publish-dir", str(tmp_path), str(root)) == 1
@@ -1071,41 +1003,23 @@ def test_publish_dir(tmp_path, capsys):
 
 def test_published_manifest_is_stable(tmp_path):
     """The wire format: a change of this dict needs another FORMAT, or old readers reject new weights unexplained."""
-    broadcast.publish(
-        {"w": [np.arange(3, dtype=np.int16)]},
-        1,
-        tmp_path,
-        broadcast.PublishOptions(run="r"),
-        metadata={"model": "tiny"},
-    )
+    options = broadcast.PublishOptions(run="r")
+    broadcast.publish({"w": [np.arange(3, dtype=np.int16)]}, 1, tmp_path, options, metadata={"model": "tiny"})
     body = json.loads((tmp_path / "v00000001/manifest.json").read_bytes())
     digest = blake3.blake3((tmp_path / "v00000001/tensors/w/0/c.0").read_bytes()).hexdigest()
     header, chunk = body.pop("objects")
     assert header["path"] == "tensors/w/0/zarr.json"
     assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "digest": digest}
     del body["own_digest"]  # of these fields
-    assert body == {
+    nulls = dict.fromkeys(("base", "delta_of", "digest_before", "public_key", "signature"))
+    tensor = {"name": "w/0", "shape": [3], "dtype": "int16", "chunk": [3], "deltas": None, "tied_to": None}
+    assert body == nulls | {
         "format": 3,
         "version": 1,
-        "base": None,
-        "delta_of": None,
         "encodings": ["zarr3"],
-        "digest_before": None,
         "digest_after": "f0af3f91c7b504328debd26570b96f947036c7e009a75b981f6ecb9e603d181c",
-        "tensors": [
-            {
-                "name": "w/0",
-                "shape": [3],
-                "dtype": "int16",
-                "chunk": [3],
-                "chunks": [digest],
-                "deltas": None,
-                "tied_to": None,
-            }
-        ],
+        "tensors": [tensor | {"chunks": [digest]}],
         "containers": {"w": "list"},
         "metadata": {"model": "tiny"},
         "run": "r",
-        "public_key": None,
-        "signature": None,
     }

@@ -74,34 +74,31 @@ def test_a_worker_reads_from_relays_without_jax_or_tensorstore():
 ENTRY = {"path": "a/b.0", "size": 3, "digest": "0" * 64}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"path": "../x"},
-        {"path": "/etc/passwd"},
-        {"path": "a//b"},
-        {"path": "a/../b"},
-        {"path": "a/.part-0"},
-        {"path": "manifest.json"},
-        {"path": "objects.jsonl"},
-        {"path": ""},
-        {"path": "a\nb"},
-        {"path": "a" * 300},
-        {"path": 7},
-        {"size": -1},
-        {"size": 1 << 60},
-        {"size": 1.0},
-        {"size": True},
-        {"digest": "0" * 63},
-        {"digest": "A" * 64},
-        {"digest": None},
-        {"more": 1},
-    ],
-)
-def test_a_hostile_entry_is_refused(changes):
+HOSTILE = {
+    "path": (
+        "../x",
+        "/etc/passwd",
+        "a//b",
+        "a/../b",
+        "a/.part-0",
+        "manifest.json",
+        "objects.jsonl",
+        "",
+        "a\nb",
+        "a" * 300,
+        7,
+    ),
+    "size": (-1, 1 << 60, 1.0, True),
+    "digest": ("0" * 63, "A" * 64, None),
+    "more": (1,),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in HOSTILE.items() for value in values])
+def test_a_hostile_entry_is_refused(field, value):
     assert journal.Object(**ENTRY).path == "a/b.0"
     with pytest.raises(journal.CorruptSource):
-        journal.parse_journal(json.dumps({**ENTRY, **changes}).encode() + b"\n")
+        journal.parse_journal(json.dumps({**ENTRY, field: value}).encode() + b"\n")
 
 
 def test_a_line_without_its_end_is_not_an_entry_yet():
@@ -118,10 +115,6 @@ def test_a_line_without_its_end_is_not_an_entry_yet():
         (lambda o: proxy.manifest(0, o, key=proxy.OTHER_KEY), "is signed by"),
         (lambda o: proxy.manifest(0, o, key=None), "is signed by None"),
         (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "digest"),
-        (lambda o: b"[]", "not an object"),
-        (lambda o: b"{", "JSON"),
-        (lambda o: b"\xff", "Unicode"),
-        (lambda o: b"[" * 100_000, "Recursion"),
     ],
 )
 def test_a_manifest_that_is_not_good_is_refused(root, make, message):
@@ -131,12 +124,6 @@ def test_a_manifest_that_is_not_good_is_refused(root, make, message):
 
 
 # ---- a directory and a bucket ----------------------------------------------------------------------------------------
-
-
-def test_a_directory_gives_what_was_published(root):
-    opened = source.open(root, trusted_key=TRUSTED)
-    assert opened.versions() == [0]
-    assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
 
 
 def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
@@ -175,19 +162,14 @@ def test_a_directory_lists_what_grows(root):
     assert [e.path for e in entries] == list(other) and is_complete
 
 
-def test_a_bucket_gives_what_was_published(root, tmp_path):
-    opened = source.open(f"file://{root}", trusted_key=TRUSTED)
-    objects = proxy.contents(0)
-    assert opened.versions() == [0]
-    assert proxy.read_all(opened, 0, objects) == objects
+def test_a_bucket_lists_what_grows_and_gives_no_wrong_bytes(root, tmp_path):
+    opened, objects = source.open(f"file://{root}", trusted_key=TRUSTED), proxy.contents(0)
     proxy.begin(root, 7, objects)
     assert opened.listing() == journal.Listing((0,), (7,))
     assert [e.path for e in opened.entries(7)[0]] == list(objects) and opened.entries(7) == ([], False)
     bad = source.open(f"file://{tamper(root, tmp_path / 'bad')}")
     with pytest.raises(journal.CorruptSource, match="digest"):
         read(bad, objects, "tensors/t3/c.0")
-    with pytest.raises(FileNotFoundError, match="no version 5"):
-        opened.manifest(5)
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket", "relays", "relays that lie"])
@@ -198,13 +180,9 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
     with proxy.running(root) as good, proxy.running(tamper(root, tmp_path / "bad")) as bad:
         for relay in (good, bad):
             proxy.wait_until(proxy.holds(relay, 0))
-        place = {
-            "directory": root,
-            "bucket": f"file://{root}",
-            "relays": good.url,
-            "relays that lie": [bad.url, good.url],
-        }
-        opened = opening(place[kind], options=SMALL_RANGES, trusted_key=TRUSTED)
+        relays = [bad.url, good.url] if kind == "relays that lie" else good.url
+        place = {"directory": root, "bucket": f"file://{root}"}.get(kind, relays)
+        opened = opening(place, options=SMALL_RANGES, trusted_key=TRUSTED)
         array, checksum = bytearray(b"?" * (len(data) + 6)), bytearray(4)
         into = [memoryview(array)[5 : 5 + len(data) - 4], memoryview(b""), memoryview(checksum)]
         for _ in range(3):
@@ -241,14 +219,18 @@ def opening():
         one.close()
 
 
-def test_relays_give_what_was_published(origin, opening):
-    opened = opening(origin.url, trusted_key=TRUSTED, options=SMALL_RANGES)
-    objects = proxy.contents(0)
+@pytest.mark.parametrize("kind", ["directory", "bucket", "relays"])
+def test_a_source_gives_what_was_published(root, origin, opening, kind):
+    place = {"directory": root, "bucket": f"file://{root}", "relays": origin.url}[kind]
+    opened = opening(place, trusted_key=TRUSTED, options=SMALL_RANGES)
     assert opened.versions() == [0]
-    assert proxy.read_all(opened, 0, objects) == objects
+    assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
     with pytest.raises(FileNotFoundError, match="no version 3"):
         opened.manifest(3)
-    with pytest.raises(FileNotFoundError, match="is on none"):
+    missing = (
+        (journal.CorruptSource, "missing from its") if kind == "directory" else (FileNotFoundError, "on none|not exist")
+    )
+    with pytest.raises(missing[0], match=missing[1]):
         source.read(opened, 0, journal.Object("tensors/none", 5, "0" * 64))
 
 
@@ -291,16 +273,19 @@ def test_an_empty_object_with_another_hash_is_wrong(origin, opening):
         source.read(opening(origin.url), 0, journal.Object("deltas/d0", 0, "0" * 64))
 
 
-def test_a_dead_relay_changes_nothing(origin, opening):
-    dead = proxy.Proxy(origin.url)
-    dead.close()
-    opened = opening([dead.url, origin.url], trusted_key=TRUSTED)
-    begun_s = time.monotonic()
-    assert opened.versions() == [0]
-    assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
-    assert time.monotonic() - begun_s < 3  # a refused connection fails immediately; the rest is the machine's load
-    stats = opened.stats()["relays"][dead.url]
-    assert not stats["is_alive"] and "refused" in stats["reason"].lower()
+@pytest.mark.parametrize(("fault", "limit_s"), [("dead", 3), ("stall", 8)])
+def test_a_dead_or_hung_relay_changes_nothing(origin, opening, fault, limit_s):
+    with proxy.Proxy(origin.url, lambda rng: fault) as bad:
+        if fault == "dead":
+            bad.close()
+        opened = opening([bad.url, origin.url], trusted_key=TRUSTED)
+        begun_s = time.monotonic()
+        assert opened.versions() == [0]
+        assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
+        # A refused connection fails immediately; the rest is the machine's load.
+        assert time.monotonic() - begun_s < limit_s
+        stats = opened.stats()["relays"][bad.url]
+        assert fault != "dead" or (not stats["is_alive"] and "refused" in stats["reason"].lower())
 
 
 def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
@@ -349,16 +334,6 @@ def test_a_straggler_is_overtaken(root, origin, opening):
         assert rates[slow.url] < rates[origin.url] / 10
 
 
-def test_a_hung_relay_is_overtaken(root, origin, opening):
-    objects = proxy.contents(0)
-    with proxy.Proxy(origin.url, lambda rng: "stall") as hung:
-        opened = opening([hung.url, origin.url], trusted_key=TRUSTED)
-        begun_s = time.monotonic()
-        assert opened.versions() == [0]
-        assert proxy.read_all(opened, 0, objects) == objects
-        assert time.monotonic() - begun_s < 8
-
-
 def test_too_slow_is_an_error_in_bounded_time(origin, opening):
     with proxy.Proxy(origin.url, lambda rng: ("rate", 1000)) as slow:
         opened = opening(slow.url, options=range_get.Options(patience_s=1.0))
@@ -375,14 +350,8 @@ def test_who_was_cut_off_writes_nothing_more(origin, opening, tmp_path):
         proxy.wait_until(proxy.holds(relay, 0))
         opened = opening(between.url)
         target = bytearray(len(objects[BIG]))
-        get = range_get.Get(
-            opened.relays[0],
-            f"/v00000000/{BIG}",
-            start=0,
-            stop=len(target),
-            total=len(target),
-            target=range_get.Target([memoryview(target)]),
-        )
+        into = range_get.Target([memoryview(target)])
+        get = range_get.Get(opened.relays[0], f"/v00000000/{BIG}", 0, len(target), len(target), into)
         future = opened._pool.submit(get)
         proxy.wait_until(lambda: get.received > 0)
         get.abort()

@@ -22,7 +22,7 @@ def digest_of(text: str) -> str:
     return blake3.blake3(text.encode()).hexdigest()
 
 
-def snapshot(**changes) -> manifest.Manifest:
+def snapshot() -> manifest.Manifest:
     """Two tensors in three chunks, one tied to the first, and the objects that they need."""
     a = manifest.Tensor("a", (4, 3), "bfloat16", (2, 3), (digest_of("a0"), digest_of("a1")))
     b = manifest.Tensor("b/0", (), "int8", (), (digest_of("b"),))
@@ -35,20 +35,19 @@ def snapshot(**changes) -> manifest.Manifest:
             journal.Object(path, t.chunk_bytes + 4, digest)
             for (path, _), digest in zip(t.chunk_regions(), t.chunks, strict=True)
         ]
-    fields = {
-        "version": 3,
-        "base": None,
-        "delta_of": None,
-        "encodings": ("zarr3",),
-        "digest_before": None,
-        "digest_after": manifest.digest((a, b, c)),
-        "tensors": (a, b, c),
-        "objects": tuple(objects),
-        "containers": {"b": "list"},
-        "metadata": {"é": [1.5, None]},
-        "run": "a run",
-    }
-    return manifest.Manifest(**fields | changes)
+    return manifest.Manifest(
+        version=3,
+        base=None,
+        delta_of=None,
+        encodings=("zarr3",),
+        digest_before=None,
+        digest_after=manifest.digest((a, b, c)),
+        tensors=(a, b, c),
+        objects=tuple(objects),
+        containers={"b": "list"},
+        metadata={"é": [1.5, None]},
+        run="a run",
+    )
 
 
 def deltas() -> manifest.Manifest:
@@ -142,7 +141,10 @@ def first_object(**fields):
 
 
 LIES = {
-    "format": (lambda m: m.update(format=4), "format 4 is not 3, which this release reads"),
+    "format": (
+        lambda m: m.update(format=4),
+        "^format 4 is not 3, which this release reads: publish again, or use the release that wrote it$",
+    ),
     "missing field": (lambda m: m.pop("run"), r"in addition to those of format 3, the fields \['run'\]"),
     "unknown field": (lambda m: m.update(colour="red"), "colour"),
     "version": (lambda m: m.update(version=9), "is of version 9, not of version 3"),
@@ -255,7 +257,7 @@ def test_a_chunk_digest_that_the_tree_digest_does_not_have():
     assert manifest.parse(sealed(body)).digest != snapshot().digest
 
 
-DATA = manifest.encode(snapshot(), KEY)
+DATA, UNSIGNED = manifest.encode(snapshot(), KEY), json.loads(manifest.encode(snapshot()))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,7 @@ DATA = manifest.encode(snapshot(), KEY)
         (DATA.replace(b',"tensors"', b', "tensors"'), None, "not canonical"),
         (DATA.replace(b'"run":"a run"', b'"run":"x","run":"a run"'), None, "not canonical"),
         (b" " + DATA, None, "not canonical"),
+        (manifest.canonical(UNSIGNED | {"signature": "0" * 128}), None, "no public_key"),
     ],
 )
 def test_who_signed_what(data, key, message):
@@ -286,19 +289,6 @@ def test_a_signature_that_does_not_fit(signature):
     body = json.loads(DATA) | {"signature": signature}
     with pytest.raises(journal.CorruptSource, match="signature"):
         manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
-
-
-def test_another_format_is_refused_with_what_to_do():
-    body = json.loads(DATA) | {"format": 2}
-    remedy = "^format 2 is not 3, which this release reads: publish again, or use the release that wrote it$"
-    with pytest.raises(journal.CorruptSource, match=remedy):
-        manifest.parse(manifest.canonical(body), trusted_key=PUBLIC)
-
-
-def test_a_signature_without_a_key():
-    body = json.loads(manifest.encode(snapshot())) | {"signature": "0" * 128}
-    with pytest.raises(journal.CorruptSource, match="no public_key"):
-        manifest.parse(manifest.canonical(body))
 
 
 @pytest.mark.parametrize(
