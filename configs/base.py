@@ -129,8 +129,7 @@ def get_config() -> config_dict.ConfigDict:
 
     c.optimizer = o = config_dict.ConfigDict()
     o.learning_rate = 3e-4  # of RL; the warm-up has its own
-    o.warmup_steps = 10
-    o.update(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    o.update(warmup_steps=10, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     o.clip_norm = 1.0  # 0: off
     o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learner/optimizers.py)
     o.momentum = 0.95  # of muon and sgd

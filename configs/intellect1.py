@@ -3,11 +3,11 @@
     python -m rl.train --config=configs/intellect1.py --workdir=/shared/intellect1 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
 
-The checkpoint is PrimeIntellect/INTELLECT-1-Instruct (arXiv 2412.01152: a Llama of 42 layers, contexts of 8,192 tokens, pretrained
-by DiLoCo on 1 T tokens). The RL constants are PRIME-RL's defaults: groups of 16, masked importance sampling.
+The checkpoint is PrimeIntellect/INTELLECT-1-Instruct (arXiv 2412.01152: a Llama of 42 layers, contexts of 8,192 tokens,
+pretrained by DiLoCo on 1 T tokens). The RL constants are PRIME-RL's defaults: groups of 16, masked importance sampling.
 
-Hardware: a learner on v5e:8x8 (64 chips) and inference servers of one v5e host each (8 chips). Estimate: 2.4 GiB of 15.75 per chip;
-a longest step (4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
+Hardware: a learner on v5e:8x8 (64 chips) and inference servers of one v5e host each (8 chips). Estimate: 2.4 GiB of 15.75 per
+chip; a longest step (4.2 M tokens) takes at least 30 s, and a server decodes at most 6,500 tokens/s.
 """
 
 from configs import tpu_gsm8k

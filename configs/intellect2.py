@@ -3,12 +3,12 @@
     python -m rl.train --config=configs/intellect2.py --workdir=/shared/intellect2 --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
 
-The checkpoint is Qwen/QwQ-32B. Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May 2025):
-256 prompts x 16 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, AdamW 3e-7, and the constants of
+The checkpoint is Qwen/QwQ-32B. Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May
+2025): 256 prompts x 16 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, AdamW 3e-7, and the constants of
 configs/recipes.py. Its tasks (SYNTHETIC-1, math and code with a length reward) are not included; GSM8K stands in.
 
-Hardware: a learner on v5p:4x4x4 (64 chips) and inference servers of one v5p host each (4 chips). Estimate: 7.6 GiB of 95.74 per chip;
-a longest step (67 M tokens) takes at least 1,000 s, and a server decodes at most 2,100 tokens/s.
+Hardware: a learner on v5p:4x4x4 (64 chips) and inference servers of one v5p host each (4 chips). Estimate: 7.6 GiB of 95.74 per
+chip; a longest step (67 M tokens) takes at least 1,000 s, and a server decodes at most 2,100 tokens/s.
 """
 
 from configs import recipes, tpu_gsm8k

@@ -5,8 +5,8 @@
 A model of 0.6 M parameters is warmed up on demonstrations of which 60 % copy the text instead of reversing it, so that
 it mostly copies. RL then sees only rewards (1 for the exact reversal, else 0), on real rollouts with real proofs.
 
-Hardware: 2 CPU cores of a Xeon, 1.6 GiB, three minutes (docs/performance.md). The held-out score is about 0.15 after the warm-up and
-above 0.9 after RL.
+Hardware: 2 CPU cores of a Xeon, 1.6 GiB, three minutes (docs/performance.md). The held-out score is about 0.15 after the warm-up
+and above 0.9 after RL.
 """
 
 from configs import base

@@ -3,8 +3,8 @@
     python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100
 
-The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are PRIME-RL's
-defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.
+The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are
+PRIME-RL's defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.
 
 Hardware: a learner on v5e:2x4 (8 chips, one host), and as much for an inference server. Estimate: 1.1 GiB of 15.75 per chip; a
 longest step (1.0 M tokens) takes at least 6.0 s, and a server decodes at most 26,800 tokens/s.

@@ -3,11 +3,11 @@
     python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=/shared/qwen3_30b_a3b --config.topology.host=10.0.0.2 \
         --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
 
-The checkpoint is Qwen/Qwen3-30B-A3B. Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of 32,768
-tokens; its default optimizer and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in for its tasks.
+The checkpoint is Qwen/Qwen3-30B-A3B. Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of
+32,768 tokens; its default optimizer and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in for its tasks.
 
 Hardware: a learner on v5p:2x4x4 (32 chips), without expert parallelism, and inference servers of one v5p host each (4 chips).
-Estimate: 14.2 GiB of 95.74 per chip; a longest step (16.8 M tokens) takes at least 94 s, and a server decodes at most 2,660 tokens/s.
+Estimate: 14.2 GiB of 95.74 per chip; a longest step (16.8 M tokens) takes at least 94 s, and a server decodes at most 2,660/s.
 """
 
 from configs import tpu_gsm8k

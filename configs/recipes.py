@@ -23,9 +23,8 @@ def get_config(name: str = "intellect2"):
 
 def intellect2(c):
     """Sets INTELLECT-2's constants (arXiv 2505.07291, April 2025): a two-sided clip against the learner's own old policy."""
-    c.rl.loss = "two_sided_clip"
+    c.rl.update(loss="two_sided_clip", advantage="group_mean_std", samples_per_prompt=16)
     c.loss_options.two_sided_clip.update(clip_low=0.2, clip_high=0.2, delta=4.0)  # delta bounds the loss of A < 0
-    c.rl.update(advantage="group_mean_std", samples_per_prompt=16)
     c.objective.old_logprobs = "learner"  # recomputed before the first of ...
     c.objective.optimizer_steps = 8  # ... 8 steps, there on 512 samples each
     c.train.rows = 2  # so that a batch has 8 micro-batches
@@ -37,10 +36,9 @@ def intellect2(c):
 
 
 def intellect3(c):
-    """Sets INTELLECT-3's constants (arXiv 2512.16144): IcePop against the sampler, Muon, advantages without a standard deviation."""
-    c.rl.update(
-        loss="masked_importance_sampling", advantage="group_mean", samples_per_prompt=16, max_lag=1, max_off_policy=8
-    )
+    """Sets INTELLECT-3's constants (arXiv 2512.16144): IcePop against the sampler, Muon, advantages that only subtract the mean."""
+    c.rl.update(loss="masked_importance_sampling", advantage="group_mean", samples_per_prompt=16)
+    c.rl.update(max_lag=1, max_off_policy=8)
     # A token with a ratio below stream_low drops the whole rollout.
     c.loss_options.masked_importance_sampling.update(ratio_low=0.5, ratio_high=5.0, stream_low=1e-5)
     c.optimizer.learning_rate = 5e-4  # there 1e-6
@@ -49,22 +47,20 @@ def intellect3(c):
 
 def prime2026(c):
     """Sets PRIME-RL's constants of August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
-    c.rl.loss = "dppo_tv"
     c.loss_options.dppo_tv.update(low=0.2, high=0.2, kl_tau=1e-3)
-    c.rl.advantage = "group_mean"  # its `grpo` only subtracts the mean
-    c.rl.update(samples_per_prompt=16, max_lag=1, max_off_policy=8)  # max_lag: TARGET_LAG
+    c.rl.update(loss="dppo_tv", advantage="group_mean", samples_per_prompt=16)  # its `grpo` only subtracts the mean
+    c.rl.update(max_lag=1, max_off_policy=8)  # max_lag: TARGET_LAG
     c.optimizer.learning_rate = 5e-4  # there 1e-6
     c.optimizer.update(warmup_steps=0, beta1=0.9, beta2=0.999, weight_decay=0.01, clip_norm=1.0)
 
 
 def scalerl(c):
-    """Sets ScaleRL's constants (arXiv 2510.13786): CISPO, advantages normalized over the batch, equal weight per prompt, lag 8.
+    """Sets ScaleRL's constants (arXiv 2510.13786): CISPO, batch-normalized advantages, equal weight per prompt, a lag of up to 8.
 
     Two parts are missing: prompts that are solved nine times out of ten are not removed, and long reasoning is not interrupted.
     """
-    c.rl.loss = "cispo"
     c.loss_options.cispo.update(ratio_low=0.0, ratio_high=5.0)
-    c.rl.update(advantage="group_mean", normalize="batch_std", average="prompts", samples_per_prompt=16)
+    c.rl.update(loss="cispo", advantage="group_mean", normalize="batch_std", average="prompts", samples_per_prompt=16)
     c.rl.update(max_lag=8, max_off_policy=8)  # PipelineRL with k = 8
     c.optimizer.learning_rate = 2e-4  # at this size, 5e-4 moves too far in eight versions
 

@@ -160,7 +160,7 @@ def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
 
 
 def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
-    """Starts a child process; returns the URL that it writes to a file once it accepts requests. Raises ValueError if it does not."""
+    """Starts a child process and waits for the file with its URL; returns the URL. Raises ValueError if it ends or is too slow."""
     file = workdir / "logs" / f"{name}.address"
     file.unlink(missing_ok=True)
     child = start(name, [*command, "--address_file", str(file)])
@@ -175,7 +175,7 @@ def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Pa
 
 
 class _Child(contextlib.AbstractContextManager):
-    """A child process `python -m COMMAND` during a `with` block, with its output in a log. `on_death` gets the error of an early end."""
+    """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early."""
 
     def __init__(self, name: str, command: list[str], workdir: pathlib.Path, on_death: Callable[[Exception], None]):
         self.name, self.log, self._on_death = name, workdir / "logs" / f"{name}.log", on_death

@@ -55,7 +55,7 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
     Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request.
     """
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
-        run = _read_run(await _exchange(http, "GET", "/run", give_up_s))
+        run = _read_run(await _exchange(http, "/run", give_up_s))
         async with client_lib.Client(run.servers, give_up_s=give_up_s) as client, asyncio.TaskGroup() as tasks:
             finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
             tasks.create_task(_submit(http, finished, give_up_s))
@@ -63,9 +63,7 @@ async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: in
             pause_s = 0.01
             while True:
                 capacity = concurrency - len(running)
-                reply = await _exchange(
-                    http, "POST", "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)}
-                )
+                reply = await _exchange(http, "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)})
                 for group in reply["groups"]:
                     task = tasks.create_task(_roll_out(client, run, key, group, finished))
                     running.add(task)
@@ -131,7 +129,7 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
         if len(body) > web.MAX_BODY_BYTES:
             found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} of at most {web.MAX_BODY_BYTES}"
             raise ValueError(f"{found} bytes of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
-        reply = await _exchange(http, "POST", "/submit", give_up_s, lambda body=body: {"content": body})
+        reply = await _exchange(http, "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
                 print(f"{name} {verdict}", file=sys.stderr, flush=True)
@@ -152,14 +150,17 @@ def _read_run(body: dict) -> Run:
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
-async def _exchange(
-    http: httpx.AsyncClient, method: str, path: str, give_up_s: float, make_body: Callable[[], dict] = dict
-) -> dict:
-    """Sends a request until the orchestrator replies; returns the reply. ValueError if rejected, ConnectionError after `give_up_s`."""
+async def _exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_body: Callable[[], dict] = dict) -> dict:
+    """Sends a GET request, or a POST request with a body, until the orchestrator replies; returns the JSON of the reply.
+
+    `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
+    request, and ConnectionError if it does not reply for `give_up_s` seconds.
+    """
     begun, is_noticed = time.monotonic(), False
     while True:
         try:
-            response = await http.request(method, path, **make_body())
+            body = make_body()
+            response = await http.request("POST" if body else "GET", path, **body)
             if response.status_code == 400:
                 raise ValueError(f"the orchestrator rejected {path}: {client_lib.error_message(response)}")
             response.raise_for_status()

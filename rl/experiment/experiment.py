@@ -218,7 +218,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
 
 
 def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
-    """Returns (the loss, a config that can be saved). The config names a loss function of the config file by name and hash."""
+    """Returns (loss, config that can be saved, with name and hash of `rl.loss_function` in place of the function)."""
     function = config.rl.loss_function
     if function is None:
         return config.rl.loss, config

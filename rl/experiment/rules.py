@@ -1,7 +1,7 @@
 """The rules that a config must satisfy beyond the types of its fields.
 
-A config file may contain unused fields, such as options of losses that it does not use. A field on the command line may not be unused:
-a user who types it expects an effect.
+A config file may contain unused fields, such as options of losses that it does not use. A field on the command line may not be
+unused: a user who types it expects an effect.
 """
 
 import math
@@ -122,8 +122,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
-        remedy = "remove topology.workers, or set topology.mode = 'remote'"
-        yield f"topology.mode = 'local' starts workers with new keys, which topology.workers would reject; {remedy}"
+        yield "topology.mode = 'local' starts workers with new keys, which topology.workers would reject; remove topology.workers"
     length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
     limit = f"inference.max_model_len = {length}"
     if length > row:
@@ -144,13 +143,12 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.train.router_replay and not model.num_experts:
         yield "train.router_replay = True, but the model has no router to replay (model.num_experts = 0); remove it"
     if c.train.router_replay and (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
-        found = "train.router_replay needs a whole group with its experts in one submission"
-        remedy = "lower rl.samples_per_prompt or inference.max_model_len"
-        yield f"{found}: {num_bytes} bytes exceed the limit of {web.MAX_BODY_BYTES}; {remedy}"
+        found = f"train.router_replay = True: a group has {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
+        yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len"
 
 
 def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, str]]:
-    """Yields rules (regex of fields, True if these fields have no effect in the config, remedy); `name` is the field set."""
+    """Yields rules (regex of fields, True if these fields have no effect in the config, remedy) for the field `name`."""
     loss = name.split(".")[1] if name.startswith("loss_options.") else c.rl.loss
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss, f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
@@ -158,9 +156,13 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"objective\.kl_(estimator|place|reference)", c.objective.kl_coef == 0, "set objective.kl_coef above 0"
     yield r"optimizer\.momentum", c.optimizer.name not in ("muon", "sgd"), f"{kind} 'muon' or 'sgd'"
     yield r"optimizer\.(beta1|beta2|eps)", c.optimizer.name not in ("adamw", "muon"), f"{kind} 'adamw' or 'muon'"
-    falls = "set optimizer.schedule = 'linear' or 'cosine'"
-    yield r"optimizer\.(total_steps|final_rate)", c.optimizer.schedule == "constant", falls
-    yield r"optimizer\.decay_steps", c.optimizer.schedule != "linear", "set optimizer.schedule = 'linear'"
+    schedule = c.optimizer.schedule
+    yield (
+        r"optimizer\.(total_steps|final_rate)",
+        schedule == "constant",
+        "set optimizer.schedule = 'linear' or 'cosine'",
+    )
+    yield r"optimizer\.decay_steps", schedule != "linear", "set optimizer.schedule = 'linear'"
     yield r"warmup\.eval_tasks", c.warmup.eval_every == 0, "set warmup.eval_every above 0"
     has_decoys_of_file = bool(c.warmup.data) and c.warmup.decoy_fraction > 0
     yield r"warmup\.decoy_fraction", has_decoys_of_file, "a file has no decoys; remove it, or warmup.data"
@@ -174,7 +176,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
 
 
 def _group_bytes(config: config_dict.ConfigDict) -> int:
-    """Returns the largest size in bytes of a submitted group with routed experts, and 21 bytes per token of other data."""
+    """Returns the largest size in bytes of a submitted group: its routed experts, and 21 bytes per token of other data."""
     num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
     return num_tokens * (experts + 21)

@@ -63,7 +63,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
-    """Returns the sorted names of fields that differ from the saved config, without those that a resume may change."""
+    """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
@@ -137,7 +137,7 @@ def _saved(path: pathlib.Path) -> dict:
 
 
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a field differs from the saved config, unless a resume may change it or its name begins as in `free`."""
+    """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
         old, new = (x.get(names[0], "absent") for x in (_saved(path), experiment_lib.fields(experiment)))
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"

@@ -68,7 +68,7 @@ class GroupQueue:
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
 
     def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
-        """Adds groups as OPEN, at the end of the queue or, with `first`, at its front. Those with keys in `drawn` will be replayed."""
+        """Adds open groups at the end of the queue or, with `first`, at its front. Those with keys in `drawn` will be replayed."""
         for group in reversed(groups) if first else groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group, group.key in drawn)
@@ -91,7 +91,7 @@ class GroupQueue:
         return [self.requeue(key) for key in expired]
 
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
-        """Stores the rollouts of a leased group, whose lease then ends. Returns False, and does nothing, if `worker` has no lease on it."""
+        """Stores the rollouts of a leased group, which ends the lease. Returns False, without a change, if `worker` has no lease on it."""
         entry = self.entries.get(key)
         if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
             return False

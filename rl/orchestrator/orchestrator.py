@@ -111,7 +111,7 @@ class Orchestrator:
         self._replayer.shutdown(cancel_futures=True)
 
     def resume(self, step: int, state: dict | None = None) -> None:
-        """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved result of `state(step)`, if any."""
+        """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
         self._opened_step = step
         if state:
             self._health.restore(state["standing"])
@@ -138,11 +138,11 @@ class Orchestrator:
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
-        """Returns the plain JSON that `resume` needs, as of the return of batch `step` (one of the last two); {} for other steps."""
+        """Returns the marks against workers at the return of batch `step`, as JSON for `resume`; {} if it is not one of the last two."""
         return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Blocks until all servers have `version` and workers have submitted the held-out rollouts; returns them by task."""
+        """Blocks until workers have submitted the held-out rollouts of policy `version`; returns one list of rollouts per task."""
         groups = task_schedule.held_out_groups(self._config, version)
         with self._changed:
             self._wait_for(lambda: self._version >= version)
@@ -193,7 +193,7 @@ class Orchestrator:
         return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in a background thread. An exception is a bug: it fails the run, because no caller may read it."""
+        """Returns `function(*args)`, called in a background thread. An exception fails the run, since no other code reads it there."""
         try:
             return function(*args)
         except BaseException as error:
@@ -349,7 +349,7 @@ class Orchestrator:
         ) + (f"; workers banned after trust.max_attempts rejections: {banned}" if banned else "")
 
     def _take_counts(self) -> dict[str, float]:
-        """Returns the counters as metrics and resets them. An accepted group that is replayed later and passes counts twice."""
+        """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
             counts = dict.fromkeys(names, 0) | dict(self._counts)

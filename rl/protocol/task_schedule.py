@@ -2,8 +2,8 @@
 
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: batch n contains groups (n - 1) P .. n P - 1.
-2. `sampling_seed(seed, split, step, group)` is the noise seed of a group; sample i uses that seed plus i. A worker can choose
-   neither, so it cannot resample until it likes a completion.
+2. Sample i of a group uses the group's `sampling_seed` plus i. A worker can choose neither task nor seed, so it cannot resample
+   until it likes a completion.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class Group:
 
 
 def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
-    """Returns the noise seed of a group's sample 0: a uint32 from SHA-256, so that groups share noise only by chance."""
+    """Returns the seed of the noise of a group's sample 0: a uint32 from SHA-256, so that groups share noise only by chance."""
     text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def train_groups(config, step: int) -> list[Group]:
-    """Returns the P groups that make up training batch `step` (1-based) of a resolved config."""
+    """Returns the groups (one per prompt) that make up training batch `step` (1-based) of a run with this resolved config."""
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
     rules = (config.rl.samples_per_prompt, config.sampling.temperature, max(0, step - 1 - config.rl.max_lag))
@@ -62,7 +62,7 @@ def held_out_groups(config, version: int) -> list[Group]:
 
 
 def warmup_indices(config, step: int) -> list[int]:
-    """Returns the task indices of warm-up batch `step` (1-based), from the end of the shuffled order, which RL never reaches."""
+    """Returns the task indices of supervised warm-up batch `step`, from the end of the task order, which RL never reaches."""
     count = config.warmup.tasks_per_step
     return _task_indices(config.seed, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
 
