@@ -127,8 +127,8 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
                 rollouts, left = rollouts + left, []
         body = parquet.to_bytes(rollouts)
         if len(body) > web.MAX_BODY_BYTES:
-            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} of at most {web.MAX_BODY_BYTES}"
-            raise ValueError(f"{found} bytes of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
+            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
+            raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
         reply = await _exchange(http, "/submit", give_up_s, lambda body=body: {"content": body})
         for name, verdict in reply["verdicts"].items():
             if verdict.startswith("refused"):
