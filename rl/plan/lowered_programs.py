@@ -1,11 +1,8 @@
 """Lowers the programs of a run for a TPU topology: arrays have a shape and a sharding, but no content.
 
-1. `create_mesh` makes a mesh over the devices of a topology that this machine does not have.
-2. Each `*_program` describes a function that training or serving calls: how to lower it, the bytes per chip of its arguments by
-   kind, and the work of one run.
-
-The learner's are those of rl/learner/train_step.py as rl/train.py makes them; a server's are those of inference/engine/engine.py, with the
-weights in the dtype of the activations. The batch is the largest possible: every rollout has the maximum length.
+Each `*_program` describes a function that training or serving calls. The learner's are those of rl/learner/train_step.py as
+rl/train.py makes them; a server's are those of inference/engine/engine.py, with the weights in the dtype of the activations. The
+batch is the largest possible: every rollout has the maximum length.
 """
 
 import dataclasses
@@ -98,11 +95,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     work = flops.ModelFlops.of(model)
     num_scored = int(exp.objective.old_logprobs == "learner")
     num_passes = (4 if model.remat in ("block", "offload") else 3) + num_scored
-    held = {
-        "parameters": bytes_per_chip((state.params, state.frozen)),
-        "optimizer": bytes_per_chip(state.opt_state),
-        "batch": bytes_per_chip(batch),
-    }
+    held = _held(parameters=(state.params, state.frozen), optimizer=state.opt_state, batch=batch)
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
         held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
@@ -145,7 +138,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
         mesh=mesh,
         lower=lambda: train_step.score.lower(exp.learner(mesh), params, batch),
-        held={"parameters": bytes_per_chip(params), "batch": bytes_per_chip(batch)},
+        held=_held(parameters=params, batch=batch),
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,
         executed_flops=flops.ModelFlops.of(model).forward_flops(num_tokens, T),
@@ -192,11 +185,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
     cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
     state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
     work = flops.ModelFlops.of(server.model)
-    held = {
-        "parameters": bytes_per_chip(params),
-        "cache": bytes_per_chip(state.cache),
-        "other state": bytes_per_chip(state.replace(cache=())),
-    }
+    held = _held(parameters=params, cache=state.cache, other_state=state.replace(cache=()))
     read_share = work.read_parameters(slots) / work.held
     return LoweredProgram(
         name="decode",
@@ -252,6 +241,11 @@ def _whole_and_layer(x) -> list[tuple[int, ...]]:
 def _lower(mesh, function, *args) -> jax.stages.Lowered:
     with jax.set_mesh(mesh):
         return function.lower(*args)
+
+
+def _held(**trees) -> dict[str, float]:
+    """Returns {kind: bytes per chip} of the arguments of a program; `trees` maps each kind to its arrays."""
+    return {kind.replace("_", " "): bytes_per_chip(tree) for kind, tree in trees.items()}
 
 
 def bytes_per_chip(tree) -> float:

@@ -2,14 +2,12 @@
 
 1. The learner's programs are lowered on the mesh of `config.mesh` over the topology, those of a server on
    `config.plan.server_mesh` over one host of the same kind. A program whose arguments alone need too much is not compiled.
-2. The TPU compiler, which is part of libtpu and needs no TPU, compiles each program. It reports the memory that a chip needs, or
-   a shortage.
+2. The TPU compiler, which is part of libtpu and needs no TPU, reports the memory that each program needs on a chip, or a shortage.
 3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
    (rl/plan/roofline.py). Together they bound the times from below.
 4. If a program does not fit, remedies are compiled, the least expensive first. The first that fits is printed.
 
-Programs are compiled one at a time: fragmentation and the memory of other programs are not included, nor are slices joined by a
-data-center network.
+Not included: fragmentation, the memory of other programs, and slices joined by a data-center network.
 """
 
 import collections

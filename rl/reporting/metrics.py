@@ -1,8 +1,5 @@
 """Writes the metrics of a run to files, and shows its progress on the terminal.
 
-`MetricsWriter` appends one JSON line per step to `<workdir>/metrics.jsonl`, and one TensorBoard point per value; `read` returns
-the lines. `Progress` shows each phase as a live bar under one line per step, or as plain lines if the output is not a terminal.
-
 The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, or `time/`. All metrics that depend
 on the clock are under `time/`: without them, two identical runs have the same lines, byte for byte. `time/<name>_s` are seconds
 of the main loop and do not overlap; `time/step_s` is the whole step. W&B and Prometheus can follow metrics.jsonl.
@@ -40,7 +37,7 @@ def of_host(workdir: str | os.PathLike, hosts: hosts_lib.Hosts) -> tuple["Progre
 
 
 class MetricsWriter:
-    """Writes a run's metrics to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<phase>/`. Without `active`, does nothing."""
+    """Writes a line per step to `<workdir>/metrics.jsonl`, and `<workdir>/tensorboard/<phase>/`. Without `active`, does nothing."""
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
@@ -137,10 +134,8 @@ class Progress:
     Outputs that are not a terminal get the first and the last line of a phase, and at most one per PLAIN_LINE_S in between.
     """
 
-    def __init__(
-        self, *, stream: TextIO | None = None, active: bool = True, clock: Callable[[], float] = time.monotonic
-    ):
-        self._stream, self._active, self._clock = stream or sys.stdout, active, clock
+    def __init__(self, *, out: TextIO | None = None, active: bool = True, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._active, self._clock = out or sys.stdout, active, clock
         self._is_live = active and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._display = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", style="bold", markup=False),

@@ -1,6 +1,5 @@
 """Runs one relay, a verifying mirror of published weights: `python -m sharding.relay --upstream URL_OR_DIR... --dir D --port P`."""
 
-import contextlib
 import dataclasses
 import signal
 import sys
@@ -34,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
             raise ValueError(f"--max_bytes = {args.max_bytes} must be at least 1; leave it out for no limit")
         limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
-        with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(sockets.listen(args.host, args.port))
+        with sockets.listen(args.host, args.port) as sock:
             relay = server_lib.Relay(
                 args.upstream,
                 args.dir,
@@ -45,19 +43,18 @@ def main(argv: list[str] | None = None) -> int:
                 trusted_key=args.trusted_key,
                 limits=limits,
             )
-            stack.pop_all()  # the relay closes the socket
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: relay.stop())
+            if args.exit_with_parent:
+                cli.stop_at_eof(relay.stop)
+            print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
+            if args.address_file:
+                sockets.announce(args.address_file, sock)
+            relay.run()
+            relay.close()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: relay.stop())
-    if args.exit_with_parent:
-        cli.stop_at_eof(relay.stop)
-    print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
-    if args.address_file:
-        sockets.announce(args.address_file, sock)
-    relay.run()
-    relay.close()
     return 0
 
 

@@ -37,6 +37,7 @@ HEAD_S = 10.0  # for the head of a request, from its first byte
 IDLE_S = 60.0  # for a connection without a request, or whose client does not read the response
 MAX_WAIT_S = 30.0
 SLICE_BYTES = 256 << 10  # sent between two checks of the budgets, if there are any
+MORE = getattr(socket, "MSG_MORE", 0)  # joins the head of a response with its body; only Linux has it
 
 
 class Relay:
@@ -213,7 +214,7 @@ class Relay:
                 return client.answer(416, b"", headers | {"Content-Range": f"bytes */{entry.size}"})
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{entry.size}"
         has_body = not client.is_head and start < stop
-        client.sock.sendall(client.head(status, stop - start, headers), socket.MSG_MORE if has_body else 0)
+        client.sock.sendall(client.head(status, stop - start, headers), MORE if has_body else 0)
         step = SLICE_BYTES if self._throttle.is_limited else max(1, stop - start)
         while start < stop and has_body:
             count = min(step, stop - start)

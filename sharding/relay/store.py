@@ -92,8 +92,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError, journal.CorruptSource):
                 entries = journal.parse_journal((directory / "objects.jsonl").read_bytes())[0]
         num_bad, version = 0, self._version(number)
-        newest = {entry.path: entry for entry in entries}  # a later line of a path replaces an earlier one
-        for entry in newest.values():
+        for entry in {e.path: e for e in entries}.values():  # a later line of a path replaces an earlier one
             with contextlib.suppress(OSError):  # missing, or a directory where a file should be
                 if digests.of_file(directory / entry.path) == entry.digest:
                     self._expose(version, entry)

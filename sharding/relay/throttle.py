@@ -2,8 +2,7 @@
 
 A budget is a virtual clock: sending n bytes at rate r moves it n / r seconds ahead, and a sender sleeps until the clock is at
 most `BURST_S` ahead of time. Addresses are those of the sockets: a relay after a reverse proxy has one client, and needs the
-proxy's own limits. IPv6 clients are counted by their /64, which is assigned to one subscriber. A client without connections
-and without debts is forgotten.
+proxy's own limits. IPv6 clients are counted by their /64, which is assigned to one subscriber.
 """
 
 import dataclasses

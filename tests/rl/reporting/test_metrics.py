@@ -125,7 +125,7 @@ def test_a_terminal_gets_a_bar_and_one_line_per_step(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = io.StringIO()
     stream.isatty = lambda: True
-    progress = metrics.Progress(stream=stream, clock=clock_lib.Clock())
+    progress = metrics.Progress(out=stream, clock=clock_lib.Clock())
     progress.note("compiling [8, 256]")
     with pytest.raises(KeyboardInterrupt):
         with progress.phase("rl", total=3) as bar:
