@@ -184,5 +184,5 @@ def _read_experts(field: dict, num_rows: int) -> np.ndarray:
     data = base64.b64decode(field["data"], validate=True)
     dtype = np.dtype(dtype).newbyteorder("<")
     if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:
-        raise ValueError(f"server sent {len(data)} bytes of routed_experts, which do not fit {shape} or the limit")
+        raise ValueError(f"server sent {len(data)} bytes of routed_experts, too many or not of shape {shape}")
     return np.frombuffer(data, dtype).reshape(shape)

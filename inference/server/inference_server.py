@@ -124,7 +124,7 @@ class InferenceServer:
     def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
         config = hf.read_config(folder)
         if config != self.engine.model:
-            raise ValueError(f"{folder} has another model than this server; send the same one, or start another server")
+            raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         return self._swap(_load_folder(folder, self.store), self.scheduler.version + 1 if version is None else version)
 
     def _swap(self, params: transformer.Params, version: int) -> int:

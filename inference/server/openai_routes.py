@@ -98,7 +98,7 @@ async def _complete_text(server, http: fastapi.Request, body: schemas.Completion
     if not 1 <= len(prompts) <= 1024:
         raise ValueError(f"prompt has {len(prompts)} entries; send 1 to 1024")
     if body.stream and len(prompts) > 1:
-        raise ValueError(f"prompt has {len(prompts)} entries; a stream takes one prompt at a time")
+        raise ValueError(f"prompt has {len(prompts)} entries and stream = true; send one prompt at a time")
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
     tokens: list = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]

@@ -234,7 +234,7 @@ class Tokenizer:
             raise ValueError(f"the chat template cannot render the messages: {error}") from error
 
     def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
-        """Renders a template without generation blocks. Returns the text with markers around the assistant's turns."""
+        """Renders a template without generation blocks; returns text with markers around assistant turns. No message contains `mark`."""
         bare, prompted = (self._render_text(inputs, on) for on in (False, True))
         prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
         header = self._header(inputs, prompt, mark)

@@ -47,6 +47,7 @@ MAX_GROWTH_BYTES = 2**30  # of address space, from when the child is ready
 COMMAND = ("-m", "rl.envs.scorer")
 MAX_REPLY_BYTES = 2**24  # a completion may have taken over the child that sends it
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+Log = Callable[[str], None]
 
 
 def print_error(line: str) -> None:
@@ -74,14 +75,7 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        name: str,
-        options: dict,
-        seed: int,
-        *,
-        limit_s: int,
-        max_children: int = 1,
-        on_error: Callable[[str], None] = print_error,
+        self, name: str, options: dict, seed: int, *, limit_s: int, max_children: int = 1, on_error: Log = print_error
     ):
         self.limit_s, self._on_error = limit_s, on_error
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 
 import grpc
 import httpx
@@ -521,9 +522,14 @@ def test_jetstreams_grpc_service(server):
                 with pytest.raises(grpc.RpcError) as error:
                     list(stub.Decode(bad, timeout=WAIT_S))
                 assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            before = server.scheduler.stats["aborted"]
             long = stub.Decode(request(text_content=request.TextContent(text="x"), max_tokens=600), timeout=WAIT_S)
             next(long)
             long.cancel()
+            deadline = time.monotonic() + WAIT_S
+            while server.scheduler.stats["aborted"] == before:  # its slot is freed before its last token
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
         with pytest.raises(ValueError, match="cannot listen on 127.0.0.1:.* for gRPC"):
             grpc_service.start(server, "127.0.0.1", port)
     finally:
