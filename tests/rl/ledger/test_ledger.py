@@ -194,10 +194,7 @@ def test_events_and_entries_are_spelled_as_ever():
         f'{{"author":"{node}","fields":{{"amount":500}},"kind":"stake","node":"{node}","nonce":"{nonce}"}}'.encode()
     )
     assert ledger_events.encode(event) == spelled
-    ANN.private.public_key().verify(
-        ann("stake", nonce="00ff" * 8, amount=500).signature,
-        b"intellax/event/1" + spelled,
-    )
+    ANN.private.public_key().verify(ann("stake", nonce="00ff" * 8, amount=500).signature, b"intellax/event/1" + spelled)
     preimage = b"intellax/entry/1" + (7).to_bytes(8, "little") + (1234).to_bytes(8, "little") + b"p" * 32
     preimage += len(spelled).to_bytes(8, "little") + spelled + b"s" * 64
     assert storage.hash_of(7, 1234, b"p" * 32, spelled, b"s" * 64) == hashlib.sha256(preimage).digest()

@@ -249,10 +249,7 @@ def test_a_part_of_a_group_asked_alone_costs_nothing(service):
 def test_what_was_not_replayed_is_not_taken_for_done(service):
     """A forged group, a good one, and half a group of another worker in one request: the good task can be submitted again."""
     forged = [dataclasses.replace(rollout, reward=1.0) for rollout in group(0)]
-    shas = [
-        put(service, "a-0.parquet", forged + group(1)),
-        put(service, "a-1.parquet", group(0, OTHER)[:2], OTHER),
-    ]
+    shas = [put(service, "a-0.parquet", forged + group(1)), put(service, "a-1.parquet", group(0, OTHER)[:2], OTHER)]
     status = ask(service, "a-0.parquet", *shas)
     assert status.status == "reject" and list(status.reasons) == [0] and not status.checked
     again = put(service, "b.parquet", group(1, OTHER), OTHER)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import hypothesis
 import jax.numpy as jnp
@@ -161,10 +162,7 @@ def test_a_rollout_may_end_where_the_model_does():
             "termination: tokens follow the last",
         ),
         (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the prompt of its task"),
-        (
-            lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")),
-            "prompt: tokens after it were not sampled",
-        ),
+        (lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")), "prompt: tokens after it were not sampled"),
         (lambda: make(versions=np.array([0, 0, 0, 2, 2, 2], np.int32)), "versions: 0 is older than 1"),  # of the prompt
         (lambda: make(logprobs=np.where(np.arange(6) == 3, -25.7, 0).astype("f4")), "logprob: -25.7"),  # ln 272 = 5.6
         (lambda: make(reward=1.0), "reward: reward is 1.0, recomputed 0.0"),
@@ -173,8 +171,6 @@ def test_a_rollout_may_end_where_the_model_does():
     ],
 )
 def test_each_rule_names_itself(rollout, said):
-    import re
-
     verdict = cheap(rollout())
     assert not verdict.accepted and re.match(said, str(verdict)), verdict
 
@@ -187,11 +183,7 @@ def test_each_rule_names_itself(rollout, said):
         ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.25), "ok"),  # a slower machine did
         ((0, 0), scorer.Scored({"reward": 1.0, "odd": 0.5}, 0.15), "reward: odd is 0, recomputed 0.5"),
         ((0, 0.5), scorer.Scored({"reward": 1.0, "odd": 0.5}, 4.9), "reward: reward is 0.0, recomputed 1.0"),
-        (
-            (1, 0),
-            scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False),
-            "unscored: our scorer timed out",
-        ),
+        ((1, 0), scorer.Scored({"reward": 0.0, "odd": 0.0}, 5.0, in_time=False), "unscored: our scorer timed out"),
     ],
 )
 def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
@@ -318,8 +310,6 @@ def scored(rollout=None, **changes):
     ],
 )
 def test_each_replayed_rule_names_itself(changes, said):
-    import re
-
     honest = scored()
     proofs = proofs_lib.build(honest.hidden_ND)
     claimed = changes.get("logp_N", -np.ones(3)) if said.startswith("termination") else -np.ones(3)
@@ -500,10 +490,7 @@ def test_wrong_claims_lose_their_bets_without_a_replay(claimed, limit):
     # Mutation seen to fail here: `races` at the position before.
     found = accused_after(claimed)
     assert found is None if limit is None else found <= limit, found
-
-
-def test_another_temperature_than_claimed_shows_in_the_claims():
-    assert accused_after(lambda logp: logp, temperature=0.7) <= 50
+    assert limit or accused_after(claimed, temperature=0.7) <= 50
 
 
 @pytest.mark.parametrize("seed", range(20))

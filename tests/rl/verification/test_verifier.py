@@ -5,7 +5,9 @@ The weights are 32 wide and the same machine replays, so honest margins are roun
 
 import dataclasses
 import functools
+import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -263,53 +265,53 @@ def test_a_prompt_under_another_version_is_refused():
 # ---- cheats ----------------------------------------------------------------------------------------------------------
 
 
-def test_other_weights():
-    """A stale, or smaller, or quantised policy under the name of version 0."""
-    claimed = [
-        dataclasses.replace(rollout, versions=np.zeros_like(rollout.versions))
-        for rollout in rollouts_of(HONEST, version=1)
-    ]
-    assert check(claimed).startswith("sampling: ")
+AT = len(PROMPT)  # the first sampled token
 
 
-def test_an_edited_token():
-    position = len(PROMPT) + 20
-    token = int(honest()[2].tokens[position])
-    reason = check(edited("tokens", position, (token + 1) % 256))
-    assert (
-        reason.startswith("sampling: ") and f"of {HONEST.max_tokens} tokens are not those that the seed draws" in reason
+def changed(**fields):
+    """The honest group with other fields in one of its rollouts."""
+    return with_sample(dataclasses.replace(honest()[2], **fields))
+
+
+CHEATS = {
+    # Stale, or smaller, or quantised weights under the name of version 0.
+    "other weights": (lambda: rollouts_of(HONEST, version=1, versions=np.zeros(AT + 50, np.int32)), "sampling: "),
+    "an edited token": (
+        lambda: edited("tokens", AT + 20, (int(honest()[2].tokens[AT + 20]) + 1) % 256),
+        f"sampling: .* of {HONEST.max_tokens} tokens are not those that the seed draws",
+    ),
+    "an edited prompt": (lambda: edited("tokens", 1, ord("u")), "sampling: "),
+    "filters that were not prescribed": (lambda: rollouts_of(dataclasses.replace(HONEST, top_k=2)), "sampling: "),
+    "drawn again until it pleased": (lambda: changed(seed=12345), "sampling: "),
+    "the seed of another sample": (lambda: changed(seed=honest()[1].seed), "sampling: "),
+    "the proof of another rollout": (lambda: changed(proofs=honest()[1].proofs), "toploc: "),
+    # Tokens and log-probabilities of the honest weights, hidden states of others.
+    "the proof of other weights": (lambda: changed(proofs=rollouts_of(HONEST, version=1)[2].proofs), "toploc: "),
+    "a version that cannot be had": (
+        lambda: edited("versions", slice(30, None), 10),
+        r"weights: a version that it names is not available \(no version 10\)$",
+    ),
+}
+for value in (0.0, 0.5, 1.2):  # greedy decoding among them: tokens without the noise of the seed
+    request = dataclasses.replace(HONEST, temperature=value)
+    CHEATS[f"temperature {value}"] = (lambda request=request: rollouts_of(request, temperature=1.0), "sampling: ")
+for value in (0.01, -0.01):
+    CHEATS[f"a log-probability that is {value} off"] = (
+        lambda value=value: edited("logprobs", AT + 7, min(float(honest()[2].logprobs[AT + 7]) + value, 0.0)),
+        "logprob: claimed and replayed differ by 0.0",
     )
+for value, at in itertools.product((272, 2**31 - 1), (AT + 3, -1)):  # XLA clamps and fills such an index
+    CHEATS[f"token {value} at {at}"] = (lambda value=value, at=at: edited("tokens", at, value), "sampling: |logprob: ")
 
 
-def test_an_edited_prompt():
-    assert check(edited("tokens", 1, ord("u"))).startswith("sampling: ")
+@pytest.mark.parametrize("name", CHEATS)
+def test_each_cheat_is_refused_by_name(name):
+    cheat, reason = CHEATS[name]
+    assert re.match(reason, found := check(cheat())), found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.2])
-def test_another_temperature_than_claimed(temperature):
-    """Greedy decoding among them: tokens without the noise of the seed."""
-    cheat = rollouts_of(dataclasses.replace(HONEST, temperature=temperature), temperature=1.0)
-    assert check(cheat).startswith("sampling: ")
-
-
-def test_filters_that_were_not_prescribed():
-    cheat = rollouts_of(dataclasses.replace(HONEST, top_k=2))
-    assert check(cheat).startswith("sampling: ")
+def test_filters_that_are_prescribed_are_applied():
     assert check(honest(), request_lib.NO_FILTERS | {"top_k": 2}).startswith("sampling: ")
-
-
-def test_another_seed_than_claimed():
-    """Drawn again until it pleased."""
-    assert check(with_sample(dataclasses.replace(honest()[2], seed=12345))).startswith("sampling: ")
-    swapped = dataclasses.replace(honest()[2], seed=honest()[1].seed)
-    assert check(with_sample(swapped)).startswith("sampling: ")
-
-
-@pytest.mark.parametrize("change", [0.01, -0.01])
-def test_a_log_probability_that_was_touched(change):
-    position = len(PROMPT) + 7
-    value = min(float(honest()[2].logprobs[position]) + change, 0.0)
-    assert check(edited("logprobs", position, value)).startswith("logprob: claimed and replayed differ by 0.0")
 
 
 def constant_proof():
@@ -317,10 +319,6 @@ def constant_proof():
     wire = np.zeros(129, ">u2")
     wire[0], wire[1] = toploc.PRIME, 0x3F80
     return wire.tobytes()
-
-
-def test_the_proof_of_another_rollout():
-    assert check(with_sample(dataclasses.replace(honest()[2], proofs=honest()[1].proofs))).startswith("toploc: ")
 
 
 @pytest.mark.parametrize(
@@ -340,25 +338,7 @@ def test_the_proof_of_another_rollout():
 )
 def test_forged_proofs(forge, reason):
     assert len(honest()[2].proofs) == 2 * 258
-    assert check(with_sample(dataclasses.replace(honest()[2], proofs=forge(honest()[2].proofs)))).startswith(reason)
-
-
-def test_a_proof_of_a_perturbed_model():
-    """Tokens and log-probabilities copied from the honest weights, hidden states from others."""
-    other = rollouts_of(HONEST, version=1)[2].proofs
-    assert check(with_sample(dataclasses.replace(honest()[2], proofs=other))).startswith("toploc: ")
-
-
-def test_a_version_that_cannot_be_had():
-    reason = check(edited("versions", slice(30, None), 10))
-    assert reason == "weights: a version that it names is not available (no version 10)"
-
-
-@pytest.mark.parametrize("token", [272, 2**31 - 1])
-def test_a_token_outside_the_vocabulary(token):
-    """XLA clamps and fills such an index; the verdict must not pass for that."""
-    assert check(edited("tokens", len(PROMPT) + 3, token)).startswith(("sampling: ", "logprob: "))
-    assert check(edited("tokens", -1, token)).startswith(("sampling: ", "logprob: "))
+    assert check(changed(proofs=forge(honest()[2].proofs))).startswith(reason)
 
 
 def test_a_few_wrong_tokens_can_be_allowed():
@@ -382,15 +362,12 @@ def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch
         np.testing.assert_array_equal(get(version)["embed"], params(version)["embed"])
     assert pulled == [0, 1, 2, 0]  # 2 put out 0, the oldest
     assert check(honest(), weights=get) is None
-    assert check(edited("versions", slice(30, None), 10), weights=get).startswith(
-        "weights: a version that it names is not"
-    )
+    missing = "weights: a version that it names is not"
+    assert check(edited("versions", slice(30, None), 10), weights=get).startswith(missing)
     for file in (tmp_path / "v00000003").rglob("*"):
         if file.is_file() and file.name != "manifest.json":
             file.write_bytes(file.read_bytes()[:-1])
-    assert check(edited("versions", slice(30, None), 3), weights=get).startswith(
-        "weights: a version that it names is not"
-    )
+    assert check(edited("versions", slice(30, None), 3), weights=get).startswith(missing)
 
 
 # ---- groups of an orchestrator ---------------------------------------------------------------------------------------
@@ -448,7 +425,6 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     expected, found = (v.evidence.tests[doubles.NODE.worker].state() for v in (whole, resumed))
     assert found["num_claims"] == expected["num_claims"] == found["num_rollouts"] == expected["num_rollouts"] == 16
     for name, values in expected["log_wealth"].items():
-        np.testing.assert_allclose(
-            found["log_wealth"][name], values, rtol=1e-4, err_msg=name
-        )  # replayed in other company
+        # Replayed in other company.
+        np.testing.assert_allclose(found["log_wealth"][name], values, rtol=1e-4, err_msg=name)
     assert killed.evidence.state(after=3)["counted"] == [] != killed.evidence.state(after=2)["counted"]
