@@ -334,9 +334,3 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     assert state.tests()[stand.KEY.worker]["num_rollouts"] == stand.G * replayed
     assert not state.unsettled and ledger_lib.verify(tmp_path / "ledger.db").error is None
     stand.close(service)
-
-
-def test_one_process_at_a_time(restart, tmp_path):
-    restart()
-    with pytest.raises(ValueError, match="stop the validator that uses it"):
-        stand.start(tmp_path)

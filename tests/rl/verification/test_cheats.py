@@ -26,16 +26,8 @@ REASONS = {
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
 
-SLOW = {
-    "half_the_layers",
-    "another_model",
-    "int8_weights",
-    "early_stop",
-    "edited_4",
-    "edited_16",
-    "temperature_1.1",
-    "other_experts",
-}  # several seconds each
+# Several seconds each.
+SLOW = "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_1.1 other_experts".split()
 
 
 @pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])

@@ -220,17 +220,13 @@ def test_duplicates_and_replays_of_what_was_accepted():
 
 def test_a_group_is_its_samples_once_each():
     whole = [make(i) for i in range(4)]
-
-    def whole_group(rollouts):
-        return checks.whole_group(rollouts, RULES)
-
-    assert whole_group(whole[::-1]).accepted
+    assert checks.whole_group(whole[::-1], RULES).accepted
     for broken in (whole[:3], [*whole[:3], make(2)], [*whole, make(3)]):
-        assert whole_group(broken).reason == "samples"
+        assert checks.whole_group(broken, RULES).reason == "samples"
     other = dataclasses.replace(make(3), tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32))
-    assert whole_group([*whole[:3], other]).reason == "prompt"
+    assert checks.whole_group([*whole[:3], other], RULES).reason == "prompt"
     stranger = rollout_lib.sign(make(3), rollout_lib.WorkerKey.generate())
-    assert whole_group([*whole[:3], stranger]).reason == "signature"
+    assert checks.whole_group([*whole[:3], stranger], RULES).reason == "signature"
 
 
 def test_a_lease_takes_its_own_group_only():
