@@ -118,20 +118,15 @@ def _entries(path: pathlib.Path) -> list[dict]:
 def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
-    `--step` is a step, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
-    parameters. The work directory stays locked during the block.
-
-    Raises:
-      ValueError: `--step` is none of these, or the run has another config.
-      FileNotFoundError: the checkpoint does not exist.
+    `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
+    parameters. The work directory stays locked during the block. Raises ValueError for another `--step` or another config,
+    and FileNotFoundError if the checkpoint does not exist.
     """
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
     directory = pathlib.Path(flags.FLAGS.workdir).absolute() / "checkpoints"
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
-        raise FileNotFoundError(
-            f"no checkpoint in {directory}; set --workdir to the work directory of a run of rl.train"
-        )
+        raise FileNotFoundError(f"no checkpoint in {directory}; set --workdir to the directory of a run of rl.train")
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         yield exp, workdir, *_restore_policy(exp, mesh, directory, flags.FLAGS.step)
 

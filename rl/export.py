@@ -21,12 +21,10 @@ def main() -> None:
     """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
     output = pathlib.Path(flags.FLAGS.output)
     hf.check_new(output)
-    with evaluate.open_checkpoint() as (exp, _, step, params):
+    with evaluate.open_checkpoint() as (exp, workdir, step, params):
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
         hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
-    metrics.Progress().say(
-        f"step {step} of {flags.FLAGS.workdir} is in {output}: python -m inference.chat --model {output}"
-    )
+    metrics.Progress().say(f"step {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def train(
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
                     values["loss/held_out"] = hosts.broadcast(_nll(learner, state.params, held_out))
                     patience = patience.after(values["loss/held_out"])
-                values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
+                values["optimizer/learning_rate"] = float(rate(step - 1))
                 values["time/step_s"] = time.perf_counter() - begun
                 writer.write(step, "warm-up", values)
                 shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}
@@ -102,9 +102,7 @@ def train(
                 if is_last:
                     break
         if patience.is_over:
-            progress.say(
-                f"stopped after step {step}: {patience.num_worse} held-out losses in a row were not below {patience.best:.4g}"
-            )
+            progress.say(f"stopped at step {step}: {patience.num_worse} held-out losses not below {patience.best:.4g}")
     return state.params
 
 
@@ -137,9 +135,8 @@ class Patience:
 
     def after(self, loss: float) -> "Patience":
         """Returns the state of early stopping after one more held-out loss."""
-        if loss < self.best:
-            return dataclasses.replace(self, best=loss, num_worse=0)
-        return dataclasses.replace(self, num_worse=self.num_worse + 1)
+        num_worse = 0 if loss < self.best else self.num_worse + 1
+        return dataclasses.replace(self, best=min(self.best, loss), num_worse=num_worse)
 
 
 def stream(
@@ -152,9 +149,8 @@ def stream(
 ) -> packing.Tree:
     """Returns a conversation as one token sequence to train on. Only messages of `roles` train; tokens after them are cut off.
 
-    Raises:
-      ValueError: the conversation is longer than `max_length`, no token trains, or the chat template renders a message
-        differently when other messages follow, so that the tokens of a role are unknown.
+    Raises ValueError if the conversation is longer than `max_length`, no token trains, or the chat template renders a message
+    differently when other messages follow, so that the tokens of a role are unknown.
     """
     rendered = tokenizer.render(messages, tools=tools)
     mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
@@ -187,16 +183,12 @@ def read_conversations(path: str) -> list[dict]:
     """Reads conversations from a JSONL file with lines {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
 
     Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
-
-    Raises:
-      ValueError: the file cannot be read, or a line has another format; the error has the line's number.
+    Raises ValueError if the file cannot be read, or a line, whose number the error names, has another format.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file of conversations"
-        ) from error
+        raise ValueError(f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file") from error
     found = []
     for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
         try:
@@ -231,7 +223,7 @@ def _plain(message: Mapping) -> dict:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise ValueError(
-            f"the content of a message is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
+            f"a message's content is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
         )
     plain = dict(message) | {"content": content or ""}
     if calls is None:

@@ -51,10 +51,7 @@ def main() -> None:
 
 
 def train(
-    exp: experiment.Experiment,
-    mesh: jax.sharding.Mesh,
-    workdir: pathlib.Path,
-    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
     config, num_steps, weights = exp.config, exp.config.rl.num_steps, workdir / "weights"
@@ -78,9 +75,8 @@ def train(
         publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
         if hosts.is_first:
             progress.note("starting the inference server and its workers")
-            rollouts = stack.enter_context(
-                launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
-            )
+            system = launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
+            rollouts = stack.enter_context(system)
         # The step is compiled while the first score and the first batch are made.
         compiler = futures.ThreadPoolExecutor(1)
         stack.callback(compiler.shutdown, wait=False)
@@ -125,8 +121,7 @@ def train(
                 with timed("eval"):
                     if is_scored and not is_last:
                         score(step)
-                updates = (step - 1) * exp.objective.optimizer_steps
-                values["optimizer/learning_rate"] = float(jax.device_get(rate(updates)))
+                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
                 step_s = time.perf_counter() - begun
                 times |= {"time/step_s": step_s, "time/tokens_per_s": batch.metrics["rollout/num_tokens"] / step_s}
                 values |= batch.metrics | times

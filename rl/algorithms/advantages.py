@@ -24,20 +24,14 @@ def group_mean(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def group_mean_std(rewards_G: np.ndarray) -> np.ndarray:
-    """A = (r - mean(r)) / (std(r) + 1e-6), ddof = 1 (GRPO, arXiv 2402.03300, section 4.1.2; INTELLECT-2's code).
-
-    A group of one sample gets 0.
-    """
+    """A = (r - mean(r)) / (std(r) + 1e-6), ddof = 1 (GRPO, arXiv 2402.03300, section 4.1.2; INTELLECT-2's code); 0 for one sample."""
     if len(rewards_G) < 2:
         return np.zeros_like(rewards_G)
     return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + EPSILON)
 
 
 def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
-    """A_i = r_i - mean of the other rewards (RLOO, arXiv 2402.14740, section 2.2): G / (G - 1) times `group_mean`, unbiased.
-
-    A group of one sample gets 0.
-    """
+    """A_i = r_i - mean of the other rewards (RLOO, arXiv 2402.14740, section 2.2), which is unbiased; 0 for one sample."""
     G = len(rewards_G)
     return group_mean(rewards_G) * (G / (G - 1)) if G > 1 else np.zeros_like(rewards_G)
 
@@ -48,17 +42,12 @@ def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
     return (rewards_G - mean) / mean if mean > 0 else np.zeros_like(rewards_G)
 
 
-def given(rewards_G: np.ndarray) -> np.ndarray:
-    """A = r: the reward is the advantage, which the environment or an external critic assigned."""
-    return rewards_G
-
-
 ADVANTAGES = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
     "rloo": leave_one_out,
     "max_rl": mean_normalized,
-    "given": given,
+    "given": lambda rewards_G: rewards_G,  # the environment or an external critic assigned advantages as rewards
 }
 
 

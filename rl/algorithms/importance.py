@@ -4,6 +4,8 @@ Letters: B rows, T tokens. Several streams share a row; `stream_ids_BT` numbers 
 (`rl/batch/packing.py: stream_ids`), so that a row of T tokens has at most T of them and every shape is fixed.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -21,25 +23,20 @@ def total(x_BT: Array, mask_BT: Array, denom: Array) -> Array:
     return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
 
 
-def stream_sum(x_BT: Array, stream_ids_BT: Array) -> Array:
-    """Sums x over each stream (token sequence of one rollout); returns, at every token, the sum of its stream."""
-    return _over_streams(jax.ops.segment_sum, x_BT, stream_ids_BT)
-
-
-def stream_min(x_BT: Array, stream_ids_BT: Array) -> Array:
-    """Returns, at every token, the smallest x in the token's stream (token sequence of one rollout)."""
-    return _over_streams(jax.ops.segment_min, x_BT, stream_ids_BT)
+def over_stream(reduce: Callable, x_BT: Array, stream_ids_BT: Array) -> Array:
+    """Returns, at every token, x reduced over its stream (one rollout's sequence) by `reduce`, such as `jax.ops.segment_sum`."""
+    return jax.vmap(lambda x_T, ids_T: reduce(x_T, ids_T, num_segments=len(x_T))[ids_T])(x_BT, stream_ids_BT)
 
 
 def stream_mean(x_BT: Array, mask_BT: Array, stream_ids_BT: Array) -> Array:
     """Returns, at every token, the mean of x over trained tokens of its stream (one rollout's sequence); 0 if no token trains."""
-    sum_BT = stream_sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
+    sum_BT = over_stream(jax.ops.segment_sum, jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT, stream_ids_BT)
     return sum_BT / stream_length(mask_BT, stream_ids_BT)
 
 
 def stream_length(mask_BT: Array, stream_ids_BT: Array) -> Array:
     """Returns, at every token, |o|: the number of trained tokens in its stream (one rollout's sequence), at least 1."""
-    return jnp.maximum(stream_sum(mask_BT, stream_ids_BT), 1.0)
+    return jnp.maximum(over_stream(jax.ops.segment_sum, mask_BT, stream_ids_BT), 1.0)
 
 
 def num_streams(mask_BT: Array, stream_ids_BT: Array) -> Array:
@@ -67,7 +64,3 @@ def metrics(log_ratio_BT: Array, dropped_BT: Array, A_BT: Array, mask_BT: Array,
         "loss/ratio_mean": total(ratio_BT, mask_BT, denom),
         "loss/ratio_sq_mean": total(ratio_BT**2, mask_BT, denom),
     }
-
-
-def _over_streams(reduce, x_BT, stream_ids_BT):
-    return jax.vmap(lambda x_T, ids_T: reduce(x_T, ids_T, num_segments=len(x_T))[ids_T])(x_BT, stream_ids_BT)

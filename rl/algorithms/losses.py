@@ -75,8 +75,7 @@ def two_sided_clip(tokens: Tokens, *, clip_low: float, clip_high: float, delta: 
         c1 = min(r, delta),  c2 = clip(c1, 1 - clip_low, 1 + clip_high)
 
     Plain PPO leaves r unbounded when A < 0; INTELLECT-2 (arXiv 2505.07291, section 3.4) bounds it by delta = 4 with
-    clip_low = clip_high = 0.2. The gradient of a token is zero where A < 0 and r > delta, where A > 0 and
-    r > 1 + clip_high, and where A < 0 and r < 1 - clip_low.
+    clip_low = clip_high = 0.2.
     """
     bounded = tokens._replace(ratio_BT=jnp.minimum(tokens.ratio_BT, delta))
     loss_BT, dropped_BT = _clipped(bounded, clip_low, clip_high)
@@ -190,9 +189,9 @@ def masked_importance_sampling(
     ratio_BT, fixed_BT = tokens.ratio_BT, jax.lax.stop_gradient(tokens.log_ratio_BT)
     keep_BT = (ratio_BT >= ratio_low) & (ratio_BT <= ratio_high)
     if stream_low > 0:  # outside the mask r is 1: the bounds are on either side of it
-        keep_BT &= importance.stream_min(fixed_BT, stream_ids_BT) >= math.log(stream_low)
+        keep_BT &= importance.over_stream(jax.ops.segment_min, fixed_BT, stream_ids_BT) >= math.log(stream_low)
     if stream_high < math.inf:
-        keep_BT &= -importance.stream_min(-fixed_BT, stream_ids_BT) <= math.log(stream_high)
+        keep_BT &= importance.over_stream(jax.ops.segment_max, fixed_BT, stream_ids_BT) <= math.log(stream_high)
     if geometric_low > 0 or geometric_high < math.inf:
         geometric_BT = jnp.exp(importance.stream_mean(fixed_BT, tokens.mask_BT, stream_ids_BT))
         keep_BT &= (geometric_BT >= geometric_low) & (geometric_BT <= geometric_high)

@@ -17,16 +17,11 @@ import numpy as np
 from rl.batch import packing
 from sharding.multihost import hosts as hosts_lib
 
-Region = tuple[slice, slice]  # rows and columns of every micro-batch
-
 
 def place(
     trees: Sequence[packing.Tree] | None, layout: packing.Layout, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts
 ) -> packing.TrainBatch:
-    """Packs host 0's trees (None on other hosts), sends every host its rows, and returns global arrays on `mesh`.
-
-    All hosts must call it.
-    """
+    """Packs host 0's trees (None elsewhere), sends every host its rows, and returns global arrays on `mesh`. All hosts must call it."""
     if hosts.is_first:
         assert trees is not None
         batch = packing.pack(trees, layout)
@@ -64,7 +59,7 @@ def _corner(index) -> tuple[int, int]:
     return index[1].start or 0, index[2].start or 0
 
 
-def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[Region]:
+def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[tuple[slice, slice]]:
     """Returns the (rows, columns) blocks of a batch that one process's devices need, each once, in the same order on every host."""
     shape = layout.num_micro_batches, layout.rows, layout.row_length
     indices = packing.sharding(mesh, 3).devices_indices_map(shape)

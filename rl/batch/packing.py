@@ -114,8 +114,7 @@ def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
 def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
     """Packs trees into the rows of one batch with the shape `layout`.
 
-    Raises:
-      ValueError: a branch does not fit a row, the rows do not fit the layout, or a trained token has no token before it to predict it.
+    Raises ValueError if a branch does not fit a row, the rows do not fit the layout, or no token precedes a trained one to predict it.
     """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]
@@ -167,23 +166,15 @@ def empty_row(layout: Layout) -> dict[str, np.ndarray]:
 
 def abstract(layout: Layout, mesh: jax.sharding.Mesh) -> TrainBatch:
     """Returns the shapes and shardings of `place(pack(trees, layout), mesh)`, the same for all trees."""
-
-    def described(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, len(shape)))
-
-    shape = (layout.num_micro_batches, layout.rows)
-    arrays = {name: described((*shape, *row.shape), row.dtype) for name, row in empty_row(layout).items()}
-    return TrainBatch(**arrays, num_micro_batches=described((), np.dtype(np.int32)))
+    shape = layout.num_micro_batches, layout.rows
+    arrays = {name: jax.ShapeDtypeStruct((*shape, *row.shape), row.dtype) for name, row in empty_row(layout).items()}
+    batch = TrainBatch(**arrays, num_micro_batches=jax.ShapeDtypeStruct((), np.dtype(np.int32)))
+    return jax.tree.map(lambda x: x.update(sharding=sharding(mesh, x.ndim)), batch)
 
 
 def place(batch: TrainBatch, mesh: jax.sharding.Mesh) -> TrainBatch:
-    """Puts a batch of NumPy arrays on the mesh's devices; rows of each micro-batch are split over the batch axes.
-
-    With several processes, each must pass the same batch and places its own rows; no data is sent.
-    """
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, sharding(mesh, x.ndim), lambda index: x[index]), batch
-    )
+    """Puts the rows of a batch of NumPy arrays on the mesh's devices. Of several processes, each passes the same batch."""
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding(mesh, x.ndim), x.__getitem__), batch)
 
 
 def sharding(mesh: jax.sharding.Mesh, ndim: int) -> jax.sharding.NamedSharding:

@@ -5,8 +5,8 @@
 2. `merge` returns the whole model's parameters with the adapters added. The learner differentiates through it, and its
    result is published and exported: inference servers run exactly the weights that the learner computed with.
 
-Left out: applying A and B next to W without merging. It would save the pass that forms the gradient of W (a third of a step) at
-the price of a second definition of every matmul in `models`. No dropout either: an inference server has none.
+Left out: A and B applied next to W. It would save the gradient of W (a third of a step), but define every matmul in `models` a
+second time. No dropout either: an inference server has none.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class LoraConfig:
             raise ValueError(f"lora.rank = {self.rank} is negative; set it to at least 0 (0: no adapters)")
         if self.rank and not self.targets:
             raise ValueError(
-                "lora.targets is empty, so nothing would train; name kernels such as 'q', or set lora.rank to 0"
+                "lora.targets is empty: nothing would train; add a kernel such as 'q', or set lora.rank = 0"
             )
 
     def __bool__(self) -> bool:
@@ -45,9 +45,7 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
     """Returns the `ParamSpec` tree of the adapters: {"a": ..., "b": ...} at each targeted kernel, no other parameters.
 
     A kernel [D, H, C] has a [D, r] and b [r, H, C]; a kernel of experts [E, D, F] has a [E, D, r] and b [E, r, F].
-
-    Raises:
-      ValueError: a name in `config.targets` is not a parameter of the model, or not a matrix.
+    Raises ValueError if a name in `config.targets` is not a parameter of the model, or not a matrix.
     """
     found = set()
 
@@ -58,9 +56,8 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
         if name not in config.targets:
             return {}
         if not rules.is_matrix(tree):
-            raise ValueError(
-                f"lora.targets has {name!r}, which is not a matrix: its dims are {tree.logical_axes}; remove it"
-            )
+            axes = tree.logical_axes
+            raise ValueError(f"lora.targets has {name!r}, which is not a matrix: its dims are {axes}; remove it")
         found.add(name)
         return _adapter(tree, config.rank)
 

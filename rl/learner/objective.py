@@ -112,37 +112,34 @@ class Objective:
         metrics = {"loss/policy": policy, "loss/entropy": entropy}
         if self.old_logprobs == "learner":  # the loss's own mismatch is that of this batch's optimizer steps alone
             log_ratio_BT = importance.log_ratio(micro_batch.old_logp, batch.behavior_logp, mask_BT)
-            sampler_kl = importance.total(jnp.expm1(log_ratio_BT) - log_ratio_BT, mask_BT, counts.denom)
-            metrics |= {"loss/sampler_kl": sampler_kl}
+            kl_BT = jnp.expm1(log_ratio_BT) - log_ratio_BT
+            metrics["loss/sampler_kl"] = importance.total(kl_BT, mask_BT, counts.denom)
         if self.entropy_coef:
             total -= self.entropy_coef * entropy
         if self.kl_coef:
             reference_BT = self._reference_logp(batch)
             kl = divergences.kl_penalty(self.kl_estimator, logp_BT, reference_BT, mask_BT, counts.denom)
-            metrics |= {"loss/kl": kl}
+            metrics["loss/kl"] = kl
             if self.kl_place == "loss":
                 total += self.kl_coef * kl
         if batch.ce_weight is not None:
-            ce = divergences.weighted_cross_entropy(logp_BT, batch.ce_weight, counts.ce)
-            metrics |= {"loss/ce": ce}
-            total += ce
+            metrics["loss/ce"] = divergences.weighted_cross_entropy(logp_BT, batch.ce_weight, counts.ce)
+            total += metrics["loss/ce"]
         if batch.ref_kl_weight is not None:
-            ref_kl = divergences.reference_distillation(
-                logp_BT, batch.behavior_logp, _need(batch, "ref_logp"), batch.ref_kl_weight, counts.ref_kl
-            )
-            metrics |= {"loss/ref_kl": ref_kl}
-            total += ref_kl
+            logps = logp_BT, batch.behavior_logp, _need(batch, "ref_logp")
+            metrics["loss/ref_kl"] = divergences.reference_distillation(*logps, batch.ref_kl_weight, counts.ref_kl)
+            total += metrics["loss/ref_kl"]
         if routing is not None:
-            metrics |= {"moe/load": routing.load}
+            metrics["moe/load"] = routing.load
             if self.router_balance_coef:  # not linear in the load: each micro-batch is weighted by its share of tokens
                 balance = moe.balance_loss(routing) * jnp.sum(batch.segment_ids != 0) / counts.positions
-                metrics |= {"loss/router_balance": balance}
+                metrics["loss/router_balance"] = balance
                 total += self.router_balance_coef * balance
             if routing.margin is not None:
                 assert batch.routed_experts is not None
                 replayed_BT = batch.routed_experts[..., 0, 0] != router_replay.unrouted(batch.routed_experts.dtype)
                 differing_and_all = jnp.stack([jnp.sum(routing.margin > 0), len(routing.margin) * jnp.sum(replayed_BT)])
-                metrics |= {"moe/replayed": differing_and_all.astype(jnp.float32)}
+                metrics["moe/replayed"] = differing_and_all.astype(jnp.float32)
         return total, metrics | {"loss/total": total}
 
     def _reference_logp(self, batch):
@@ -173,8 +170,7 @@ _EXTRAS = {  # keyword arguments that the learner passes to a loss that names th
 def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
     """Returns a policy loss with its options fixed. `loss` is a name in `losses.LOSSES` or a function with the same signature.
 
-    Raises:
-      ValueError: the name or an option is unknown, or an option without a default is missing.
+    Raises ValueError if the name or an option is unknown, or an option without a default is missing.
     """
     if isinstance(loss, str) and loss not in losses.LOSSES:
         raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
@@ -184,9 +180,7 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
     known = {p.name: p for s in signatures for p in s.parameters.values() if p.kind is p.KEYWORD_ONLY}
     own = {n: p for n, p in known.items() if n not in _EXTRAS}
     if unknown := sorted(set(options) - set(own)):
-        raise ValueError(
-            f"loss {name!r} has no option {unknown[0]!r}; choose from: {', '.join(own) or '(it has none)'}"
-        )
+        raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; choose from {', '.join(own) or '(it has none)'}")
     if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
     return PolicyLoss(function, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))

@@ -136,11 +136,9 @@ def scale_by_muon(specs, beta: float, moment_dtype: str) -> optax.GradientTransf
         m <- beta m + (1 - beta) g;  update = 0.2 sqrt(max(rows, columns)) NS(beta m + (1 - beta) g)
 
     The scale is Moonlight's (arXiv 2502.16982, eq. 4), so AdamW's learning rate and weight decay carry over. A kernel with
-    heads is one matrix, [D, H x C]; every layer and every expert is a separate matrix.
-
-    Distributed: matrices of one shape are stacked, and the stack, not the matrices, is split over the batch axes of the mesh
-    (one all-to-all each way). A device then orthogonalizes whole matrices, without a collective inside and without repeating
-    work of another device, as INTELLECT-3's trainer does (arXiv 2512.16144).
+    heads is one matrix, [D, H x C]; every layer and every expert is a separate matrix. Stacks of matrices, not the matrices, are
+    split over the batch axes of the mesh (one all-to-all each way), as in INTELLECT-3's trainer (arXiv 2512.16144): a device
+    orthogonalizes whole matrices, without a collective inside, and no other device repeats its work.
     """
 
     def init(params):
@@ -183,18 +181,16 @@ def _orthogonalize_tree(tree, specs):
         shape = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
         by_shape.setdefault(shape, {})[i] = x.reshape(-1, *shape)
     for shape, members in by_shape.items():
-        stack = _spread(orthogonalize, jnp.concatenate([*members.values()])) * (0.2 * math.sqrt(max(shape)))
+        stack = _orthogonalize_spread(jnp.concatenate([*members.values()])) * (0.2 * math.sqrt(max(shape)))
         ends = np.cumsum([len(x_NRC) for x_NRC in members.values()])
         for i, x_NRC in zip(members, jnp.split(stack, ends[:-1]), strict=True):
             done[i] = x_NRC.reshape(leaves[i][1].shape)
     return jax.tree.unflatten(structure, [done[i] for i in range(len(leaves))])
 
 
-def _spread(function, x_NRC):
-    """Runs `function` on matrices whose first dim is split over the mesh, padded to a multiple of the number of batch shards."""
+def _orthogonalize_spread(x_NRC):
+    """Orthogonalizes matrices whose first dim is split over the mesh, padded to a multiple of the number of batch shards."""
     mesh = jax.sharding.get_abstract_mesh()
     ways = 1 if mesh.empty else rules.num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]  # reads its shape alone
-    N = x_NRC.shape[0]
-    x_NRC = jnp.pad(x_NRC, ((0, -N % ways), (0, 0), (0, 0)))
-    x_NRC = rules.constrain(x_NRC, "batch", None, None)
-    return rules.constrain(function(x_NRC), "batch", None, None)[:N]
+    padded_NRC = rules.constrain(jnp.pad(x_NRC, ((0, -len(x_NRC) % ways), (0, 0), (0, 0))), "batch", None, None)
+    return rules.constrain(orthogonalize(padded_NRC), "batch", None, None)[: len(x_NRC)]

@@ -23,9 +23,7 @@ def make(learner: train_step.Learner, initial: Callable[[], transformer.Params],
     """Returns a function batch -> log-probabilities [M, B, T] under the reference policy; None if the objective needs none.
 
     Each token has its own temperature. Unless the reference is a checkpoint, `initial` returns the parameters that RL began with.
-
-    Raises:
-      ValueError: the checkpoint is unreadable, or its vocabulary is too small.
+    Raises ValueError if the checkpoint is unreadable, or its vocabulary is too small.
     """
     objective = learner.objective
     if not objective.needs_reference:
@@ -47,8 +45,7 @@ def model_of(
 ) -> config_lib.ModelConfig:
     """Returns the model config of the reference policy: the policy's, or the checkpoint's with the policy's dtype and kernels.
 
-    Raises:
-      ValueError: the checkpoint's vocabulary is smaller than the tokenizer's `vocab_size`.
+    Raises ValueError if the checkpoint's vocabulary is smaller than the tokenizer's `vocab_size`.
     """
     path = objective.reference_model
     if not path:
