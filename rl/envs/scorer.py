@@ -241,7 +241,8 @@ def _read_scored(reply: dict, count: int) -> list | None:
         ]
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return found if len(found) == count else None
+    is_printable = all(error.isprintable() for *_, error in found)  # logs show it
+    return found if is_printable and len(found) == count else None
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ def client(url, address):
     return httpx.AsyncClient(base_url=url, transport=httpx.AsyncHTTPTransport(local_address=address), timeout=WAIT_S)
 
 
+def connect(url):
+    return asyncio.open_connection(*url.removeprefix("http://").split(":"))
+
+
 async def body(size, until):
     """Yields a body in parts; the last one when `until` is set."""
     for part in range(PARTS):
@@ -72,6 +76,17 @@ def all_given_back(budget):
     return budget.free == BUDGET and not budget.used
 
 
+@pytest.fixture
+def run(running):
+    """run(main) awaits main(url, budget, gate), after which the server must have its whole budget back."""
+
+    def run(main):
+        asyncio.run(main(*running))
+        assert all_given_back(running[1])
+
+    return run
+
+
 def test_a_network_uses_at_most_as_much_as_it_leaves_free():
     budget = web.Budget(10)
     assert not budget.take("a", 6) and budget.take("a", 5) and not budget.take("a", 1)
@@ -79,10 +94,8 @@ def test_a_network_uses_at_most_as_much_as_it_leaves_free():
     assert (budget.free, dict(budget.used)) == (2, {"a": 5, "b": 2, "c": 1})
 
 
-def test_one_address_takes_half_and_another_is_served(running):
-    url, budget, _ = running
-
-    async def main():
+def test_one_address_takes_half_and_another_is_served(run):
+    async def main(url, budget, gate):
         until = asyncio.Event()
         async with client(url, "127.0.0.1") as greedy, client(url, "127.0.0.2") as other:
             tasks = [asyncio.create_task(greedy.post("/read", content=body(BODY, until))) for _ in range(8)]
@@ -98,14 +111,11 @@ def test_one_address_takes_half_and_another_is_served(running):
             assert "request bodies from your network use" in error["message"] and error["type"] == "overloaded"
             assert (await greedy.post("/read", content=bytes(BODY))).status_code == 200
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
-def test_many_addresses_together_leave_room(running):
-    url, budget, _ = running
-
-    async def main():
+def test_many_addresses_together_leave_room(run):
+    async def main(url, budget, gate):
         until = asyncio.Event()
         greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
         tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
@@ -119,15 +129,13 @@ def test_many_addresses_together_leave_room(running):
         for c in greedy:
             await c.aclose()
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
-def test_an_address_is_that_of_the_connection(running):
+def test_an_address_is_that_of_the_connection(run):
     """A header cannot name another address, by which one client could get any number of shares."""
-    url, budget, gate = running
 
-    async def main():
+    async def main(url, budget, gate):
         async with client(url, "127.0.0.1") as http:
             sent = [http.post("/held", content=bytes(9), headers={"x-forwarded-for": f"10.0.0.{i}"}) for i in range(3)]
             held = asyncio.gather(*sent)
@@ -136,8 +144,7 @@ def test_an_address_is_that_of_the_connection(running):
             gate.set()
             await held
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +163,8 @@ def test_a_network_of_ipv6_is_one_address(host, party):
     assert web._network(host) == party
 
 
-def test_a_body_counts_until_its_block_ends(running):
-    url, budget, gate = running
-
-    async def main():
+def test_a_body_counts_until_its_block_ends(run):
+    async def main(url, budget, gate):
         async with client(url, "127.0.0.1") as http:
             held = [asyncio.create_task(http.post("/held", content=bytes(BODY))) for _ in range(2)]
             await asyncio.wait_for(filled(budget, 2 * BODY), WAIT_S)
@@ -168,24 +173,21 @@ def test_a_body_counts_until_its_block_ends(running):
             assert [(await task).json() for task in held] == [{"bytes": BODY}] * 2
             assert (await http.post("/read", content=bytes(BODY))).status_code == 200
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
-def test_disconnects_and_long_bodies_free_the_budget(running):
-    url, budget, _ = running
-    host, port = url.removeprefix("http://").split(":")
+def test_disconnects_and_long_bodies_free_the_budget(run):
     rng = random.Random(0)
 
-    async def leave():
-        _, writer = await asyncio.open_connection(host, int(port))
+    async def leave(url):
+        _, writer = await connect(url)
         writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY}\r\n\r\n".encode())
         writer.write(bytes(rng.randrange(BODY)))
         await writer.drain()
         writer.close()
 
-    async def main():
-        await asyncio.gather(*(leave() for _ in range(30)))
+    async def main(url, budget, gate):
+        await asyncio.gather(*(leave(url) for _ in range(30)))
         async with client(url, "127.0.0.1") as http:
             for _ in range(50):
                 if all_given_back(budget):
@@ -195,24 +197,20 @@ def test_disconnects_and_long_bodies_free_the_budget(running):
             assert message.startswith("the request body exc")
             assert (await http.post("/json", content=json.dumps({"a": 1}))).json() == {"a": 1}
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
-def test_a_pause_in_a_body_is_408_on_any_server(running, monkeypatch):
-    url, budget, _ = running
+def test_a_pause_in_a_body_is_408_on_any_server(run, monkeypatch):
     monkeypatch.setattr(web, "BODY_PAUSE_S", 0.2)
 
-    async def main():
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+    async def main(url, budget, gate):
+        reader, writer = await connect(url)
         writer.write(b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
         head = await asyncio.wait_for(reader.readuntil(b"\r\n"), WAIT_S)
         writer.close()
         assert head == b"HTTP/1.1 408 Request Timeout\r\n"
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)
 
 
 def test_an_address_leaves_connections_to_others():
@@ -241,17 +239,15 @@ def test_an_address_leaves_connections_to_others():
             opened.close()
 
 
-def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
+def test_a_trickle_is_408_and_what_is_fast_enough_is_read(run, monkeypatch):
     """A body of single bytes is rejected; one at the minimum rate is read, however long it takes."""
-    url, budget, _ = running
     monkeypatch.setattr(web, "BODY_GRACE_S", 0.5)
     monkeypatch.setattr(web, "MIN_BODY_RATE", 10_000)
-    host, port = url.removeprefix("http://").split(":")
 
-    async def send(chunk, pause_s, count):
+    async def send(url, chunk, pause_s, count):
         """(Seconds, the answer) of a body that is sent in such parts."""
         begun = asyncio.get_running_loop().time()
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connect(url)
         writer.write(f"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: {count * len(chunk)}\r\n\r\n".encode())
         answer = asyncio.create_task(reader.read(2000))
         for _ in range(count):
@@ -263,11 +259,10 @@ def test_a_trickle_is_408_and_what_is_fast_enough_is_read(running, monkeypatch):
         writer.close()
         return asyncio.get_running_loop().time() - begun, text
 
-    async def main():
-        slow, fast = await asyncio.gather(send(b"x", 0.02, 10_000), send(bytes(1000), 0.04, 40))
+    async def main(url, budget, gate):
+        slow, fast = await asyncio.gather(send(url, b"x", 0.02, 10_000), send(url, bytes(1000), 0.04, 40))
         assert 0.4 < slow[0] < 5 and slow[1].startswith("HTTP/1.1 408 Request Timeout")
         assert "bytes of the request body came in" in slow[1] and "at least 10000 bytes per second" in slow[1]
         assert fast[0] > 1.5 and fast[1].startswith("HTTP/1.1 200") and '{"bytes":40000}' in fast[1]
 
-    asyncio.run(main())
-    assert all_given_back(budget)
+    run(main)

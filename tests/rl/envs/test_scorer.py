@@ -26,6 +26,7 @@ REPLIES = {
     "no_scores": b'{"grown": false}\n',
     "no_numbers": b'{"scored": [[{"reward": "9"}, 0, ""]], "grown": false}\n',
     "too_many": b'{"scored": [[{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""]], "grown": false}\n',
+    "unprintable": b'{"scored": [[null, 0, "\\u001b[2J"]], "grown": false}\n',
     "error": b'{"error": "the environment is broken"}\n',
 }
 LEAKED = []
@@ -153,7 +154,7 @@ def test_a_malformed_or_missing_reply_costs_itself_alone(orders, monkeypatch, re
     """A completion that has taken over its child may send anything: the run goes on, and a fresh child scores the others."""
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
     begun_s = time.monotonic()
-    assert worth(orders(f"send {reply}", "a")) == [0, 1] and time.monotonic() - begun_s < 20
+    assert worth(orders(f"send {reply}", "a")) == [0, 1] and time.monotonic() - begun_s < 20 and not REPORTED
 
 
 @pytest.mark.slow
