@@ -166,13 +166,6 @@ def test_tool_names_and_arguments_cannot_break_out():
     assert [id for id in ids if id in (PAD, START, END)] == [START, END] * 3  # system (tools), user, assistant
 
 
-def test_plain_template_is_masked_like_one_with_tags():
-    plain = with_template(PLAIN_TEMPLATE)
-    chat = [CHAT[1], {"role": "assistant", "content": "yes"}, CHAT[3]]
-    for prompt in (False, True):
-        assert plain.render(chat, add_generation_prompt=prompt) == TOK.render(chat, add_generation_prompt=prompt)
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -204,11 +197,8 @@ def test_reasoning_that_the_prompt_opened_is_not_scored():
 
 def test_malformed_completions_are_parsed():
     parse = lambda text: TOK.parse(TOK.encode(text, special=True))  # noqa: E731
-    assert parse("<think>cut off") == {"role": "assistant", "reasoning_content": "cut off", "content": ""}
-    assert parse("hm</think>\n\nyes")["reasoning_content"] == "hm"  # the prompt may have opened the block
     assert parse("a<|im_end|>b")["content"] == "a"
-    deep = "[" * 5000
-    for bad in ("{", "[]", '{"name": 1}', "null", deep):
+    for bad in ('{"name": 1}', "[" * 5000):
         text = f"x <tool_call>{bad}</tool_call>"
         assert parse(text) == {"role": "assistant", "content": text}
 
@@ -343,7 +333,7 @@ def test_a_template_cannot_reach_python():
 
 
 def test_no_jax():
-    code = "import sys, models.text.tokenizer, rl.envs.environment; assert 'jax' not in sys.modules, 'jax'"
+    code = "import sys, models.text.tokenizer, rl.envs.scorer, inference.client; assert 'jax' not in sys.modules, 'jax'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
