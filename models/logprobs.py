@@ -48,14 +48,11 @@ def token_logprobs(
       predictors_BT: the column whose hidden state predicts the token; the one before it when None.
       entropy_gradient: True gives the entropy a gradient, for an entropy bonus.
     """
-    T = tokens_BT.shape[1]
-    column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], tokens_BT.shape)
-    if predictors_BT is None:
-        predictors_BT = column_BT - 1
+    column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    predictors_BT = jnp.maximum(column_BT - 1 if predictors_BT is None else predictors_BT, 0)
     name = "embed" if config.tie_embeddings else "lm_head"
     head = _Head.of(config, name, entropy_gradient)
     temperature_BT = jnp.where(temperature_BT > 0, temperature_BT, 1.0)
-    predictors_BT = jnp.maximum(predictors_BT, 0)
     logp_BT, entropy_BT = _score(head, hidden_BTD, params[name], predictors_BT, temperature_BT, tokens_BT)
     return jnp.where(column_BT > 0, logp_BT, 0.0), jnp.where(column_BT > 0, entropy_BT, 0.0)
 
@@ -152,8 +149,9 @@ class _Head:
         return jnp.where(ids_V[None] >= 0, d_MV, 0.0)  # masked logits are large enough to square to infinity
 
 
-def _score_tokens(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT) -> tuple:
-    return _score_forward(head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(head: _Head, *args) -> tuple:
+    return _score_forward(head, *args)[0]
 
 
 def _score_forward(head, *args):
@@ -166,15 +164,14 @@ def _score_backward(head, residuals, cotangents):
     return d_hidden_BTD, d_kernel, None, None, None
 
 
-_score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 
 def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT):
     """Returns (logp, entropy, log normalizer) of this device's tokens, [B, T]."""
-    cut = _Cut.of(head, kernel, temperature_BT)
-    hidden_NMD = _predictors(head, cut, predictors_BT, hidden_BTD)
-    tokens_NM, temperature_NM = cut.split(tokens_BT), cut.split(temperature_BT, fill=1)
+    split = functools.partial(_split, head, kernel)
+    hidden_NMD = _predictors(head, kernel, predictors_BT, hidden_BTD)
+    tokens_NM, temperature_NM = split(tokens_BT), split(temperature_BT, fill=1)
 
     def over_vocabulary(i, stats):
         columns_DV, ids_V = head.columns(kernel, i, hidden_BTD.dtype)
@@ -192,9 +189,9 @@ def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tok
             new = new_max_M, sum_M, moment_M, target_M
             return tuple(x_NM.at[n].set(x_M) for x_NM, x_M in zip(stats, new, strict=True))
 
-        return _loop(cut.num_chunks, over_tokens, stats)
+        return _loop(len(tokens_NM), over_tokens, stats)
 
-    zero_NM = jnp.zeros((cut.num_chunks, cut.size), jnp.float32)
+    zero_NM = jnp.zeros(tokens_NM.shape, jnp.float32)
     stats = zero_NM + MASKED, zero_NM, zero_NM, zero_NM
     max_NM, sum_NM, moment_NM, target_NM = _loop(head.num_chunks(kernel), over_vocabulary, stats)
     if head.vocab_axes:
@@ -207,7 +204,8 @@ def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tok
     log_sum_NM = jnp.log(sum_NM)
     logp_NM = (target_NM - max_NM) - log_sum_NM  # in this order it cannot exceed 0
     entropy_NM = log_sum_NM - moment_NM / sum_NM
-    return cut.join(logp_NM), cut.join(entropy_NM), cut.join(max_NM + log_sum_NM)
+    results = logp_NM, entropy_NM, max_NM + log_sum_NM
+    return tuple(x_NM.reshape(-1)[: tokens_BT.size].reshape(tokens_BT.shape) for x_NM in results)
 
 
 def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *others_BT):
@@ -216,10 +214,10 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
     With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
         d logp / dz_v = [v is the token] - p_v        dH / dz_v = -p_v (log p_v + H)
     """
-    cut = _Cut.of(head, kernel, temperature_BT)
-    hidden_NMD, dtype = _predictors(head, cut, predictors_BT, hidden_BTD), hidden_BTD.dtype
-    temperature_NM = cut.split(temperature_BT, fill=1)
-    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(cut.split, others_BT)
+    split, dtype = functools.partial(_split, head, kernel), hidden_BTD.dtype
+    gather = functools.partial(_predictors, head, kernel, predictors_BT)
+    hidden_NMD, temperature_NM = gather(hidden_BTD), split(temperature_BT, fill=1)
+    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(split, others_BT)
 
     def over_vocabulary(i, carry):
         d_hidden_NMD, d_kernel = carry
@@ -240,50 +238,32 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
             return d_hidden_NMD.at[n].add(d_hidden_MD), d_columns_DV
 
         blank_DV = jnp.zeros(columns_DV.shape, jnp.float32)
-        d_hidden_NMD, d_columns_DV = _loop(cut.num_chunks, over_tokens, (d_hidden_NMD, blank_DV))
+        d_hidden_NMD, d_columns_DV = _loop(len(tokens_NM), over_tokens, (d_hidden_NMD, blank_DV))
         return d_hidden_NMD, head.add_columns(d_kernel, i, d_columns_DV)
 
     blank = jnp.zeros(hidden_NMD.shape, jnp.float32), jnp.zeros_like(kernel)
     d_hidden_NMD, d_kernel = _loop(head.num_chunks(kernel), over_vocabulary, blank)
     if head.vocab_axes:
         d_hidden_NMD = jax.lax.psum(d_hidden_NMD, head.vocab_axes)
-    gather = functools.partial(_predictors, head, cut, predictors_BT)
     (d_hidden_BTD,) = jax.linear_transpose(gather, jax.ShapeDtypeStruct(hidden_BTD.shape, jnp.float32))(d_hidden_NMD)
     return d_hidden_BTD.astype(dtype), d_kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """The division of a device's tokens [B, T] into N chunks of M tokens."""
-
-    shape: tuple[int, int]  # (B, T)
-    size: int  # M
-    num_chunks: int  # N
-
-    @classmethod
-    def of(cls, head: _Head, kernel, x_BT) -> "_Cut":
-        B, T = x_BT.shape
-        limit = max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
-        num_chunks = max(-(-B * T // limit), 1)
-        return cls((B, T), -(-B * T // num_chunks), num_chunks)
-
-    def split(self, x_BT, fill=0):
-        """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
-        flat = x_BT.reshape(-1)
-        pad = self.num_chunks * self.size - flat.shape[0]
-        return jnp.pad(flat, (0, pad), constant_values=fill).reshape(self.num_chunks, self.size)
-
-    def join(self, x_NM):
-        B, T = self.shape
-        return x_NM.reshape(-1)[: B * T].reshape(B, T)
+def _split(head: _Head, kernel, x_BT, fill=0) -> jax.Array:
+    """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
+    limit = max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
+    num_chunks = max(-(-x_BT.size // limit), 1)
+    pad = -x_BT.size % num_chunks
+    return jnp.pad(x_BT.reshape(-1), (0, pad), constant_values=fill).reshape(num_chunks, -1)
 
 
-def _predictors(head: _Head, cut: _Cut, predictors_BT, hidden_BTD) -> jax.Array:
+def _predictors(head: _Head, kernel, predictors_BT, hidden_BTD) -> jax.Array:
     """Returns the hidden state that predicts each token, in chunks [N, M, D]; linear in `hidden_BTD`."""
     if head.context_axes:
         hidden_BTD = jax.lax.all_gather(hidden_BTD, head.context_axes, axis=1, tiled=True)
     B, T, D = hidden_BTD.shape
-    return hidden_BTD.reshape(-1, D)[cut.split(predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * T)]
+    rows_BT = predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * T
+    return hidden_BTD.reshape(-1, D)[_split(head, kernel, rows_BT)]
 
 
 def _loop(num: int, body, carry):

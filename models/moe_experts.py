@@ -70,9 +70,7 @@ def run(
     run_local = functools.partial(_run_local, config=config)
     in_specs = (tokens, tokens, tokens, specs)
     sharded = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    return _evenly(
-        lambda x, weights, experts: sharded(x, weights, experts, params), mesh, x_BTD, weights_BTX, experts_BTX
-    )
+    return _evenly(lambda *arguments: sharded(*arguments, params), mesh, x_BTD, weights_BTX, experts_BTX)
 
 
 def grouped_matmul(
@@ -117,18 +115,18 @@ def _tiling(rows: int):
     return lambda m, k, n: (rows, even(k), even(n))
 
 
-def _evenly(run, mesh, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
+def _evenly(run, mesh, x_BTD, *choice_BTX) -> jax.Array:
     """Calls `run` on the tokens, padded or reshaped to divide evenly over the mesh: a long prompt becomes many rows."""
     B, T, D = x_BTD.shape
     rows, columns = rules.num_batch_shards(mesh), math.prod(mesh.shape[axis] for axis in rules.RULES["sequence"])
     if B % rows == 0 and T % columns == 0:
-        return run(x_BTD, weights_BTX, experts_BTX)
+        return run(x_BTD, *choice_BTX)
 
     def deal(x):
         flat = x.reshape(B * T, -1)
         return jnp.pad(flat, ((0, -B * T % (rows * columns)), (0, 0))).reshape(rows, -1, x.shape[-1])
 
-    return run(deal(x_BTD), deal(weights_BTX), deal(experts_BTX)).reshape(-1, D)[: B * T].reshape(B, T, D)
+    return run(*map(deal, (x_BTD, *choice_BTX))).reshape(-1, D)[: B * T].reshape(B, T, D)
 
 
 def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
@@ -286,10 +284,6 @@ def _sum_of_rounds(one_round, num_rounds, plan, args):
     return jax.lax.fori_loop(0, num_rounds, add, jnp.zeros_like(args[0]))
 
 
-def _sum_forward(one_round, num_rounds, plan, args):
-    return _sum_of_rounds(one_round, num_rounds, plan, args), (num_rounds, plan, args)
-
-
 def _sum_backward(one_round, saved, grad):
     num_rounds, plan, args = saved
 
@@ -300,7 +294,7 @@ def _sum_backward(one_round, saved, grad):
     return None, None, jax.lax.fori_loop(0, num_rounds, add, jax.tree.map(jnp.zeros_like, args))
 
 
-_sum_of_rounds.defvjp(_sum_forward, _sum_backward)
+_sum_of_rounds.defvjp(lambda one_round, *saved: (_sum_of_rounds(one_round, *saved), saved), _sum_backward)
 
 
 def _round(i, plan, x_BTD, weights_BTX, params, *, config, rows: int) -> jax.Array:

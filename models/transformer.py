@@ -28,9 +28,17 @@ Params = dict
 def specs(config: config_lib.ModelConfig) -> Params:
     """Returns the model's tree of `ParamSpec`: each parameter's shape, dtype, logical dims and initializer."""
     D, V = config.model_dim, config.vocab_size
+
+    def stacked(indices):
+        def stack(spec):
+            shape, axes = (len(indices), *spec.shape), ("layers", *spec.logical_axes)
+            return dataclasses.replace(spec, shape=shape, logical_axes=axes) if config.scan_layers else spec
+
+        return jax.tree.map(stack, blocks.specs(config, indices[0]), is_leaf=rules.is_spec)
+
     tree = {
         "embed": blocks.kernel(config, D, vocab=V, model=D),  # unit-variance logits when the head is tied
-        "layers": {key: _layer_specs(config, indices) for key, indices in stacks(config).items()},
+        "layers": {key: stacked(indices) for key, indices in stacks(config).items()},
         "final_norm": blocks.scale(config, D),
     }
     if not config.tie_embeddings:
@@ -270,17 +278,6 @@ def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
     }[config.remat]
     # Inside a scan nothing can be merged across layers, and the barrier that prevents it only costs.
     return jax.checkpoint(block, policy=policy, prevent_cse=not config.scan_layers, static_argnums=4)
-
-
-def _layer_specs(config, indices: list[int]) -> Params:
-    """Returns the specs of the layers `indices`, which are equal; stacked with `scan_layers`."""
-
-    def stacked(spec):
-        axes = ("layers", *spec.logical_axes)
-        return dataclasses.replace(spec, shape=(len(indices), *spec.shape), logical_axes=axes)
-
-    layer = blocks.specs(config, indices[0])
-    return jax.tree.map(stacked, layer, is_leaf=rules.is_spec) if config.scan_layers else layer
 
 
 def _path_hash(names: list[str]) -> int:

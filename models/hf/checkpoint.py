@@ -60,12 +60,14 @@ def load(
     paths_and_specs, structure = jax.tree_util.tree_flatten_with_path(transformer.specs(config), is_leaf=rules.is_spec)
     layouts = [None] * len(paths_and_specs) if shardings is None else structure.flatten_up_to(shardings)
     largest_first = sorted(range(len(layouts)), key=lambda n: -math.prod(paths_and_specs[n][1].shape))  # an even finish
-    futures = {}
+
+    def place(n):
+        path, spec = paths_and_specs[n]
+        return _place(reader, spec, sources[tuple(key.key for key in path)], layouts[n])
+
     with concurrent.futures.ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        for n in largest_first:
-            path, spec = paths_and_specs[n]
-            futures[n] = pool.submit(_place, reader, spec, sources[tuple(key.key for key in path)], layouts[n])
-        return config, structure.unflatten(futures[n].result() for n in range(len(layouts)))
+        placed = dict(zip(largest_first, pool.map(place, largest_first), strict=True))
+    return config, structure.unflatten(placed[n] for n in range(len(layouts)))
 
 
 def read_config(

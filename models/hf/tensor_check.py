@@ -63,14 +63,13 @@ def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig,
 def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
     """Returns True if the two tensors called `names` have equal numbers. Reads a piece of each at a time."""
     one, other = map(reader.tensor, names)
-    if one.shape != other.shape:
-        return False
     step = max(1, PIECE_BYTES * len(one) // max(one.nbytes, 1))
-    for start in range(0, len(one), step):
-        pieces = [tensor[start : start + step] for tensor in (one, other)]
-        is_equal = np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32))
-        for name, piece in zip(names, pieces, strict=True):
-            reader.forget(name, piece)
-        if not is_equal:
-            return False
-    return True
+
+    def numbers(name, start):
+        piece = reader.tensor(name)[start : start + step]
+        out = piece.astype(np.float32)
+        reader.forget(name, piece)
+        return out
+
+    pieces = ([numbers(name, start) for name in names] for start in range(0, len(one), step))
+    return one.shape == other.shape and all(np.array_equal(*piece) for piece in pieces)

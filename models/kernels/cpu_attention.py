@@ -145,7 +145,8 @@ class _Tiles:
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
-def _tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
     return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
 
 
@@ -229,7 +230,6 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
-_attend_tiles = jax.custom_vjp(_tiles, nondiff_argnums=(0,))
 _attend_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
