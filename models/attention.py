@@ -13,6 +13,7 @@ Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H 
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,8 @@ def attend_packed(
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.shape["context"] > 1:
-        return _ring(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
+        run = functools.partial(_ring, window=window, scale=how["scale"], softcap=softcap)
+        return _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
     if implementation == "splash":
         return splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, window=window, **how)
@@ -212,16 +214,15 @@ def _scores(q_BKGTC, k_BKSC, mask_BTS, scale: float, softcap: float) -> jax.Arra
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
-    batch, context = rules.RULES["batch"], "context"
+def _per_device(run: Callable, context: str | None) -> Callable:
+    """Returns `run(q, k, v, a tree of arrays per token, sinks)`, run on each device's rows, heads and part of `context`."""
+    batch = rules.RULES["batch"]
     tokens, heads = PartitionSpec(batch, context), PartitionSpec(batch, context, "tensor", None)
-    run = functools.partial(_ring_local, window=window, scale=how["scale"], softcap=how["softcap"])
     in_specs = heads, heads, heads, tokens, PartitionSpec("tensor")
-    run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return run(q_BTHC, k_BTKC, v_BTKV, packing, how["sinks_H"])
+    return jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
 
 
-def _ring_local(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
+def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
     """Returns ring attention of one device's queries; T is the device's share of the row.
 
     The softmax is accumulated as (weighted values, sum of weights, maximum).
@@ -299,8 +300,5 @@ def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, si
         return jax.vmap(one_row)(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT)
 
     if not jax.sharding.get_abstract_mesh().empty:
-        batch = rules.RULES["batch"]
-        heads = PartitionSpec(batch, None, "tensor", None)
-        in_specs = heads, heads, heads, PartitionSpec(batch, None), PartitionSpec("tensor")
-        run = jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
+        run = _per_device(run, None)
     return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H)

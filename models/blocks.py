@@ -8,7 +8,7 @@ Letters: B sequences, T tokens, D model, H query heads, K key heads, C head dim 
 N plain and P rotated dims of a latent head, E experts, X experts per token.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -206,7 +206,7 @@ def _ffn_specs(config, F: int, axis: str = "ffn", *, bias: bool, **experts: int)
 
 def kernel(config: config_lib.ModelConfig, fan_in: int, **dims: int) -> rules.ParamSpec:
     """Returns the spec of a weight matrix with the logical dims `dims`, initialized to keep the variance of its input."""
-    return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), Normal(fan_in))
+    return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), functools.partial(_normal, fan_in))
 
 
 def scale(config: config_lib.ModelConfig, dim: int) -> rules.ParamSpec:
@@ -219,13 +219,7 @@ def _bias(config, **dims: int) -> rules.ParamSpec:
     return rules.ParamSpec(tuple(dims.values()), config.param_dtype, tuple(dims), initializers.zeros)
 
 
-@dataclasses.dataclass(frozen=True)
-class Normal:
-    """The initializer of a weight matrix: a truncated normal of standard deviation 1 / sqrt(fan_in)."""
-
-    fan_in: int
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        """Returns an array of this shape and dtype with random values, drawn with `key`."""
-        # 0.8796: standard deviation of a unit normal truncated at +-2
-        return (jax.random.truncated_normal(key, -2, 2, shape) * (self.fan_in**-0.5 / 0.8796)).astype(dtype)
+def _normal(fan_in: int, key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Returns random values of a truncated normal of standard deviation 1 / sqrt(fan_in)."""
+    # 0.8796: standard deviation of a unit normal truncated at +-2
+    return (jax.random.truncated_normal(key, -2, 2, shape) * (fan_in**-0.5 / 0.8796)).astype(dtype)

@@ -194,16 +194,17 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
     """Returns the output of each row's expert, for rows sorted by expert; rows after the last group give zero."""
     num_local = params["gate"].shape[0]
     inside_A = None if all_inside else group_A < num_local
+    local_A = jnp.minimum(group_A, num_local - 1)
 
     def project(rows, name):
         kernel = params[name]
         is_int8 = isinstance(kernel, int8.Quantized)
         values = kernel.values.astype(rows.dtype) if is_int8 else kernel
         out = grouped_matmul(rows, values, group_sizes, inside_A, config)
-        out = int8.grouped(out, kernel, group_A) if is_int8 else out
+        out = int8.scaled(out, kernel.scale[:, 0][local_A]) if is_int8 else out
         if f"{name}_bias" not in params:
             return out
-        bias_AF = params[f"{name}_bias"][jnp.minimum(group_A, num_local - 1)]
+        bias_AF = params[f"{name}_bias"][local_A]
         return out + (bias_AF if inside_A is None else jnp.where(inside_A[:, None], bias_AF, 0))
 
     hidden_AF = layers.gated(project(rows_AD, "gate"), project(rows_AD, "up"), config)

@@ -165,12 +165,10 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
 def _embed(params, config, tokens_BT):
     # The table is gathered over `fsdp` first: looked up in its own layout, rows would come back split over the model dim,
     # and XLA would replicate them in full to split them over the batch instead.
-    table_VD = params["embed"]
-    if isinstance(table_VD, int8.Quantized):
-        table_VD = table_VD.replace(values=rules.constrain(table_VD.values, "vocab", None))
-        x_BTD = int8.rows(table_VD, tokens_BT, config.dtype)
-    else:
-        x_BTD = rules.constrain(table_VD.astype(config.dtype), "vocab", None)[tokens_BT]
+    table_VD = params["embed"].astype(config.dtype)
+    is_int8 = isinstance(table_VD, int8.Quantized)
+    x_BTD = rules.constrain(table_VD.values if is_int8 else table_VD, "vocab", None)[tokens_BT]
+    x_BTD = int8.scaled(x_BTD.astype(config.dtype), table_VD.scale[tokens_BT]) if is_int8 else x_BTD
     if config.scale_embeddings:
         x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)

@@ -38,10 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (inspect, convert, compare):
         command.add_argument("dir", help="checkpoint folder or hub id")
     convert.add_argument("out", help="folder to write; must be new or empty")
-    dtypes = config_lib.CHOICES["dtype"]
-    convert.add_argument("--dtype", choices=dtypes, help="dtype to write; the checkpoint's by default")
-    other_help = "checkpoint to compare with; omit it to compare logits with transformers'"
-    compare.add_argument("other", nargs="?", help=other_help)
+    dtype_help = "dtype to write; the checkpoint's by default"
+    convert.add_argument("--dtype", choices=config_lib.CHOICES["dtype"], help=dtype_help)
+    compare.add_argument("other", nargs="?", help="checkpoint to compare with, instead of transformers' logits")
     args = parser.parse_args(argv)
     try:
         return {"inspect": _inspect, "convert": _convert, "compare": _compare}[args.command](args)
@@ -59,11 +58,11 @@ def _inspect(args) -> int:
             print(f"{field.name:24} {value}")
     reader = safetensors_file.Reader(folder)
     counts = collections.Counter()
-    for name in reader.names():
-        counts[str(reader.dtype(name))] += math.prod(reader.shape(name))
+    for entry in reader.entries.values():
+        counts[str(entry.dtype)] += math.prod(entry.shape)
     print(f"{'parameters':24} {transformer.num_params(config):,}")
     print(f"{'in the files':24} {', '.join(f'{count:,} {dtype}' for dtype, count in sorted(counts.items()))}")
-    ignored = [name for name in reader.names() if tensor_names.is_ignored(name, config)]
+    ignored = [name for name in reader.entries if tensor_names.is_ignored(name, config)]
     if ignored:
         print(f"{'ignored':24} {len(ignored)} tensors, such as {ignored[0]}")
     tensor_check.check_files(reader, config, folder)

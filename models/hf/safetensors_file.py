@@ -7,7 +7,7 @@ import json
 import math
 import mmap
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,36 +24,26 @@ class Reader:
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._files: dict[pathlib.Path, mmap.mmap] = {}
-        self._tensors: dict[str, tuple[pathlib.Path, safetensors_header.Entry]] = {}
+        self.entries: dict[str, safetensors_header.Entry] = {}  # dtype, shape and place of each tensor, by name
+        self._places: dict[str, tuple[pathlib.Path, mmap.mmap]] = {}
         for path in _paths(folder):
-            for name, entry in safetensors_header.read(path).items():
-                if name in self._tensors:
-                    raise ValueError(f"tensor {name} is in both {self._tensors[name][0]} and {path}; remove one")
-                self._tensors[name] = path, entry
+            entries = safetensors_header.read(path)
             with path.open("rb") as file:
-                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def names(self) -> Iterable[str]:
-        """Returns the names of all tensors."""
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor `name`."""
-        return self._tensors[name][1].shape
-
-    def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of the tensor `name`."""
-        return self._tensors[name][1].dtype
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if twice := self.entries.keys() & entries.keys():
+                name = min(twice)
+                raise ValueError(f"tensor {name} is in both {self._places[name][0]} and {path}; remove one")
+            self.entries |= entries
+            self._places |= dict.fromkeys(entries, (path, mapped))
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns the tensor `name` as a read-only array over the mapped file; copying reads the data."""
-        path, (dtype, shape, offset) = self._tensors[name]
-        return np.frombuffer(self._files[path], dtype, math.prod(shape), offset).reshape(shape)
+        dtype, shape, offset = self.entries[name]
+        return np.frombuffer(self._places[name][1], dtype, math.prod(shape), offset).reshape(shape)
 
     def forget(self, name: str, view: np.ndarray) -> None:
         """Lets the system free the memory of `view`, a part of the tensor `name`; later reads load the file again."""
-        file = self._files[self._tensors[name][0]]
+        file = self._places[name][1]
         if hasattr(mmap, "MADV_DONTNEED") and view.size:
             base = np.frombuffer(file, np.uint8).ctypes.data
             low, high = (address - base for address in np.lib.array_utils.byte_bounds(view))

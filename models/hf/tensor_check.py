@@ -46,14 +46,14 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
 
 def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:
     """Raises ValueError if a checkpoint cannot be loaded: wrong or quantized tensors, or a head that is wrongly tied."""
-    check(config, {name: reader.shape(name) for name in reader.names()}, str(folder))
+    check(config, {name: entry.shape for name, entry in reader.entries.items()}, str(folder))
     for name in tensor_names.tensors(config):
-        dtype = reader.dtype(name)
+        dtype = reader.entries[name].dtype
         if dtype.itemsize < 2 or dtype.kind in "iub":
             raise ValueError(
                 f"tensor {name} has dtype {dtype}: quantized weights are not supported. Convert the checkpoint to bfloat16."
             )
-    if config.tie_embeddings and HEAD in reader.names() and not _equal(reader, HEAD, EMBEDDING):
+    if config.tie_embeddings and HEAD in reader.entries and not _equal(reader, HEAD, EMBEDDING):
         raise ValueError(
             f"{folder}: config.json ties the output head to the embeddings, but {HEAD} differs from {EMBEDDING}; set "
             "tie_word_embeddings to false in config.json, or remove the tensor that is not the model's"

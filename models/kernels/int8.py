@@ -55,7 +55,12 @@ def specs(tree: dict) -> dict:
     """Returns `tree`, a model's tree of `ParamSpec`, with each large matrix replaced by a `Quantized` pair of specs."""
 
     def of(path, spec):
-        dims = _input_dims(path[-1].key, spec)
+        name, axes = path[-1].key, spec.logical_axes
+        if name == EMBEDDING:
+            dims = {axes.index("model")}
+        else:
+            first = sum(axis in ("layers", "experts") for axis in axes)
+            dims = set(range(first, first + NUM_INPUT_DIMS.get(name, 0)))
         if not dims:
             return spec
 
@@ -63,8 +68,8 @@ def specs(tree: dict) -> dict:
             return tuple(one if dim in dims else value for dim, value in enumerate(values))
 
         return Quantized(
-            rules.ParamSpec(spec.shape, "int8", spec.logical_axes, _not_drawn),
-            rules.ParamSpec(shrunk(spec.shape, 1), "float32", shrunk(spec.logical_axes, "norm"), _not_drawn),
+            rules.ParamSpec(spec.shape, "int8", axes, _not_drawn),
+            rules.ParamSpec(shrunk(spec.shape, 1), "float32", shrunk(axes, "norm"), _not_drawn),
         )
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=rules.is_spec)
@@ -97,24 +102,6 @@ def dense(kernel: jax.Array | Quantized, dtype: jax.typing.DTypeLike) -> jax.Arr
 
 
 def scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns `product`, a matmul with the integers of a quantized matrix, multiplied by the scales of the output channels."""
+    """Returns `product`, a matmul with (or rows of) the integers of a quantized matrix, times the scales of its channels."""
     scale = scale.reshape((1,) * (product.ndim - scale.ndim) + scale.shape)
     return (product.astype(jnp.float32) * jnp.broadcast_to(scale, product.shape)).astype(product.dtype)
-
-
-def rows(table: Quantized, index: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the rows `index` of a quantized embedding table, [..., D], as numbers of `dtype`."""
-    return scaled(table.values[index].astype(dtype), table.scale[index])
-
-
-def grouped(product_AF: jax.Array, kernel: Quantized, group_A: jax.Array) -> jax.Array:
-    """Returns `product_AF`, a matmul with the integers of stacked experts, times the scales of each row's expert `group_A`."""
-    last = kernel.scale.shape[0] - 1
-    return scaled(product_AF, kernel.scale[:, 0][jnp.minimum(group_A, last)])
-
-
-def _input_dims(name: str, spec: rules.ParamSpec) -> tuple[int, ...]:
-    if name == EMBEDDING:
-        return (spec.logical_axes.index("model"),)
-    first = sum(axis in ("layers", "experts") for axis in spec.logical_axes)
-    return tuple(range(first, first + NUM_INPUT_DIMS.get(name, 0)))

@@ -279,7 +279,7 @@ def test_a_large_tensor_is_copied_and_given_back_in_pieces(monkeypatch):
 
 def test_pages_that_were_given_back_read_the_same_again():
     reader = safetensors_file.Reader(FOLDERS["llama_mha_bias"])
-    for name in reader.names():
+    for name in reader.entries:
         before = np.array(reader.tensor(name))
         reader.forget(name, reader.tensor(name).T)
         np.testing.assert_array_equal(reader.tensor(name), before)
@@ -484,7 +484,7 @@ def folder(tmp_path):
 def rewrite(folder, change):
     """Passes the tensors through `change(name -> array)` and writes them back."""
     reader = safetensors_file.Reader(folder)
-    tensors = change({name: np.array(reader.tensor(name)) for name in reader.names()})
+    tensors = change({name: np.array(reader.tensor(name)) for name in reader.entries})
     safetensors_file.write(
         folder / "model.safetensors", {name: (x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
     )
