@@ -31,10 +31,10 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     """
     if not isinstance(hf, dict):
         raise ValueError(f"config.json contains a {type(hf).__name__}, not an object: download it again")
-    model_type = hf.get("model_type")
+    model_type, supported = hf.get("model_type"), ", ".join(families.FAMILIES)
     if model_type not in families.FAMILIES:
         raise ValueError(
-            f"model_type {model_type!r} in config.json is not supported; the supported ones are {', '.join(families.FAMILIES)}"
+            f"model_type {model_type!r} in config.json is not supported; the supported ones are {supported}"
         )
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -66,7 +66,8 @@ def _entry(hf: dict, field: str, names: str) -> Any:
     if kind is bool:
         return bool(hf.get(name))
     value = hf.get(name) or families.EMPTY.get(name, hf.get(name))
-    return kind(hf_fields.need({name: value}, name)) if kind is float else hf_fields.need({name: value}, name)
+    value = hf_fields.need({name: value}, name)
+    return float(value) if kind is float else value
 
 
 def write(config: config_lib.ModelConfig) -> dict:
@@ -75,9 +76,7 @@ def write(config: config_lib.ModelConfig) -> dict:
     Raises ValueError, naming the fields, if the files of `config.family` cannot express the config.
     """
     is_moe = config.num_experts > 0
-    candidates = {
-        key: family for key, family in families.FAMILIES.items() if ("num_experts" in family.entries) == is_moe
-    }
+    candidates = {key: x for key, x in families.FAMILIES.items() if ("num_experts" in x.entries) == is_moe}
     names = ", ".join(repr(family.name) for family in candidates.values())
     model_type = next((key for key, family in candidates.items() if family.name == config.family), None)
     if model_type is None:
@@ -98,14 +97,11 @@ def write(config: config_lib.ModelConfig) -> dict:
         del hf["max_position_embeddings"]
     slides = [config.is_sliding(layer) for layer in range(config.num_layers)]
     if any(slides) or family.name in ("gpt_oss", "gemma3"):  # without layer_types, these two have sliding layers
-        full, sliding = hf_fields.LAYER_TYPES
-        hf["layer_types"] = [sliding if slides_here else full for slides_here in slides]
+        hf["layer_types"] = [list(hf_fields.LAYER_TYPES)[is_sliding] for is_sliding in slides]
     if any(slides):
         hf["sliding_window"] = config.window
     hf |= family.write(config)
-
-    lost = _differences(config, read(hf))
-    if lost:
+    if lost := _differences(config, read(hf)):
         raise ValueError(
             f"a checkpoint of family {family.name!r} cannot express {'; '.join(lost)}; set model.family to "
             f"one of {names} that can, or change these fields"

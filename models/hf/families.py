@@ -17,9 +17,8 @@ class Family:
 
     name: str  # ModelConfig.family
     architecture: str
-    entries: dict[
-        str, str
-    ]  # field -> its entry; of several names the first one in use is read, and the first is written
+    # Field -> its entry; of several names the first one in use is read, and the first is written.
+    entries: dict[str, str]
     fixed: dict = dataclasses.field(default_factory=dict)  # fields that have one value in this family
     defaults: dict = dataclasses.field(default_factory=dict)  # values of absent entries, as in transformers
     rope_theta: float = 10000.0  # if absent or null
@@ -30,17 +29,11 @@ class Family:
 
 
 # Entries that may be absent, null or 0, and their value then.
-EMPTY = {
-    "max_position_embeddings": 0,
+EMPTY = dict.fromkeys(("max_position_embeddings", "n_shared_experts", "q_lora_rank"), 0) | {
     "n_group": 1,
     "topk_group": 1,
-    "n_shared_experts": 0,
-    "q_lora_rank": 0,
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
-    "rope_local_base_freq": 10000.0,
-    "final_logit_softcapping": 0.0,
 }
+EMPTY |= {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "rope_local_base_freq": 10000.0, "final_logit_softcapping": 0.0}
 COMMON = {
     "vocab_size": "vocab_size",
     "model_dim": "hidden_size",
@@ -67,6 +60,7 @@ SIGMOID_MOE = MOE | {
     "num_shared_experts": "n_shared_experts",
 }
 SIGMOID = {"router": "sigmoid", "router_correction": True}
+SIGMOID_DEFAULTS = {"n_shared_experts": 1, "norm_topk_prob": True}
 
 
 def _read_qwen(hf: dict) -> dict:
@@ -184,8 +178,9 @@ FAMILIES = {
         "Glm4MoeForCausalLM",
         SIGMOID_MOE | {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
         SIGMOID,
-        {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-        | {"norm_topk_prob": True, "partial_rotary_factor": 0.5},
+        SIGMOID_DEFAULTS
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+        | {"partial_rotary_factor": 0.5},
         read=_read_glm4_moe,
         write=_write_glm4_moe,
     ),
@@ -193,12 +188,13 @@ FAMILIES = {
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         SIGMOID_MOE
-        | BIAS
         | {"q_latent_dim": "q_lora_rank", "kv_latent_dim": "kv_lora_rank", "value_dim": "v_head_dim"}
+        | BIAS
         | {"rope_interleaved": "rope_interleave"},
         SIGMOID,
-        {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1}
-        | {"norm_topk_prob": True, "rope_interleave": True},
+        SIGMOID_DEFAULTS
+        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+        | {"rope_interleave": True},
         read=_read_deepseek_v3,
         write=_write_deepseek_v3,
     ),

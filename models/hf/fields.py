@@ -13,9 +13,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 SCALING = {
     "linear": {},
     "llama3": {"low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
-    "yarn": {
-        name: f"rope_{name}" for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-    },
+    "yarn": {key: f"rope_{key}" for key in "beta_fast beta_slow attention_factor mscale mscale_all_dim".split()},
 }
 LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
@@ -30,17 +28,15 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
         raise ValueError(
             f"rope_scaling {stated!r} in config.json is not an object: write it as {{'rope_type': 'yarn', ...}}"
         )
-    stated = dict(stated)
     local = stated.get("sliding_attention") or {}
     if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):
-        stated = dict(stated.get("full_attention") or {})
+        stated = stated.get("full_attention") or {}
     if local.get("rope_type", "default") != "default":
         raise ValueError(f"rope_type {local['rope_type']!r} of sliding layers is not supported; use 'default'")
     for part in (hf.get("partial_rotary_factor"), *(x.get("partial_rotary_factor") for x in (stated, local))):
         if part not in (None, 1.0) and not may_be_partial:
             raise ValueError(
-                f"partial_rotary_factor {part} in config.json is not supported for model_type {hf.get('model_type')!r}; only "
-                "1.0 is"
+                f"partial_rotary_factor {part} in config.json must be 1.0 for a {hf['model_type']!r} model; use one with 1.0"
             )
     kind = stated.get("rope_type") or stated.get("type") or "default"
     fields: dict = {"rope_theta": float(stated.get("rope_theta") or hf.get("rope_theta") or default_theta)}
@@ -90,29 +86,26 @@ def layers(hf: dict, default: list[bool]) -> dict:
     Returns no fields if no layer slides.
     """
     sliding = default
-    if hf.get("layer_types"):
-        if unknown := set(hf["layer_types"]) - set(LAYER_TYPES):
+    if kinds := hf.get("layer_types"):
+        if unknown := set(kinds) - set(LAYER_TYPES):
             raise ValueError(f"layer type {sorted(unknown)[0]!r} in config.json is not one of {', '.join(LAYER_TYPES)}")
-        if len(hf["layer_types"]) != hf["num_hidden_layers"]:
+        if len(kinds) != (L := hf["num_hidden_layers"]):
             raise ValueError(
-                f"layer_types in config.json has {len(hf['layer_types'])} entries, but num_hidden_layers is "
-                f"{hf['num_hidden_layers']}; correct the wrong one"
+                f"layer_types in config.json has {len(kinds)} entries, but num_hidden_layers is {L}; correct the wrong one"
             )
-        sliding = [LAYER_TYPES[name] == "S" for name in hf["layer_types"]]
+        sliding = [LAYER_TYPES[name] == "S" for name in kinds]
     if not any(sliding):
         return {}
-    return {"layer_pattern": _shortest_cycle(sliding), "window": need(hf, "sliding_window")}
-
-
-def _shortest_cycle(sliding: list[bool]) -> str:
     L = len(sliding)
-    period = next(p for p in range(1, L + 1) if all(sliding[i] == sliding[i % p] for i in range(L)))
-    return "".join("FS"[s] for s in sliding[:period])
+    period = next(
+        p for p in range(1, L + 1) if all(sliding[i] == sliding[i % p] for i in range(L))
+    )  # the shortest cycle
+    return {"layer_pattern": "".join("FS"[s] for s in sliding[:period]), "window": need(hf, "sliding_window")}
 
 
 def head_dim(hf: dict) -> int:
     """Returns the dims of an attention head: the entry `head_dim` of config.json, or hidden_size / num_attention_heads."""
-    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return hf.get("head_dim") or hf["hidden_size"] // max(hf["num_attention_heads"], 1)
 
 
 def need(hf: dict, key: str, where: str = "config.json") -> Any:
