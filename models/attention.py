@@ -161,7 +161,7 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
     return (run if is_tiled else functools.partial(_by_blocks, run))(q_BTHC, packing, columns_T)
 
 
-def _stored(x: jax.Array) -> jax.Array:
+def _stored(x) -> jax.Array:
     """Makes a CPU store an array (and its gradient) heads first.
 
     Left to itself, XLA takes 1.3 to 1.5 times as long for the products over heads (CPU time of forward and backward,

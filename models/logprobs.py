@@ -149,8 +149,7 @@ class _Head:
         return jnp.where(ids_V[None] >= 0, d_MV, 0.0)  # masked logits are large enough to square to infinity
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(head: _Head, *args) -> tuple:
+def _score_tokens(head: _Head, *args) -> tuple:
     return _score_forward(head, *args)[0]
 
 
@@ -164,6 +163,7 @@ def _score_backward(head, residuals, cotangents):
     return d_hidden_BTD, d_kernel, None, None, None
 
 
+_score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 

@@ -70,7 +70,9 @@ def run(
     run_local = functools.partial(_run_local, config=config)
     in_specs = (tokens, tokens, tokens, specs)
     sharded = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    return _evenly(lambda *arguments: sharded(*arguments, params), mesh, x_BTD, weights_BTX, experts_BTX)
+    return _evenly(
+        lambda x, weights, experts: sharded(x, weights, experts, params), mesh, x_BTD, weights_BTX, experts_BTX
+    )
 
 
 def grouped_matmul(

@@ -108,8 +108,9 @@ def apply(
     segment_ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids_BT is None else segment_ids_BT
     packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
 
-    def attend(entry, *qkv, **options):
-        return attention.attend_packed(*qkv, packing, implementation=config.attention, **options), entry
+    def attend(entry, q_BTHC, k_BTKC, v_BTKV, **options):
+        options["implementation"] = config.attention
+        return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, **options), entry
 
     given = {"experts_LBTX": experts_LBTX, "valid_BT": segment_ids_BT != 0}
     hidden_BTD, _, routing = _run(params, config, tokens_BT, positions_BT, None, attend, **given)

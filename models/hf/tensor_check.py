@@ -72,4 +72,4 @@ def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
         return out
 
     pieces = ([numbers(name, start) for name in names] for start in range(0, len(one), step))
-    return one.shape == other.shape and all(np.array_equal(*piece) for piece in pieces)
+    return one.shape == other.shape and all(np.array_equal(a, b) for a, b in pieces)

@@ -112,7 +112,7 @@ def attend_tiles(
 
     packing = jax.tree.map(lambda x_BT: padded(x_BT, 1), packing)
     tiles = _Tiles(size, num_tiles, readable, scale)
-    out_BKGTV = _attend_tiles(tiles, padded(q_BKGTC, 3), padded(k_BKTC, 2), padded(v_BKTV, 2), packing)
+    out_BKGTV = _attend_in_tiles(tiles, padded(q_BKGTC, 3), padded(k_BKTC, 2), padded(v_BKTV, 2), packing)
     return out_BKGTV[:, :, :, :T]
 
 
@@ -145,9 +145,8 @@ class _Tiles:
         return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_tiles(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing) -> jax.Array:
-    return _tiles_forward(tiles, q_BKGTC, k_BKTC, v_BKTV, packing)[0]
+def _attend_tiles(tiles: _Tiles, *args) -> jax.Array:
+    return _tiles_forward(tiles, *args)[0]
 
 
 def _tiles_forward(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
@@ -230,7 +229,8 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
-_attend_tiles.defvjp(_tiles_forward, _tiles_backward)
+_attend_in_tiles = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
+_attend_in_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
 def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
