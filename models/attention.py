@@ -67,9 +67,8 @@ def attend_packed(
     if implementation == "cudnn":
         columns_T = jnp.arange(q_BTHC.shape[1])
         mask_BTS = readable(packing, columns_T, packing, columns_T, window)
-        return jax.nn.dot_product_attention(
-            q_BTHC, k_BTKC, v_BTKV, mask=mask_BTS[:, None], scale=how["scale"], implementation="cudnn"
-        )
+        options = {"mask": mask_BTS[:, None], "scale": how["scale"], "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q_BTHC, k_BTKC, v_BTKV, **options)
     return _blockwise(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
 
 

@@ -132,7 +132,10 @@ def frequencies(config: config_lib.ModelConfig, *, sliding: bool) -> tuple[np.nd
     if scaling == "linear":
         f_R = f_R / config.rope_factor
     elif scaling == "llama3":
-        f_R = _llama3(config, f_R)
+        cycles_R = config.rope_original_positions * f_R / (2 * math.pi)
+        low, high = config.rope_low_freq, config.rope_high_freq
+        keep_R = np.clip((cycles_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
+        f_R = f_R * (keep_R + (1 - keep_R) / config.rope_factor)
     elif scaling == "yarn":
         f_R, factor = _yarn(config, f_R), _yarn_attention_factor(config)
     return f_R.astype(np.float32), factor
@@ -158,28 +161,18 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """Returns the output of a gated ffn, down(act(gate x) * up x); each matmul has a bias if `params` has one."""
-    if not isinstance(params["gate"], cpu_transposed.Transposed):
-        return _ffn(x_BTD, params, config, project, bias_shape=(-1,))
-    # Column-major from kernel to kernel: no intermediate result is transposed.
-    x_DR = x_BTD.reshape(-1, x_BTD.shape[-1]).T
-    return _ffn(x_DR, params, config, cpu_transposed.columns, bias_shape=(-1, 1)).T.reshape(x_BTD.shape)
+    is_transposed = isinstance(params["gate"], cpu_transposed.Transposed)
+    # Transposed weights: column-major from kernel to kernel, so that no intermediate result is transposed.
+    multiply, bias_shape = (cpu_transposed.columns, (-1, 1)) if is_transposed else (project, (-1,))
 
-
-def _ffn(x, params, config, multiply, *, bias_shape):
     def apply(x, name):
         y = multiply(x, params[name].astype(x.dtype))
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype).reshape(bias_shape), y.shape)
 
-    return apply(gated(apply(x, "gate"), apply(x, "up"), config), "down")
-
-
-def _llama3(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:
-    """Returns the rotary frequencies f_R with long wavelengths stretched, short ones kept, others interpolated (Llama 3.1)."""
-    cycles_R = config.rope_original_positions * f_R / (2 * math.pi)
-    low, high = config.rope_low_freq, config.rope_high_freq
-    keep_R = np.clip((cycles_R - low) / max(high - low, 1e-9), 0.0, 1.0)  # equal: a step
-    return f_R * (keep_R + (1 - keep_R) / config.rope_factor)
+    x = x_BTD.reshape(-1, x_BTD.shape[-1]).T if is_transposed else x_BTD
+    out = apply(gated(apply(x, "gate"), apply(x, "up"), config), "down")
+    return out.T.reshape(x_BTD.shape) if is_transposed else out
 
 
 def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ a device's, or a chunk's).
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,7 @@ class _Head:
     """The layout of the output head in memory and on the mesh, and other options that are static under jit."""
 
     vocab_dim: int  # the kernel's dim of the vocabulary: 0 when the embedding is the head
+    num_columns: int  # of the vocabulary, on one device
     entropy_gradient: bool
     softcap: float  # logits = cap tanh(logits / cap); 0: off
     # Mesh axes over which each of them is split; empty without a mesh.
@@ -72,12 +74,13 @@ class _Head:
 
     @classmethod
     def of(cls, config, name, entropy_gradient) -> "_Head":
-        vocab_dim = transformer.specs(config)[name].logical_axes.index("vocab")
-        mesh = rules.several_devices()
-        split = () if mesh is None else tuple(axis for axis, size in mesh.shape.items() if size > 1)
+        spec, mesh = transformer.specs(config)[name], rules.several_devices()
+        vocab_dim = spec.logical_axes.index("vocab")
+        sizes = {} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1}
         dims = ("batch", "sequence", "model", "vocab")
-        axes = (tuple(axis for axis in rules.RULES[dim] if axis in split) for dim in dims)
-        return cls(vocab_dim, entropy_gradient, config.final_softcap, *axes)
+        axes = [tuple(axis for axis in rules.RULES[dim] if axis in sizes) for dim in dims]
+        num_columns = spec.shape[vocab_dim] // math.prod(sizes[axis] for axis in axes[-1])
+        return cls(vocab_dim, num_columns, entropy_gradient, config.final_softcap, *axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -98,27 +101,32 @@ class _Head:
         in_specs, out_specs = (tuple(specs[letter] for letter in letters) for letters in (ins, outs))
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def num_chunks(self, kernel) -> int:
-        return -(-kernel.shape[self.vocab_dim] // VOCAB_CHUNK)
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_columns // VOCAB_CHUNK)
 
-    def chunk_size(self, kernel) -> int:
-        """Returns the number of vocabulary columns per chunk, a multiple of 128 (a TPU's lanes) unless it is all columns."""
-        num_columns = kernel.shape[self.vocab_dim]
-        return min(-(-num_columns // self.num_chunks(kernel) // 128) * 128, num_columns)
+    @property
+    def chunk_size(self) -> int:
+        """The number of vocabulary columns per chunk, a multiple of 128 (a TPU's lanes) unless it is all columns."""
+        return min(-(-self.num_columns // self.num_chunks // 128) * 128, self.num_columns)
 
-    def window(self, kernel, i):
-        """Returns (first vocabulary column of chunk i, number of columns); the last chunk may overlap the one before it."""
-        size = self.chunk_size(kernel)
-        return jnp.minimum(i * size, kernel.shape[self.vocab_dim] - size), size
+    def start(self, i):
+        """Returns the first vocabulary column of chunk i; the last chunk may overlap the one before it."""
+        return jnp.minimum(i * self.chunk_size, self.num_columns - self.chunk_size)
+
+    def split(self, x_BT, fill=0) -> jax.Array:
+        """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
+        num_chunks = max(-(-x_BT.size // max(CHUNK_LOGITS // self.chunk_size, 1)), 1)
+        return jnp.pad(x_BT.reshape(-1), (0, -x_BT.size % num_chunks), constant_values=fill).reshape(num_chunks, -1)
 
     def columns(self, kernel, i, dtype):
         """Returns chunk i of the head: (weights [D, V], token id [V] of each column, or -1 if an earlier chunk has it)."""
-        start, size = self.window(kernel, i)
+        start, size = self.start(i), self.chunk_size
         part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
         if self.model_axes:
             part = jax.lax.all_gather(part, self.model_axes, axis=1 - self.vocab_dim, tiled=True)
         local_V = start + jnp.arange(size, dtype=jnp.int32)
-        first = kernel.shape[self.vocab_dim] * jax.lax.axis_index(self.vocab_axes) if self.vocab_axes else 0
+        first = self.num_columns * jax.lax.axis_index(self.vocab_axes) if self.vocab_axes else 0
         ids_V = jnp.where(local_V >= i * size, local_V + first, -1)
         return (part.T if self.vocab_dim == 0 else part), ids_V
 
@@ -129,8 +137,8 @@ class _Head:
             d_part = jax.lax.psum_scatter(d_part, self.model_axes, scatter_dimension=1 - self.vocab_dim, tiled=True)
         if others := tuple(axis for axis in self.token_axes if axis not in self.model_axes):
             d_part = jax.lax.psum(d_part, others)
-        start, size = self.window(d_kernel, i)
-        before = jax.lax.dynamic_slice_in_dim(d_kernel, start, size, axis=self.vocab_dim)
+        start = self.start(i)
+        before = jax.lax.dynamic_slice_in_dim(d_kernel, start, self.chunk_size, axis=self.vocab_dim)
         after = before + d_part.astype(d_kernel.dtype)  # columns of an earlier chunk get zeros
         return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
 
@@ -169,9 +177,8 @@ _score.defvjp(_score_forward, _score_backward)
 
 def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT):
     """Returns (logp, entropy, log normalizer) of this device's tokens, [B, T]."""
-    split = functools.partial(_split, head, kernel)
-    hidden_NMD = _predictors(head, kernel, predictors_BT, hidden_BTD)
-    tokens_NM, temperature_NM = split(tokens_BT), split(temperature_BT, fill=1)
+    hidden_NMD = _predictors(head, predictors_BT, hidden_BTD)
+    tokens_NM, temperature_NM = head.split(tokens_BT), head.split(temperature_BT, fill=1)
 
     def over_vocabulary(i, stats):
         columns_DV, ids_V = head.columns(kernel, i, hidden_BTD.dtype)
@@ -193,7 +200,7 @@ def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tok
 
     zero_NM = jnp.zeros(tokens_NM.shape, jnp.float32)
     stats = zero_NM + MASKED, zero_NM, zero_NM, zero_NM
-    max_NM, sum_NM, moment_NM, target_NM = _loop(head.num_chunks(kernel), over_vocabulary, stats)
+    max_NM, sum_NM, moment_NM, target_NM = _loop(head.num_chunks, over_vocabulary, stats)
     if head.vocab_axes:
         whole_NM = jax.lax.pmax(max_NM, head.vocab_axes)
         down_NM = max_NM - whole_NM
@@ -214,10 +221,9 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
     With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
         d logp / dz_v = [v is the token] - p_v        dH / dz_v = -p_v (log p_v + H)
     """
-    split, dtype = functools.partial(_split, head, kernel), hidden_BTD.dtype
-    gather = functools.partial(_predictors, head, kernel, predictors_BT)
-    hidden_NMD, temperature_NM = gather(hidden_BTD), split(temperature_BT, fill=1)
-    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(split, others_BT)
+    gather, dtype = functools.partial(_predictors, head, predictors_BT), hidden_BTD.dtype
+    hidden_NMD, temperature_NM = gather(hidden_BTD), head.split(temperature_BT, fill=1)
+    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(head.split, others_BT)
 
     def over_vocabulary(i, carry):
         d_hidden_NMD, d_kernel = carry
@@ -242,28 +248,19 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
         return d_hidden_NMD, head.add_columns(d_kernel, i, d_columns_DV)
 
     blank = jnp.zeros(hidden_NMD.shape, jnp.float32), jnp.zeros_like(kernel)
-    d_hidden_NMD, d_kernel = _loop(head.num_chunks(kernel), over_vocabulary, blank)
+    d_hidden_NMD, d_kernel = _loop(head.num_chunks, over_vocabulary, blank)
     if head.vocab_axes:
         d_hidden_NMD = jax.lax.psum(d_hidden_NMD, head.vocab_axes)
     (d_hidden_BTD,) = jax.linear_transpose(gather, jax.ShapeDtypeStruct(hidden_BTD.shape, jnp.float32))(d_hidden_NMD)
     return d_hidden_BTD.astype(dtype), d_kernel
 
 
-def _split(head: _Head, kernel, x_BT, fill=0) -> jax.Array:
-    """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
-    limit = max(CHUNK_LOGITS // head.chunk_size(kernel), 1)
-    num_chunks = max(-(-x_BT.size // limit), 1)
-    pad = -x_BT.size % num_chunks
-    return jnp.pad(x_BT.reshape(-1), (0, pad), constant_values=fill).reshape(num_chunks, -1)
-
-
-def _predictors(head: _Head, kernel, predictors_BT, hidden_BTD) -> jax.Array:
+def _predictors(head: _Head, predictors_BT, hidden_BTD) -> jax.Array:
     """Returns the hidden state that predicts each token, in chunks [N, M, D]; linear in `hidden_BTD`."""
     if head.context_axes:
         hidden_BTD = jax.lax.all_gather(hidden_BTD, head.context_axes, axis=1, tiled=True)
     B, T, D = hidden_BTD.shape
-    rows_BT = predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * T
-    return hidden_BTD.reshape(-1, D)[_split(head, kernel, rows_BT)]
+    return hidden_BTD.reshape(-1, D)[head.split(predictors_BT + jnp.arange(B, dtype=jnp.int32)[:, None] * T)]
 
 
 def _loop(num: int, body, carry):

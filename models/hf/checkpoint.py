@@ -7,6 +7,7 @@ the host needs memory for `WORKERS` parameters. `save` writes a folder that appe
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -134,13 +135,13 @@ def check_new(path: pathlib.Path) -> None:
 def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding) -> jax.Array:
     """Returns one parameter, read from its tensors `sources` (name, part), as a jax array in `sharding` (None: one device)."""
     dtype = jnp.dtype(spec.dtype)
-    made = {}
+
+    @functools.cache  # devices with the same part share the copy
+    def copy(*bounds):
+        return _copy(reader, sources, tuple(slice(*pair) for pair in bounds), dtype)
 
     def part(index) -> np.ndarray:
-        bounds = tuple(s.indices(dim)[:2] for s, dim in zip(index, spec.shape, strict=True))
-        if bounds not in made:  # devices with the same part share the copy
-            made[bounds] = _copy(reader, sources, tuple(slice(*b) for b in bounds), dtype)
-        return made[bounds]
+        return copy(*(s.indices(dim)[:2] for s, dim in zip(index, spec.shape, strict=True)))
 
     if sharding is None:
         array = jax.device_put(part((slice(None),) * len(spec.shape)))
@@ -154,8 +155,8 @@ def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndar
     out = _aligned([s.stop - s.start for s in index], dtype)
     for name, part in sources:
         lead = len(part.index)
-        if all(s.start <= i < s.stop for i, s in zip(part.index, index[:lead], strict=True)):
-            place = tuple(i - s.start for i, s in zip(part.index, index[:lead], strict=True))
+        place = tuple(i - s.start for i, s in zip(part.index, index[:lead], strict=True))
+        if all(0 <= i < size for i, size in zip(place, out.shape, strict=False)):
             view = part.view(reader.tensor(name))[index[lead:]]
             _transfer(out[place], view, lambda piece, name=name: reader.forget(name, piece))
     return out
