@@ -5,9 +5,8 @@
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
 3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it, too.
-
-The XLA implementation works on queries in blocks of `BLOCK` and recomputes them in the backward pass, so that no
-[B, H, T, T] ever exists. On a CPU, plain attention in float32 runs in models/kernels/cpu_attention.py.
+4. XLA works on blocks of `BLOCK` queries and recomputes them in the backward pass: no [B, H, T, T] ever exists. On a CPU,
+   attention in float32 without sinks and softcap runs in models/kernels/cpu_attention.py.
 
 Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """

@@ -114,12 +114,8 @@ class ModelConfig:
 
     def is_moe(self, layer: int) -> bool:
         """Returns True if `layer` (0-based) routes its tokens to experts."""
-        return (
-            self.num_experts > 0
-            and layer >= self.first_dense_layers
-            and (layer + 1) % self.mixture_every == 0
-            and layer not in self.dense_layers
-        )
+        is_dense = layer < self.first_dense_layers or layer in self.dense_layers
+        return self.num_experts > 0 and (layer + 1) % self.mixture_every == 0 and not is_dense
 
     def is_sliding(self, layer: int) -> bool:
         """Returns True if `layer` (0-based) reads only the last `window` tokens."""

@@ -19,7 +19,6 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     path = pathlib.Path(path_or_repo)
     if path.is_dir():
         return path
-    repo = os.fspath(path_or_repo)
     if not is_id(path_or_repo):
         raise ValueError(
             f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id such as 'Qwen/Qwen3-0.6B'"
@@ -27,7 +26,7 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(files)))
+        return pathlib.Path(huggingface_hub.snapshot_download(os.fspath(path_or_repo), allow_patterns=list(files)))
     except (OSError, ValueError) as error:  # no network, no such repository, no access to it
         raise ValueError(
             f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "

@@ -38,16 +38,10 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
 
-    Gradients flow to the output head and to `hidden_BTD`, but not to the temperature.
-
-    Args:
-      params: the tree of `transformer.init`; only its output head is read.
-      config: static under jit.
-      hidden_BTD: the hidden states that `transformer.apply` returned for the same tokens.
-      tokens_BT: the tokens to score.
-      temperature_BT: the temperature each token was sampled at; values <= 0 (greedy) count as 1.
-      predictors_BT: the column whose hidden state predicts the token; the one before it when None.
-      entropy_gradient: True gives the entropy a gradient, for an entropy bonus.
+    `hidden_BTD` is the result of `transformer.apply` for the same tokens. Gradients flow to it and to the output head, the
+    only one of `params` that is read. `temperature_BT` is the temperature each token was sampled at; values <= 0 (greedy)
+    count as 1. `predictors_BT` is the column whose hidden state predicts the token; the one before it when None.
+    `entropy_gradient` gives the entropy a gradient, for an entropy bonus.
     """
     column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     predictors_BT = jnp.maximum(column_BT - 1 if predictors_BT is None else predictors_BT, 0)

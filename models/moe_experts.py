@@ -7,11 +7,9 @@
 3. A few tokens are gathered over the `expert` axis: each device runs its own experts on all of them, and the partial sums
    are scattered back.
 4. With many tokens the assignments move instead: each device sends every row to the device of its expert and gets the
-   result back, both by a ragged all-to-all. A device may receive all rows, but its buffer is bounded. So rows move in
-   rounds of `SLACK` times the average load: one round, unless some device's load is larger. The gradient is the sum of
-   the rounds' gradients, each recomputed.
-
-XLA on a CPU has no ragged all-to-all; rows are padded there and use the plain one.
+   result back, both by a ragged all-to-all (padded and plain on a CPU, for which XLA has no ragged one). A device may
+   receive all rows, but its buffer is bounded. So rows move in rounds of `SLACK` times the average load: one round,
+   unless some device's load is larger. The gradient is the sum of the rounds' gradients, each recomputed.
 
 Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token, A = N X assignments, F ffn of one expert,
 R rows of a round, P devices of the expert axis.

@@ -191,11 +191,9 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
             out_BTHV, entry = attend(entry, *qkv, **options)
             return out_BTHV
 
-        options = {"absorbed": cache is not None, "experts_BTX": experts_BTX, "valid_BT": valid_BT}
+        options = {"absorbed": cache is not None, "experts_BTX": experts_BTX, "valid_BT": valid_BT, "sliding": sliding}
         x_BTD = checkpoint_name(x_BTD, "block_input")
-        x_BTD, routing = blocks.run(
-            block_params, config, x_BTD, attend_entry, rotations[sliding], sliding=sliding, **options
-        )
+        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend_entry, rotations[sliding], **options)
         return x_BTD, entry, routing
 
     run_block = _remat(block, config) if cache is None else block

@@ -40,14 +40,10 @@ def load(
 ) -> tuple[config_lib.ModelConfig, transformer.Params]:
     """Loads a Hugging Face checkpoint. Returns (config, parameters). Blocks until all parameters are on their devices.
 
-    Args:
-      path_or_repo: a folder, or the id of a hub repository, which is downloaded.
-      dtype: dtype of the parameters, also set as the config's `param_dtype` and `dtype`; None keeps the checkpoint's dtype.
-      shardings: tree of `jax.sharding.Sharding` like `transformer.specs(read_config(...))`; the default device when None.
-      scan_layers: stack equal layers and set `config.scan_layers`.
-
-    Raises:
-      ValueError: the architecture is not supported, a file is damaged, or a tensor is missing, unknown, or of another shape.
+    `path_or_repo` is a folder, or the id of a hub repository, which is downloaded. `dtype` also becomes the config's
+    `param_dtype` and `dtype`; None keeps the checkpoint's. `shardings` is a tree of `jax.sharding.Sharding` like
+    `transformer.specs(read_config(...))`, or None for the default device. `scan_layers` stacks equal layers. Raises
+    ValueError if the architecture is not supported, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = hub.folder(path_or_repo)
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
@@ -95,15 +91,10 @@ def save(
 ) -> None:
     """Writes a Hugging Face checkpoint that transformers can load; the same parameters always give the same bytes.
 
-    Args:
-      path: a folder that does not exist yet, or is empty.
-      config: the model's config.
-      params: arrays on this process's devices, or numpy arrays.
-      extra: more entries of config.json, such as eos_token_id.
-      write_more: writes more files into the folder, such as a tokenizer's, before it is renamed to `path`.
-
-    Raises:
-      ValueError: the folder is not empty, or `config.family` cannot express the config.
+    `path` is a folder that does not exist yet, or is empty; `params` has arrays on this process's devices, or numpy arrays.
+    `extra` adds entries to config.json, such as eos_token_id. `write_more` writes more files into the folder, such as a
+    tokenizer's, before it is renamed to `path`. Raises ValueError if the folder is not empty, or if the files of
+    `config.family` cannot express the config.
     """
     path = pathlib.Path(path)
     check_new(path)

@@ -23,13 +23,6 @@ from sharding import rules
 Path = tuple[str, ...]
 
 # Tensors of a layer -> the parameters that they join along their last dim. A layer has those that `blocks.specs` has.
-NORMS = {"input_layernorm.weight": "attn_norm", "post_attention_layernorm.weight": "mlp_norm"}
-POST_NORMS = {
-    "input_layernorm.weight": "attn_norm",
-    "post_attention_layernorm.weight": "attn_post_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "mlp_post_norm",
-}
 LAYER = {
     "self_attn.q_proj.weight": "attn.q",
     "self_attn.k_proj.weight": "attn.k",
@@ -107,7 +100,9 @@ def is_ignored(name: str, config: config_lib.ModelConfig) -> bool:
 
 def _names(config) -> Iterator[tuple[str, list[Path]]]:
     """Yields (name of a tensor in a layer, paths of the parameters that it joins); a given layer may have none of them."""
-    names = (POST_NORMS if config.post_norms else NORMS) | LAYER
+    norms = "attn_norm attn_post_norm mlp_norm mlp_post_norm" if config.post_norms else "attn_norm mlp_norm"
+    before = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    names = {f"{place}_layernorm.weight": norm for place, norm in zip(before, norms.split(), strict=False)} | LAYER
     if config.family == "gpt_oss":
         names |= FUSED_EXPERTS
     else:
