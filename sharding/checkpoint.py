@@ -238,14 +238,16 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
     with ocp.PyTreeCheckpointer() as reader:
         saved = _named(reader.metadata(path).item_metadata.tree)
     saved = {name.removeprefix(prefix): leaf for name, leaf in saved.items() if name.startswith(prefix)}
-    expected, remedy = _named(abstract), "restore with the config that saved it"
+    expected = _named(abstract)
     for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
-        raise ValueError(f"{path}: array {prefix}{name} {where} the config's state: {remedy}")
+        text = f"{path}: array {prefix}{name} {where} the config's state: restore with the config that saved it"
+        raise ValueError(text)
     for name, leaf in expected.items():
         was, now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
         if was != now:
-            raise ValueError(f"{path}: array {prefix}{name} was saved as {was}, not {now}: {remedy}")
+            text = f"{path}: array {prefix}{name} was saved as {was}, not {now}: restore with the config that saved it"
+            raise ValueError(text)
 
 
 def _named(tree: Any) -> dict[str, Any]:

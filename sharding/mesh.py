@@ -47,8 +47,7 @@ def parse(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?\d{1,9}", size):
-            rule = f"write axis=size once per axis, as in tensor=4,data=-1, with axes of {', '.join(AXES)}"
-            raise ValueError(f"mesh {text!r} has the entry {part!r}: {rule}")
+            raise ValueError(f"mesh {text!r} has entry {part!r}: write axis=size once per axis of {', '.join(AXES)}")
         sizes[axis] = int(size)
     return sizes
 
@@ -64,8 +63,10 @@ def _on_torus(shape: list[int], devices) -> np.ndarray:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
-        text = f"mesh {_format(shape)} cannot be laid out on the torus {torus} of these chips"
-        raise ValueError(f"{text}; every axis must be a product of whole dims of the torus: {_REMEDY}") from None
+        text = (
+            f"mesh {_format(shape)} cannot be laid out on the torus {torus}: axes must be products of dims; {_REMEDY}"
+        )
+        raise ValueError(text) from None
 
 
 def _fill(shape: list[int], num_devices: int) -> list[int]:

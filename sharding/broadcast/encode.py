@@ -80,8 +80,10 @@ def tree_chunks(params: Any) -> OldChunk:
     def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
         values = chunks.host_chunk(leaves[t.name], t, t.region(number))
         if values is None:
-            text = f"this host does not have chunk {number} of {t.dtype} tensor {t.name!r} of the base"
-            raise ValueError(f"{text}: pass the result of pull, with the shardings of params")
+            text = (
+                f"this host lacks chunk {number} of {t.dtype} tensor {t.name!r} of base: pull it with params' shardings"
+            )
+            raise ValueError(text)
         return values
 
     return chunk

@@ -71,13 +71,16 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
     def check(name: str, leaf: Any) -> None:
         is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
         if not is_abstract and not isinstance(leaf, jax.sharding.Sharding):
-            text = "pass a Sharding, or a ShapeDtypeStruct with a sharding"
-            raise ValueError(f"shardings leaf {name!r} is a {type(leaf).__name__}: {text}")
+            text = (
+                f"leaf {name!r} of shardings is a {type(leaf).__name__}: pass a Sharding, or ShapeDtypeStruct with one"
+            )
+            raise ValueError(text)
 
     leaves, _ = tree.flatten(shardings, check)
     unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))
     if unmatched:
-        raise ValueError(f"shardings and version {target.version} differ in {unmatched[:8]}: use that model's config")
+        text = f"tensors of shardings and version {target.version} differ in {unmatched[:8]}: use that model's config"
+        raise ValueError(text)
     checked = {}
     for t in target.tensors:
         leaf = leaves[t.name]
@@ -89,7 +92,7 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
                 )
             leaf = leaf.sharding
         if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # jax would truncate silently
-            raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow: set jax_enable_x64")
+            raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow to 32 bits: set jax_enable_x64")
         try:
             leaf.shard_shape(t.shape)
         except ValueError as error:

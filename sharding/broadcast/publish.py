@@ -48,7 +48,7 @@ class PublishOptions:
             raise ValueError(f"dtype {self.dtype!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
             raise ValueError(
-                f"run {str(self.run)[:80]!r} is not a string of at most {manifest.MAX_RUN_LENGTH}: shorten it"
+                f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters: shorten it"
             )
 
 
@@ -251,9 +251,11 @@ def _base_manifest(
     if before.digest != digest:  # it was removed and published again
         return None
     old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, tensors))
-    changed = sorted(name for name in old | new if old.get(name) != new.get(name))
-    if changed:
-        raise ValueError(f"tensor {changed[0]!r} has another shape, dtype or tie in version {number}: pass no base")
+    bad = sorted(name for name in old | new if old.get(name) != new.get(name))
+    if bad:
+        raise ValueError(
+            f"tensor {bad[0]!r} has another shape, dtype or tie than in base version {number}: pass no base"
+        )
     return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
 
 

@@ -163,7 +163,7 @@ class Get:
         try:
             while True:
                 if self._aborted or self.relay.is_closed:
-                    raise Failed("aborted")
+                    raise Failed("the request was aborted")
                 connection, used = self.relay.take()
                 try:
                     return self._exchange(connection)
@@ -172,9 +172,9 @@ class Get:
                     if isinstance(error, Failed):
                         raise
                     if self._aborted:
-                        raise Failed("aborted") from error
+                        raise Failed("the request was aborted") from error
                     if not used or self.received:
-                        raise Failed(f"{type(error).__name__}: {error}") from error
+                        raise Failed(f"the request failed: {type(error).__name__}: {error}") from error
                     # The relay probably closed this idle connection; each turn uses up one of these.
         finally:
             self._socket, self._ended_s = None, time.monotonic()
@@ -208,7 +208,7 @@ class Get:
         assert self._socket is not None
         self._socket.settimeout(self.relay.options.stall_s + self.extra_s)
         if self._aborted:
-            raise Failed("aborted")
+            raise Failed("the request was aborted")
         headers = {"Range": f"bytes={self.start}-{self.stop - 1}"} if self.target is not None else {}
         connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
@@ -227,9 +227,9 @@ class Get:
         while data := response.read1(1 << 16):
             body += data
             if len(body) > self.limit:
-                raise Failed(f"sent more than {self.limit} bytes for {self.path}")
+                raise Failed(f"the relay sent more than {self.limit} bytes for {self.path}")
         if response.length:
-            raise Failed(f"closed the connection {response.length} bytes before the end of {self.path}")
+            raise Failed(f"the relay closed the connection {response.length} bytes before the end of {self.path}")
         return bytes(body)
 
     def _receive(self, response: http.client.HTTPResponse, target: Target) -> bytes:
@@ -237,20 +237,20 @@ class Get:
         expected = f"bytes {self.start}-{self.stop - 1}/{self.total}"
         got = response.headers.get("Content-Range")
         if response.status == 206 and got != expected:
-            raise Failed(f"sent {got!r} of {self.path}, not {expected!r}")
+            raise Failed(f"the relay sent range {got!r} of {self.path}, not {expected!r}")
         if response.status == 200 and size != self.total:
-            raise Failed(f"ignores the Range header for {self.path}: use a relay that supports it")
+            raise Failed(f"the relay ignores the Range header for {self.path}: use a relay that supports it")
         if response.length != size:
-            raise Failed(f"sends {response.length} bytes of {self.path}, not the {size} that were requested")
+            raise Failed(f"the relay sends {response.length} bytes of {self.path}, not the {size} that were requested")
         while self.received < size:
             with self._writing:
                 if self._aborted:
-                    raise Failed("aborted")
+                    raise Failed("the request was aborted")
                 limit = min(SLICE_BYTES, size - self.received)
                 n = response.readinto(target.view(self.origin + self.received, limit))
                 self.received += n
             if n == 0:
-                raise Failed(f"closed the connection after {self.received} of {size} bytes of {self.path}")
+                raise Failed(f"the relay closed the connection after {self.received} of {size} bytes of {self.path}")
         return b""
 
 

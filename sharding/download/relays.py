@@ -109,7 +109,7 @@ class Relays:
             complete, partial, tag = (fields[name] for name in ("complete", "partial", "tag"))
             numbers = [*complete, *partial]
             if len(numbers) > MAX_LISTED or any(type(n) is not int or not 0 <= n < 10**15 for n in numbers):
-                raise ValueError(f"its versions are not a list of at most {MAX_LISTED} integers >= 0")
+                raise ValueError(f"the relay's /versions are not at most {MAX_LISTED} integers >= 0")
             relay.listing = journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
             relay.tag, relay.is_alive = urllib.parse.quote(str(tag)[:100]), True
         except (range_get.Failed, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -164,8 +164,8 @@ class Relays:
                         error = error or journal.CorruptSource(f"{relay.url}: {corrupt}")
             if len(valid) > 1 and self._trusted_key is None:
                 urls = ", ".join(relay.url for relay, _ in valid.values())
-                text = f"relays {urls} have different manifests of version {version}"
-                raise journal.CorruptSource(f"{text}: pass the publisher's trusted key")
+                text = f"relays {urls} have different manifests of version {version}: pass the publisher's trusted key"
+                raise journal.CorruptSource(text)
             for data, (_, manifest) in valid.items():
                 return data, manifest
             if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
@@ -291,12 +291,11 @@ class Relays:
                 num_corrupt[relay] += 1
                 self._selector.record_corrupt(relay, f"{path} has digest {actual}, not {entry.digest}")
             honest = [r for r in self.relays if not num_corrupt[r]]
-            name = f"object {entry.path} of version {version}"
             if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
                 reasons = self._selector.reasons()
-                raise journal.CorruptSource(f"{name} is wrong on every relay ({reasons}): use other relays")
+                raise journal.CorruptSource(f"{path} is wrong on every relay ({reasons}): use other relays")
             if time.monotonic() > deadline_s:
-                raise journal.Unavailable(f"{name} was not downloaded in time ({self._selector.reasons()}): try again")
+                raise journal.Unavailable(f"{path} was not downloaded in time ({self._selector.reasons()}): try again")
             only = self._selector.select(version, set(num_corrupt) if honest else ())
 
     # ---- the rest

@@ -159,8 +159,10 @@ class Directory(_Storage):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
-                text = "was deleted while it was read: pull the newest version, or set the publisher's keep higher"
-                raise FileNotFoundError(f"{full.parent} {text}") from error
+                text = (
+                    f"{full.parent} was deleted while it was read: pull the newest version, or let publishers keep more"
+                )
+                raise FileNotFoundError(text) from error
             raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
         self._counters["num_bytes"] += entry.size
         actual = digests.of(*target.views)
@@ -238,8 +240,8 @@ class Bucket(_Storage):
                 target.put(0, memoryview(data))
                 return
             self._counters["num_bad_objects"] += 1
-        text = f"has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
-        raise journal.CorruptSource(f"object {self._place}{path} {text}")
+        text = f"{self._place}{path} has {len(data)} bytes with digest {actual}, not {entry.size} with {entry.digest}"
+        raise journal.CorruptSource(text)
 
     def _scan(self) -> journal.Listing:
         """Returns the versions in the bucket. Lists only keys after the newest known version: 1,000 keys take one request."""

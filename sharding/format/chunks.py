@@ -33,8 +33,7 @@ def check_array(name: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
         raise ValueError(f"leaf {name!r} is a {type(leaf).__name__}, not an array: convert it, or remove it")
     if leaf.dtype.name not in manifest.ITEM_BYTES:
-        remedy = f"cast it to one of {[*manifest.ITEM_BYTES]}"
-        raise ValueError(f"tensor {name!r} has dtype {leaf.dtype}, which cannot be published: {remedy}")
+        raise ValueError(f"tensor {name!r} has dtype {leaf.dtype}: cast it to one of {[*manifest.ITEM_BYTES]}")
 
 
 def shard_shape(leaf: Any) -> tuple[int, ...]:

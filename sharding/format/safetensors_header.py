@@ -38,8 +38,8 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        text = f"it has {size} bytes, of which a header of {length} is not a JSON object"
-        raise ValueError(f"{path} is not a safetensors file: {text}. Download it again.")
+        text = f"{path} is not a safetensors file: its header ({length} of {size} bytes) is not a JSON object"
+        raise ValueError(text + ". Download it again.")
     header.pop("__metadata__", None)
     return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
@@ -49,11 +49,13 @@ def _entry(path: pathlib.Path, name: str, entry, start: int, size: int) -> Entry
         kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
         begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: header entry {name} is malformed: {entry!r}. Download it again.") from error
+        raise ValueError(f"{path}: header entry of {name} is malformed: {entry!r}. Download it again.") from error
     if kind not in DTYPES:
         raise ValueError(f"{path}: tensor {name} has dtype {kind}, not one of {', '.join(DTYPES)}. Convert the file.")
     is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0
     if not is_inside or math.prod(shape) * DTYPES[kind].itemsize != end - begin:
-        text = f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}"
-        raise ValueError(f"{text}; the file is truncated or its header is wrong. Download it again.")
+        raise ValueError(
+            f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}: the file is truncated, or "
+            "its header is wrong. Download it again."
+        )
     return Entry(DTYPES[kind], shape, start + begin)
