@@ -19,9 +19,13 @@ CALL = {
 RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
 
 
+def template(family):
+    """Returns the text of a chat template in the manner of a model family's own."""
+    return (pathlib.Path(__file__).parent / "templates" / f"{family}.jinja").read_text("utf-8")
+
+
 def byte_tokenizer(family, specials, stops):
-    """Returns a tokenizer with the template of a family in templates/. Its IDs are bytes, then `specials`; `stops` end a completion."""
-    template = (pathlib.Path(__file__).parent / "templates" / f"{family}.jinja").read_text("utf-8")
+    """Returns a tokenizer with the template of a family. Its IDs are bytes, then `specials`; `stops` end a completion."""
     vocab = {char: byte for byte, char in enumerate(tokenizer_lib._byte_chars())}
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,7 +33,7 @@ def byte_tokenizer(family, specials, stops):
     model.add_special_tokens(specials)
     named = {"eos_token": stops[0], "pad_token": specials[0]}
     stop_ids = [model.token_to_id(stop) for stop in stops]
-    return tokenizer_lib._create(model, named, template, None, stop_ids)
+    return tokenizer_lib._create(model, named, template(family), None, stop_ids)
 
 
 def calls_of(parsed):

@@ -12,6 +12,7 @@ import tokenizers
 
 from models.text import chat_template, tokenizer
 from tests.models.hf import test_variants
+from tests.support import conversations
 
 TOK = tokenizer.byte_chatml()
 PAD, START, END = 256, 257, 258
@@ -99,15 +100,10 @@ def test_text_cannot_open_or_close_a_turn(template, role):
 
 
 DEEPSEEK_TURNS = ("<｜User｜>", "<｜Assistant｜>")  # not special tokens in its folder
-DEEPSEEK_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}"
-    "{{ '<｜Assistant｜>' + m.content + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
-)
 
 
 def deepseek(path):
-    folder(path, chat_template=DEEPSEEK_TEMPLATE, bos_token="<|endoftext|>")
+    folder(path, chat_template=conversations.template("deepseek"), bos_token="<|endoftext|>")
     model = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     model.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in DEEPSEEK_TURNS])
     model.save(str(path / "tokenizer.json"))
@@ -337,16 +333,6 @@ def test_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# In the manner of Llama 3, DeepSeek and QwQ; the tokens are those of the embedded tokenizer.
-TEMPLATES = {
-    "llama": "{{- bos_token }}{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + "
-    "'<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}",
-    "deepseek": "{% set ns = namespace(first=true) %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{{ '<|im_start|>' + m.content }}{% elif m.role == 'assistant' %}{{ '<think>' + m.content + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<think>' }}{% endif %}",
-    "qwq": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip('\n') + "
-    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-}
 RENDER = """
 import json, sys, transformers
 for folder, messages in json.loads(sys.argv[1]):
@@ -361,7 +347,8 @@ def test_rendering_is_that_of_transformers(tmp_path):
     """Compares with transformers in another interpreter (INTELLAX_TORCH_PYTHON, or this one), on saved folders."""
     chats = [CHAT[1:2], [CHAT[1], {"role": "assistant", "content": "<think>a</think>\nyes"}, CHAT[3]]]
     asked, ours = [], []
-    for name, template in TEMPLATES.items():
+    for name in ("llama_plain", "deepseek_thinking", "qwq"):
+        template = conversations.template(name)
         loaded = tokenizer.load(folder(tmp_path / name, chat_template=template, bos_token="<|endoftext|>"))
         loaded.save(tmp_path / f"{name}_saved")
         for chat in chats:
