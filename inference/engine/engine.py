@@ -293,14 +293,5 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def decode(self, token_ids, **kwargs):
         return self._tokenizer.decode(token_ids)
 
-    @property
-    def pad_id(self):
-        return self._tokenizer.pad_id
-
-    @property
-    def eos_id(self):
-        return self._tokenizer.eos_id
-
-    @property
-    def bos_id(self):
-        return self._tokenizer.pad_id
+    pad_id = bos_id = property(lambda self: self._tokenizer.pad_id)
+    eos_id = property(lambda self: self._tokenizer.eos_id)

@@ -102,15 +102,13 @@ def topk_indices(bits_NM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     A CPU keeps a heap of k (XLA's TopK). Elsewhere `jax.lax.top_k` would sort all M, so the k-th magnitude is counted out.
     """
     assert bits_NM.dtype == jnp.uint16 and k <= bits_NM.shape[1]
-    indices_Nk = jax.lax.platform_dependent(
-        bits_NM & 0x7FFF, cpu=functools.partial(_by_heap, k=k), default=functools.partial(_by_counting, k=k)
-    )
+
+    def by_heap(magnitude_NM):  # float32, for which TopK is fast; the lower index wins a tie
+        return jax.lax.top_k(magnitude_NM.astype(jnp.float32), k)[1]
+
+    by_counting = functools.partial(_by_counting, k=k)
+    indices_Nk = jax.lax.platform_dependent(bits_NM & 0x7FFF, cpu=by_heap, default=by_counting)
     return indices_Nk, jnp.take_along_axis(bits_NM, indices_Nk, axis=1)
-
-
-def _by_heap(magnitude_NM, k: int):
-    # float32, for which TopK is fast; the lower index wins a tie
-    return jax.lax.top_k(magnitude_NM.astype(jnp.float32), k)[1]
 
 
 def _by_counting(magnitude_NM, k: int):
