@@ -5,9 +5,9 @@
 2. `step` writes the new key and value of each sequence, then reads the blocks up to the last one in use by any sequence,
    and accumulates the softmax from block to block (arXiv 1805.02867).
 
-So a step reads as many keys as the longest sequence has, not the capacity (docs/decisions/kept.md has the times). A sequence's
-bits do not depend on the number of blocks read for others: there is one program, and a block without a key of the sequence
-leaves its maximum unchanged, scales by exp(0) = 1 and adds exp(-1e30) = 0. Used where `fits` is True.
+So a step reads as many keys as the longest sequence has, not the capacity. A sequence's bits do not depend on the number of
+blocks read for others: a block without a key of the sequence leaves its maximum unchanged, scales by exp(0) = 1 and adds
+exp(-1e30) = 0. Used where `fits` is True (docs/decisions/kept.md has the times).
 
 Letters: N blocks, B sequences, K key heads, S positions of a block, H query heads, G = H / K, C head dim (of values: V).
 """

@@ -51,9 +51,10 @@ class EngineConfig:
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1; set it higher")
-        if self.steps_per_call > window.WINDOW:
-            rule = f"must be at most {window.WINDOW}, the window of a proof; set it lower"
-            raise ValueError(f"inference.steps_per_call = {self.steps_per_call} {rule}")
+        if (steps := self.steps_per_call) > window.WINDOW:
+            raise ValueError(
+                f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
+            )
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -63,10 +64,7 @@ class EngineConfig:
 
     @property
     def insert_sizes(self) -> tuple[int, ...]:
-        """The numbers of slots that one `insert_batch` call can fill, in ascending order; one program is compiled for each.
-
-        They are few, to compile few programs. Small sizes are included because an insert costs as much as its size.
-        """
+        """The numbers of slots that one `insert_batch` call can fill, in ascending order: few, as each has a compiled program."""
         return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.prefill_batch, self.num_slots)}))
 
     @property
@@ -266,9 +264,9 @@ class Engine(engine_api.Engine):
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if the mesh has a context axis above 1, or the slots do not divide over its batch shards."""
     if mesh.shape["context"] > 1:
-        rule = "must be 1 for a server, because decoding reads one token at a time"
         raise ValueError(
-            f"mesh axis context={mesh.shape['context']} {rule}; give these devices to tensor, expert or data"
+            f"mesh axis context={mesh.shape['context']} must be 1 for a server, because decoding reads one token at a "
+            "time; give these devices to tensor, expert or data"
         )
     if config.num_slots % (shards := rules.num_batch_shards(mesh)):
         raise ValueError(
@@ -286,8 +284,9 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def encode(self, s, *, is_bos=False, max_prefill_length=None, **padding):
         ids = np.array(self._tokenizer.encode(s), np.int32)
         if max_prefill_length is not None and len(ids) > max_prefill_length:
-            rule = f"at most {max_prefill_length} are allowed; shorten it"
-            raise ValueError(f"the prompt has {len(ids)} tokens, but {rule}")
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but at most {max_prefill_length} are allowed; shorten it"
+            )
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
 
     def decode(self, token_ids, **kwargs):

@@ -2,12 +2,12 @@
 
 One entry (k, v) per layer, each `[B, K, S, C]`: separate arrays per layer and head-major, because on a 2-core CPU a
 decode step of a 4-layer model takes 3.0-3.9 ms with them, 5.4-8.5 ms with [B, S, K, C] and 18-41 ms with one stacked array.
-With `config.scan_layers`, equal layers share an entry `[N, B, K, S, C]`, as their parameters do. The scan carries it and
-writes by scatter, because a cache that a scan consumes and produces exists twice.
+With `config.scan_layers`, equal layers share an entry `[N, B, K, S, C]`. The scan carries it and writes by scatter, because
+a cache that a scan consumes and produces exists twice.
 
 Latent attention (DeepSeek) keeps one array: the latent and the rotated key of each token, [B, 1, S, R + P]. The values are its
 first R columns, so `v` has no columns. A sliding layer keeps every token and masks those outside its window, because a ring of
-`window` rows could not be replayed (rl/verification/verifier.py) or overwritten in place.
+`window` rows could not be replayed by a validator.
 
 Letters: B sequences, T new tokens, S capacity, K key heads, C head dim, N layers of a stack.
 """
@@ -90,7 +90,10 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
 
 
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
-    """Writes a layer's new keys and values; returns (new entry, all keys, all values). In a stack, the entry is (k, v, layer)."""
+    """Writes new keys and values into the cache `entry` of a layer; returns (new entry, all keys, all values).
+
+    An entry is (keys, values) of one layer, or (keys, values, layer index) of a stack of layers.
+    """
     new = [k_BTKC, v_BTKC]
 
     def merged(old):

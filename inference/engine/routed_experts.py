@@ -29,7 +29,7 @@ def num_moe_layers(model: config_lib.ModelConfig) -> int:
 
 
 def compact(routing: moe.Routing | None, model: config_lib.ModelConfig) -> jax.Array:
-    """Returns the experts that `routing` chose for each token, [B, T, L, X], as uint8 or uint16. The model has MoE layers."""
+    """Returns the experts that `routing` chose for each token, [B, T, L, X], as uint8 or uint16. `model` must have MoE layers."""
     assert routing is not None
     return jnp.moveaxis(routing.experts, 0, 2).astype(dtype(model))
 
@@ -52,7 +52,10 @@ def with_all_layers(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> n
 
 
 def reply_field(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
-    """Returns a reply's field `routed_experts` for the tokens from `start` on. `data` (base64) is first: clients search for it."""
+    """Returns the field `routed_experts` of a server's JSON reply, for the tokens from `start` on.
+
+    The key `data` (base64) is first, because clients search the text of the reply for it.
+    """
     rows = with_all_layers(experts_TLX[start:], model)
     data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -181,8 +181,10 @@ def _chunks(hidden_TD, chunk: int) -> list[np.ndarray]:
     """Splits hidden states into chunks of `chunk` rows; returns the bits of each chunk's bf16 values, flattened."""
     hidden_TD = np.asarray(hidden_TD)
     if hidden_TD.ndim != 2 or hidden_TD.dtype not in (jnp.bfloat16, np.float32):
-        rule = "must be [T, D] in bfloat16 (or float32, which is rounded); pass the final-norm output of the model"
-        raise ValueError(f"hidden states are {hidden_TD.dtype}{list(hidden_TD.shape)}, but {rule}")
+        found = f"{hidden_TD.dtype}{list(hidden_TD.shape)}"
+        raise ValueError(
+            f"hidden states are {found}, but must be [T, D] in bfloat16 or float32; pass those of the final norm"
+        )
     bits_TD = np.ascontiguousarray(hidden_TD.astype(jnp.bfloat16, copy=False)).view(np.uint16)  # to nearest even
     return [bits_TD[start : start + chunk].reshape(-1) for start in range(0, len(bits_TD), chunk)]
 
@@ -213,7 +215,7 @@ def _top_values(blocks: list[np.ndarray], topk: int) -> list[tuple[np.ndarray, n
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields batches of at most BATCH positions in `sizes` that have equal size; skips size 0. Only short tails differ."""
+    """Yields batches of at most BATCH positions in `sizes`, each batch of positions with one equal size; skips size 0."""
     for size in sorted({*sizes} - {0}):
         members = [n for n, own in enumerate(sizes) if own == size]
         yield from (members[start : start + BATCH] for start in range(0, len(members), BATCH))
@@ -295,7 +297,7 @@ def _monic_product(x_Nk: np.ndarray) -> np.ndarray:
 
 
 def _reduce(x: np.ndarray) -> np.ndarray:
-    """Returns x mod p of uint32. numpy's // uses SIMD and its % does not, which takes 2.6 times as long."""
+    """Returns x mod p for uint32 x. numpy's // uses SIMD; its % does not and takes 2.6 times as long."""
     return x - x // np.uint32(PRIME) * np.uint32(PRIME)
 
 

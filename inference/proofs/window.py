@@ -2,8 +2,7 @@
 
 1. Every decode step writes each slot's last hidden state into its ring of two windows (`write`).
 2. At the end of a call, `finished` finds the windows that it completed, and the partly filled ones of sequences that ended.
-3. `reduce` takes the top values of those (toploc.py) in groups of `GROUP`: a call that finishes no window runs no group,
-   and hidden states never leave the device.
+3. `reduce` takes their top values (toploc.py), `GROUP` windows at a time, so that hidden states never leave the device.
 4. The host makes proofs of the indices and values (`toploc.encode`). If it ends a sequence that the device would continue
    (at a stop string), it calls `top_values` for the last window itself.
 

@@ -126,8 +126,10 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
         if field is None:
             raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
         if found is None or (found.name, found.type) != (field.name, field.type):
-            rule = f"{field.name}: {field.type}, got " + (f"{found.name!r}: {found.type}" if found else "nothing")
-            raise ValueError(f"rollout file: column {position} must be {rule}; write all columns in this order")
+            got = f"{found.name!r}: {found.type}" if found else "nothing"
+            raise ValueError(
+                f"rollout file: column {position} must be {field.name}: {field.type}, got {got}; write all in this order"
+            )
     return wanted
 
 

@@ -33,7 +33,9 @@ def check(data: bytes) -> None:
     check_size(len(data))
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise _broken("no PAR1 at both ends or no footer")
+        raise ValueError(
+            "rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write the file again"
+        )
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
@@ -43,11 +45,8 @@ def check(data: bytes) -> None:
         for decoded_bytes in itertools.accumulate(page_bytes):
             _check_most(decoded_bytes, MAX_DECODED_BYTES, "decoded bytes")
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing or of another type
-        raise _broken("broken footer or page header") from error
-
-
-def _broken(problem: str) -> ValueError:
-    return ValueError(f"rollout file: not readable as Parquet: {problem}; write the file again")
+        broken = "rollout file: not readable as Parquet: broken footer or page header; write the file again"
+        raise ValueError(broken) from error
 
 
 def _check_most(found: int, most: int, unit: str) -> None:
@@ -56,9 +55,10 @@ def _check_most(found: int, most: int, unit: str) -> None:
 
 
 def pages(data: bytes, chunk: dict) -> Iterator[int]:
-    """Yields the decoded bytes of each page of a column chunk: the data size that its header declares, 4 bytes per value, 4096.
+    """Yields upper bounds of the memory of a column chunk's pages when decoded: declared size, 4 bytes per value, and 4096.
 
-    Raises ValueError if the chunk uses a dictionary, codec, or encoding that is not read here; KeyError or IndexError for a broken header.
+    `chunk` is the chunk's entry in the footer. Raises ValueError if it uses a dictionary, codec, or encoding that is not read
+    here, and KeyError or IndexError if a header is broken.
     """
     meta = chunk[3]
     if not isinstance(meta, dict) or 1 in chunk or 11 in meta or _counted(meta, 4) not in CODECS:
@@ -72,9 +72,8 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
         header, size = _thrift_struct(data[at : at + MAX_PAGE_HEADER_BYTES], 0)
         where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
         body = header[where]
-        if _counted(body, encoding) not in ENCODINGS:
-            found = f"a page in encoding {body[encoding]}"
-            raise ValueError(f"rollout file: {found}; only plain encoding is read, so write that")
+        if (code := _counted(body, encoding)) not in ENCODINGS:
+            raise ValueError(f"rollout file: a page in encoding {code}; only plain encoding is read, so write that")
         yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
 
@@ -92,7 +91,10 @@ def _counted(fields: dict, number: int) -> int:
 
 
 def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
-    """Returns ({field number: value}, end) of a struct in Thrift's compact protocol; IndexError if the bytes end early."""
+    """Parses the struct of Thrift's compact protocol at `data[at]`; returns ({field number: value}, position after the struct).
+
+    Raises IndexError if the bytes end early, and ValueError if the struct breaks a rule. `depth` counts the structs around it.
+    """
     fields: dict[int, object] = {}
     number = 0
     while head := data[at]:
@@ -102,7 +104,7 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
         else:
             number, at = _thrift_value(data, at, 4, depth)
         if number in fields:
-            raise _broken("a field appears twice")
+            raise ValueError("rollout file: not readable as Parquet: a field appears twice; write the file again")
         kind = head & 15
         fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
     return fields, at + 1
@@ -129,7 +131,9 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int
         return items, at
     if kind == 12 and depth < MAX_DEPTH:  # struct
         return _thrift_struct(data, at, depth + 1)
-    raise _broken(f"a field of kind {kind}, {depth} deep")
+    raise ValueError(
+        f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep; write the file again"
+    )
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -139,4 +143,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         at += 1
         if data[at - 1] < 0x80:
             return value, at
-    raise _broken("a number of more than 64 bits")
+    raise ValueError("rollout file: not readable as Parquet: a number of more than 64 bits; write the file again")

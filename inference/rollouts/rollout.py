@@ -110,11 +110,12 @@ class WorkerKey:
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            rule = f"is not an unencrypted PEM private key ({error}); name another file"
-            raise ValueError(f"worker key {path} {rule}") from error
+            raise ValueError(
+                f"worker key {path} is not an unencrypted PEM private key ({error}); name another file"
+            ) from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
-            rule = f"is a {type(private).__name__}, but a worker key is ed25519; name another file"
-            raise ValueError(f"worker key {path} {rule}")
+            kind = type(private).__name__
+            raise ValueError(f"worker key {path} is a {kind}, but a worker key is ed25519; name another file")
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -180,7 +181,7 @@ def _framed(payload: bytes) -> bytes:
 
 
 def num_bytes(rollout: Rollout) -> int:
-    """Returns the size of the fields that grow with the rollout's length: 13 bytes per token, the proofs, the experts."""
+    """Returns the total bytes of the fields that grow with the rollout's length: 13 per token, the proofs, and the experts."""
     return 13 * len(rollout.tokens) + len(rollout.proofs) + getattr(rollout.routed_experts, "nbytes", 0)
 
 
@@ -271,7 +272,7 @@ def _is_name(value) -> bool:
 
 
 def _shown(value) -> str:
-    """Returns a short repr that cannot fail (repr of an int of 5000 digits does)."""
+    """Returns a short repr of any value for an error message. Never raises: repr of an int of 5000 digits would."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, str | bytes):

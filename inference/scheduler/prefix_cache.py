@@ -1,10 +1,9 @@
 """The prefix cache: keys and values of prefilled prompts, reused by later prompts that start with the same tokens.
 
 1. A prompt is cut into chunks of `prefill_chunk` tokens. Each prefix of whole chunks, and the whole prompt, has a key: a hash
-   of its tokens.
-2. `find` returns the longest cached prefix of a prompt.
-3. `add` stores a prefilled prompt under the keys of all its prefixes. Least recently used entries are evicted at the limit.
-4. `clear` empties it, because new weights invalidate the keys and values.
+   of its tokens. `find` returns the longest cached prefix of a prompt.
+2. `add` stores a prefilled prompt under the keys of all its prefixes. Least recently used entries are evicted at the limit.
+3. `clear` empties the cache, because new weights invalidate the keys and values.
 
 Keys of sampled tokens are not cached, and prefixes end at chunk borders: so reuse changes no bit. A prompt of at most one chunk
 is prefilled in a batch, by another program than a first chunk, and so has keys of its own.

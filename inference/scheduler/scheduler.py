@@ -94,12 +94,9 @@ class Scheduler:
         """Queues a request; returns a future of its completions, one per sample. Cancelling the future frees their slots.
 
         `listener(sample index, completion so far)` is called after each decode call with new tokens. It must not block. A
-        RuntimeError from it (its event loop is closed) cancels the request.
+        RuntimeError from the listener (its event loop is closed) cancels the request.
 
-        Raises:
-          ValueError: the request cannot be served.
-          Overloaded: too many requests are pending.
-          Closed: `close` was called.
+        Raises ValueError for a request that cannot be served, Overloaded if too many are pending, and Closed after `close`.
         """
         request.check(self._engine.model.vocab_size, self._engine.config.max_model_len)
         if request.routed_experts and not self._engine.config.routed_experts:
@@ -182,7 +179,7 @@ class Scheduler:
                     sequence_lib.fail(future, _shutting_down())
 
     def _turn(self) -> bool:
-        """Runs one turn of the thread's loop (see the module); returns False if the loop should end."""
+        """Runs one turn of the scheduler thread's loop: messages, prefill, one decode call. Returns False if the loop should end."""
         is_idle = self.is_paused or not (self._waiting or self.slots.running)
         if is_idle:
             self._publish()
@@ -295,7 +292,7 @@ class Scheduler:
         self._output = output
 
     def _publish(self) -> None:
-        """Publishes the output of the last decode call, unless it is already published."""
+        """Publishes the output of the last decode call (proofs, listeners, futures), unless it is already published."""
         if self._output is not None:
             self.stats["samples"] += len(self._output.finished)  # first: a client may read it after its future
             self._output.publish()

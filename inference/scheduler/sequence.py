@@ -72,7 +72,8 @@ class Sequence:
     def append(self, tokens: list[int], logprobs: list[float], version: int, max_model_len: int) -> bool:
         """Adds new tokens sampled by policy `version`. If the sequence ends, drops later tokens and sets its finish reason.
 
-        Returns True if the sequence ended but the device would continue, because the device cannot detect this stop.
+        Returns True if the sequence ended but the device would continue, because it cannot detect this stop: a stop string, or
+        a stop id after the first `MAX_STOP_IDS`.
         """
         request, completion = self.group.request, self.completion
         if request.stop_texts or len(request.stop_ids) > decode_state.MAX_STOP_IDS:

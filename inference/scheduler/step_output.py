@@ -18,7 +18,7 @@ from inference.scheduler import sequence as sequence_lib
 
 @dataclasses.dataclass(eq=False)
 class StepOutput:
-    """The output of one decode call, which `collect` adds to the running sequences."""
+    """The output of one decode call: `collect` adds its tokens to the running sequences, `publish` completes their requests."""
 
     engine: engine_lib.Engine
     state: engine_lib.State
