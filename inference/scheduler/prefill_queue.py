@@ -91,13 +91,11 @@ class PrefillQueue:
         if self._long is None:
             return
         long, chunk = self._long, self._engine.config.prefill_chunk
-        tokens = long.group.request.tokens
-        piece = tokens[long.num_done : long.num_done + chunk]
-        long.cache, experts = self._engine.prefill_chunk(
-            self._params, _pad([piece], 1, chunk), long.num_done, long.cache
-        )
+        tokens, start = long.group.request.tokens, long.num_done
+        padded = _pad([tokens[start : start + chunk]], 1, chunk)
+        long.cache, experts = self._engine.prefill_chunk(self._params, padded, start, long.cache)
         long.experts += experts
-        long.num_done += len(piece)
+        long.num_done = min(start + chunk, len(tokens))
         self._stats["prefill_chunks"] += 1
         if long.num_done == len(tokens):
             prefix = _one_prompt(tokens, long.cache, long.experts)

@@ -100,7 +100,5 @@ class StepOutput:
                 indices, bits = self.engine.top_values(self.state, slot, after // size, num_rows)
             else:
                 indices, bits = (values[slot, which] for values in self.engine.read_proofs(self.result))
-            is_real = (
-                indices < num_rows * self.engine.model.model_dim
-            )  # a short window of a small model has fewer than k
+            is_real = indices < num_rows * self.engine.model.model_dim  # a small model's short window has fewer than k
             self.windows.append((sequence, (indices[is_real], bits[is_real])))

@@ -50,15 +50,19 @@ def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, softcap=0.0, window=0,
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize(("K", "G", "C", "V"), [(2, 2, 64, 64), (1, 16, 24, 40), (3, 1, 5, 5)])
-def test_the_step_is_attention(K, G, C, V, how):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_step_is_attention(K, G, C, V, how, dtype):
     how = dict(how)
     if how.pop("sinks", False):
         how["sinks_H"] = np.linspace(-1, 2, K * G, dtype=np.float32)
-    blocks, new, positions, k, v = case(K, G, C, V)
-    got, _ = step(blocks, new, positions, **how)
+    blocks, new, positions, k, v = case(K, G, C, V, dtype)
+    got, after = step(blocks, new, positions, **how)
+    assert got.dtype == after.keys_NBKCS.dtype == after.values_NBKSV.dtype == dtype
+    # float32 sums of 64 products and 41 weights, of order 1; bfloat16 is rounded once, at the end
+    rtol, atol = (0, 3e-6) if dtype == jnp.float32 else (2**-8, 1e-5)
     for b, position in enumerate(positions):
-        # float32 sums of 64 products and 41 weights, of order 1
-        np.testing.assert_allclose(got[b, 0], expected(new[0][b, 0], k[b], v[b], position, **how), rtol=0, atol=3e-6)
+        wanted = expected(new[0][b, 0], k[b], v[b], position, **how)
+        np.testing.assert_allclose(np.float64(got[b, 0]), wanted, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 20])
@@ -95,15 +99,6 @@ def test_bits_do_not_depend_on_how_many_blocks_the_neighbours_fill(how):
             outs.append(np.asarray(out[0]))
         for out in outs[1:]:
             np.testing.assert_array_equal(out.view(np.int32), outs[0].view(np.int32))
-
-
-def test_bfloat16():
-    blocks, new, positions, k, v = case(2, 2, 32, 32, jnp.bfloat16)
-    got, after = step(blocks, new, positions)
-    assert got.dtype == after.keys_NBKCS.dtype == after.values_NBKSV.dtype == jnp.bfloat16
-    for b, position in enumerate(positions):
-        wanted = expected(new[0][b, 0], k[b], v[b], position)
-        np.testing.assert_allclose(np.float64(got[b, 0]), wanted, rtol=2**-8, atol=1e-5)  # rounded once, at the end
 
 
 @pytest.mark.parametrize("length", [8, 16, 48])

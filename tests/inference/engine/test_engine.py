@@ -40,15 +40,15 @@ def params():
 
 
 @functools.cache
-def engine(steps_per_call=CONFIG.steps_per_call):
-    return engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, steps_per_call=steps_per_call), TOKENIZER, params())
+def engine():
+    return engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params())
 
 
 class Bench:
     """Drives the engine by hand: prefill one or two prompts, put rows into slots, generate, collect."""
 
-    def __init__(self, steps_per_call=CONFIG.steps_per_call):
-        self.engine = engine(steps_per_call)
+    def __init__(self):
+        self.engine = engine()
         self.state = self.engine.init_decode_state()
         self.tokens = {slot: [] for slot in range(CONFIG.num_slots)}
         self.logprobs = {slot: [] for slot in range(CONFIG.num_slots)}
@@ -90,12 +90,12 @@ class Bench:
 
 
 @functools.cache
-def alone(ask, slot=0):
+def alone(ask):
     """Returns the completion of a request in an engine of its own."""
     bench = Bench()
-    bench.insert(bench.prefill(ask), (0, slot, ask.seed))
+    bench.insert(bench.prefill(ask), (0, 0, ask.seed))
     bench.run()
-    return bench.result(slot)
+    return bench.result(0)
 
 
 HELLO = Ask(tuple(b"hello"), seed=11)
@@ -127,18 +127,24 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("ask", [HELLO, OTHER, COLD], ids=["T=1", "T=0.7", "greedy"])
-def test_logprobs_are_those_of_teacher_forcing(ask):
-    ask = dataclasses.replace(ask, max_tokens=40)
+@pytest.mark.parametrize(
+    ("ask", "most"),
+    [(HELLO, 40), (OTHER, 40), (COLD, 40), (HELLO, 10**6)],
+    ids=["T=1", "T=0.7", "greedy", "to the end"],
+)
+def test_logprobs_are_those_of_teacher_forcing(ask, most):
+    """Up to the last column of the cache, where a sequence without a limit ends."""
+    ask = dataclasses.replace(ask, max_tokens=most)
     tokens, logprobs = alone(ask)
-    assert len(tokens) == len(logprobs) == 40 and len(set(tokens)) > 3
+    num = min(most, CAPACITY - len(ask.tokens))
+    assert len(tokens) == len(logprobs) == num and len(set(tokens)) > 3
     _, logits_JV = teacher_forced(ask.tokens, tokens)
-    expected = log_softmax(logits_JV / (ask.temperature or 1.0))[np.arange(40), tokens]
+    expected = log_softmax(logits_JV / (ask.temperature or 1.0))[np.arange(num), tokens]
     # float32 on both sides, sums over 96 masked keys against sums over the keys there are: measured 2.4e-6.
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)
     # Token j is at position len(prompt) + j: the argmax with the noise of exactly that position.
-    positions = np.arange(len(ask.tokens), len(ask.tokens) + 40)
-    noise_JV = np.asarray(sampler.noise(np.full(40, ask.seed, np.uint32), positions, MODEL.vocab_size))
+    positions = np.arange(len(ask.tokens), len(ask.tokens) + num)
+    noise_JV = np.asarray(sampler.noise(np.full(num, ask.seed, np.uint32), positions, MODEL.vocab_size))
     noised_JV = logits_JV / ask.temperature + noise_JV if ask.temperature else logits_JV
     np.testing.assert_array_equal(tokens, noised_JV.argmax(axis=-1))
 
@@ -233,18 +239,6 @@ def test_new_weights_take_effect_at_the_next_call():
     _, logits_JV = teacher_forced(ask.tokens, expected_tokens)
     doubled = log_softmax(2 * logits_JV)[np.arange(5, 10), expected_tokens[5:]]
     np.testing.assert_allclose(logprobs[0], doubled, rtol=0, atol=2e-5)  # twice the error of float32 logits
-
-
-# ---- where it stops --------------------------------------------------------------------------------------------------
-
-
-def test_a_sequence_ends_where_the_cache_does():
-    full = dataclasses.replace(HELLO, max_tokens=10**6)
-    tokens, logprobs = alone(full)
-    assert len(full.tokens) + len(tokens) == CAPACITY
-    _, logits_JV = teacher_forced(full.tokens, tokens)
-    expected = log_softmax(logits_JV)[np.arange(len(tokens)), tokens]
-    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-5)  # up to the last column of the cache
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,8 @@ def sampling(size, *, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     def column(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype), (size,))
 
-    return sampler.Sampling(
-        seed=column(seed, np.uint32),
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-    )
+    reals = [column(value, np.float32) for value in (temperature, top_p, min_p)]
+    return sampler.Sampling(column(seed, np.uint32), reals[0], column(top_k, np.int32), *reals[1:])
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
