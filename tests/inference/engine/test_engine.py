@@ -104,9 +104,6 @@ COLD = Ask(tuple(b"x"), seed=5, temperature=0.0)
 SIEVED = Ask(tuple(b"top of the"), seed=77, temperature=1.3, top_k=20, top_p=0.8, min_p=0.01)
 
 
-# ---- against the learner ---------------------------------------------------------------------------------------------
-
-
 @jax.jit
 def teacher(tokens_1T):
     hidden_1TD, _ = transformer.apply(params(), MODEL, tokens_1T)
@@ -208,9 +205,6 @@ def test_proofs_are_of_windows_that_were_asked_for():
     assert max(result.exp_mismatches for result in results) <= 2
 
 
-# ---- against itself --------------------------------------------------------------------------------------------------
-
-
 def test_a_longer_bucket_changes_no_token():
     """Another program prefills: log-probabilities agree to float32, tokens are drawn by the same noise."""
     long = dataclasses.replace(OTHER, tokens=OTHER.tokens * 2)  # 30 tokens
@@ -260,9 +254,6 @@ def test_copy_rows_skips_rows_out_of_range():
     rows, slots = np.array([1, 0, 0]), np.array([2, 0, 3])
     ((keys, _),) = jax.jit(kv_cache.copy_rows)(((source, source),), rows, ((target, target),), slots)
     np.testing.assert_array_equal(keys[:, 0, :, 0], [[1, 1, 1, 1, 0, 0], [0] * 6, [2, 2, 2, 2, 0, 0]])
-
-
-# ---- JetStream -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -26,9 +26,6 @@ def sampling(size, *, seed=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return sampler.Sampling(column(seed, np.uint32), reals[0], column(top_k, np.int32), *reals[1:])
 
 
-# ---- noise -----------------------------------------------------------------------------------------------------------
-
-
 def threefry2x32(key, count):
     """Twenty rounds (Salmon et al. 2011, table 2 and figure 4); Python integers."""
     mask, keys = 0xFFFFFFFF, [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
@@ -92,9 +89,6 @@ def test_noise_is_a_function_of_seed_and_position_alone():
     assert len(rows) == len(SEEDS)  # (7, 1), (7, 2), (1, 1), ...: each its own
 
 
-# ---- filters ---------------------------------------------------------------------------------------------------------
-
-
 def oracle_kept(logits, temperature, top_k, top_p, min_p):
     """The ids that may be sampled, and their log-probabilities; float64."""
     p = np.exp((logits - logits.max()) / (temperature or 1.0))
@@ -147,9 +141,6 @@ def test_a_row_without_filters_does_not_see_its_neighbours_filters():
     beside = np.asarray(scores(logits, sampling(3, top_k=[0, 0, 2])))
     np.testing.assert_array_equal(beside[:2], alone[:2])
     assert np.isfinite(alone[1]).all() and np.isfinite(beside[2]).sum() == 2
-
-
-# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_token_is_the_argmax_of_score_plus_noise_and_logp_is_its_score():

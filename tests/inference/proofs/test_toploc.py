@@ -48,9 +48,6 @@ def verify_one(hidden_TD, proof, **kwargs):
     return result
 
 
-# ---- the reference's vectors ----------------------------------------------------------------------------------------
-
-
 def test_the_tie_free_vectors_are_there():
     assert len(EXACT) == 9 and {"partial_last_chunk", "modulus_many_collisions", "indices_past_field"} < set(EXACT)
 
@@ -99,9 +96,6 @@ def test_polynomial_vectors(vector):
     coefficients = toploc._interpolate(folded, y)
     assert modulus.tolist() == [vector["modulus"]] and coefficients[0].tolist() == vector["coeffs"]
     assert toploc._evaluate(coefficients, *toploc._powers(folded))[0].tolist() == vector["eval_at_x_mod"]
-
-
-# ---- an independent oracle: Python integers, Lagrange term by term ---------------------------------------------------
 
 
 def oracle_proof(block, topk):
@@ -161,9 +155,6 @@ def test_float32_rounds_to_nearest_even():
     expected = np.array([nearest_even(float(value)) for value in values.reshape(-1)], np.uint16)
     rounded = expected.view(jnp.bfloat16).reshape(4, 1024)
     assert proofs_lib.build(values) == proofs_lib.build(rounded) == proofs_lib.build(jnp.asarray(rounded))
-
-
-# ---- batching, tails, the device's top k -----------------------------------------------------------------------------
 
 
 def test_batch_equals_one_by_one():
@@ -261,9 +252,6 @@ def test_join_and_split():
         reason = toploc.split(bad, 70, 2)
         assert reason.startswith("length: ")
         assert {result.reason for result in proofs_lib.verify(sequence, reason)} == {"count"}
-
-
-# ---- honest and dishonest provers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thresholds", [toploc.PAPER, toploc.DEPLOYED])
@@ -374,9 +362,6 @@ def test_own_input_of_another_kind_is_an_error():
             proofs_lib.build(array)
 
 
-# ---- malformed input is a verdict ------------------------------------------------------------------------------------
-
-
 def test_every_reason_for_a_malformed_proof():
     sequence = normal((32, 64))
     good = proofs_lib.build(sequence)[0]
@@ -426,9 +411,6 @@ def test_garbage_is_refused_and_never_raises(proofs):
     results = proofs_lib.verify(normal((40, 16)), proofs, topk=32)
     assert len(results) == 2 and not any(result.accepted for result in results)
     json.dumps([vars(result) for result in results], allow_nan=False)  # a verdict must fit the ledger
-
-
-# ---- the published package ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -34,9 +34,6 @@ def parquet_with(**columns):
     return table_bytes(table)
 
 
-# ---- there and back -------------------------------------------------------------------------------------------------
-
-
 def test_round_trip_of_several_rows():
     one_turn = make(1, sampled_mask=np.arange(10) >= 4, logprobs=np.where(np.arange(10) >= 4, -0.5, 0).astype("f4"))
     rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
@@ -115,9 +112,6 @@ def test_write_is_atomic_and_creates_the_parent(tmp_path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
 
 
-# ---- the rules ------------------------------------------------------------------------------------------------------
-
-
 def array(name, position, value):
     changed = getattr(make(), name).copy()
     changed[position] = value
@@ -187,9 +181,6 @@ def test_validate_is_total():
         for value in junk:
             task = dataclasses.replace(make().task, **{field.name: value})
             assert (rollout_lib.validate(make(task=task)) or "task.").startswith("task.")
-
-
-# ---- files from strangers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -367,9 +358,6 @@ def test_garbage_is_a_value_error(data, framed):
         data = b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1"
     with pytest.raises(ValueError, match="rollout file"):
         parquet.from_bytes(data)
-
-
-# ---- identity -------------------------------------------------------------------------------------------------------
 
 
 def test_signature_covers_every_field_but_itself():
