@@ -9,26 +9,10 @@ from sharding.system import cli
 from tests.support import commands, tiny_run
 
 COMMANDS = (
-    "bench.broadcast",
-    "bench.cheats",
-    "bench.forward",
-    "bench.grpo_step",
-    "bench.inference",
-    "bench.inference_flips",
-    "bench.inference_verify",
-    "bench.load",
-    "bench.logprobs",
-    "bench.toploc",
-    "inference.chat",
-    "inference.serve",
-    "models.hf",
-    "rl.ledger",
-    "rl.report",
-    "rl.validator",
-    "rl.worker",
-    "sharding.broadcast",
-    "sharding.relay",
-)
+    "bench.broadcast bench.cheats bench.forward bench.grpo_step bench.inference bench.inference_flips "
+    "bench.inference_verify bench.load bench.logprobs bench.toploc inference.chat inference.serve models.hf "
+    "rl.ledger rl.report rl.validator rl.worker sharding.broadcast sharding.relay"
+).split()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
