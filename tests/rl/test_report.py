@@ -1,5 +1,6 @@
 """The report is complete, loads nothing, survives missing and hostile data, and its headline agrees with the numbers."""
 
+import contextlib
 import html.parser
 import json
 import math
@@ -59,10 +60,8 @@ def test_the_page_of_an_empty_run_names_the_missing_data(tmp_path):
 
 def test_the_mismatch_curve_is_against_the_sampler(tmp_path):
     """If the learner computes old log-probabilities, loss/mismatch_kl is the change by the batch's own steps."""
-    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
-    writer.write(1, "rl", {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.001})
-    writer.write(1, "warm-up", {"loss/total": 2.0})
-    writer.close()
+    lines = [(1, "rl", {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.001}), (1, "warm-up", {"loss/total": 2.0})]
+    _write_metrics(tmp_path, lines)
     page = _draw(tmp_path)
     assert "step 1: KL 0.001" in page and "KL 0.5" not in page
     assert "Clipped tokens" not in page and "held-out</span>" not in page  # figures without data are left out
@@ -70,10 +69,8 @@ def test_the_mismatch_curve_is_against_the_sampler(tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e-30, 7e20, math.nan])
 def test_flat_and_extreme_curves(tmp_path, value):
-    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
-    for step in (1, 2):
-        writer.write(step, "rl", {name: value for curve in report.CURVES for name in curve.lines.values()})
-    writer.close()
+    values = {name: value for curve in report.CURVES for name in curve.lines.values()}
+    _write_metrics(tmp_path, [(1, "rl", values), (2, "rl", values)])
     _parse(_draw(tmp_path))
 
 
@@ -95,10 +92,7 @@ def test_two_right_out_of_two_is_not_certain():
 
 
 def test_long_runs_are_binned(tmp_path):
-    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
-    for step in range(1, 1001):
-        writer.write(step, "rl", {"rollout/reward": step})
-    writer.close()
+    _write_metrics(tmp_path, [(step, "rl", {"rollout/reward": step}) for step in range(1, 1001)])
     page = _draw(tmp_path)
     assert "a point is the mean of 5 steps" in page and page.count("<circle") == 200
     assert "step 5: reward 3</title>" in page  # 1 2 3 4 5
@@ -132,16 +126,14 @@ def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path, c
 
 
 def _run(workdir, text="2 + 2 = 4"):
-    writer = metrics.MetricsWriter(workdir, tensorboard=False)
-    writer.write(0, "start-up", {"time/step_s": 15.0})
-    for step in range(1, 21):
-        writer.write(step, "warm-up", {"loss/total": 1 / step, "time/step_s": 1.0, "time/train_step_s": 0.9})
+    times = {"time/wait_s": 1.0, "time/train_step_s": 0.5, "time/step_s": 1.6}
+    warm_up = {"time/step_s": 1.0, "time/train_step_s": 0.9}
+    lines = [(0, "start-up", {"time/step_s": 15.0})]
+    lines += [(step, "warm-up", warm_up | {"loss/total": 1 / step}) for step in range(1, 21)]
     for step in range(1, 51):
         curves = {name: step / 100 for curve in report.CURVES for name in curve.lines.values()}
-        curves["loss/mismatch_kl"] = step * 1e-6 if step != 9 else math.inf
-        times = {"time/wait_s": 1.0, "time/train_step_s": 0.5, "time/step_s": 1.6}
-        writer.write(step, "rl", curves | times)
-    writer.close()
+        lines.append((step, "rl", curves | {"loss/mismatch_kl": step * 1e-6 if step != 9 else math.inf} | times))
+    _write_metrics(workdir, lines)
     samples = [{"prompt": "2 + 2", "completion": text, "reward": 1.0}, {"prompt": text, "completion": "", "reward": 0}]
     evaluations = [
         {"step": step, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 200}, "samples": samples}
@@ -152,6 +144,12 @@ def _run(workdir, text="2 + 2 = 4"):
     config = {"command": command, "versions": {"jax": "0.10.2"}, "model": {"num_layers": 2}}
     (workdir / "config.json").write_text(json.dumps(config))
     return workdir
+
+
+def _write_metrics(workdir, lines):
+    with contextlib.closing(metrics.MetricsWriter(workdir, tensorboard=False)) as writer:
+        for line in lines:
+            writer.write(*line)
 
 
 def _draw(workdir):

@@ -24,27 +24,15 @@ if processes > 1:
     jax.distributed.initialize(address, processes, mine)
 from jax.experimental import multihost_utils
 from rl.batch import packing
-from rl.learner import objective, optimizers, train_step
-from sharding import mesh as mesh_lib
-from tests.support import tiny
+from rl.learner import optimizers, train_step
+from tests.support import small_learner as small
 
-model = tiny.model(vocab_size=32, num_layers=1, num_heads=4, num_kv_heads=4)
-mesh = mesh_lib.create({"data": 2 if processes > 1 else 1, "fsdp": -1})
 config = optimizers.OptimizerConfig(1e-2, 2, 0.9, 0.95, 1e-8, 0.01, 1.0, name="muon")
-optimizer = train_step.make_optimizer(config, model)
-learner = train_step.Learner(model, optimizer, objective.bind("gspo", {"clip_low": 0.5, "clip_high": 0.5}), mesh)
+sizes = {"data": 2 if processes > 1 else 1, "fsdp": -1}
+options = {"clip_low": 0.5, "clip_high": 0.5}
+learner = small.make(small.DENSE, "gspo", options, sizes, train_step.make_optimizer(config, small.DENSE))
 state, step = train_step.init_state(jax.random.key(0), learner), train_step.jit_train_step(learner)
-rng = np.random.default_rng(0)
-trees = []
-for _ in range(8):
-    prompt = rng.integers(0, 32, 4).astype(np.int32)
-    branches = []
-    for credit in (1.0, -0.5, -0.5):
-        n = int(rng.integers(3, 7))
-        ones = np.ones(n, np.float32)
-        branches.append(packing.Branch(rng.integers(0, 32, n).astype(np.int32), ones, -3.4 * ones, credit * ones, 0.9))
-    trees.append(packing.Tree(prompt, tuple(branches)))
-batch = packing.place(packing.pack(trees, packing.Layout(24, 4, 6)), mesh)
+batch = packing.place(small.pack(rows=4, capacity=4), learner.mesh)
 lines = []
 for _ in range(3):
     state, metrics = step(state, batch)
@@ -61,16 +49,9 @@ def train(path, processes, devices):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(processes), str(mine), str(devices), str(path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for mine in range(processes)
-    ]
+    command = [sys.executable, "-c", PROGRAM, address, str(processes)]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([*command, str(mine), str(devices), str(path)], **options) for mine in range(processes)]
     try:
         outputs = [process.communicate(timeout=500) for process in running]
     finally:
