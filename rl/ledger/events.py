@@ -46,7 +46,7 @@ def sign(kind: str, node: str, key: rollout_lib.WorkerKey, *, nonce: str | None 
 
 
 def encode(event: Event) -> bytes:
-    """Returns the event's canonical bytes, without the signature. Raises ValueError or TypeError if the fields are not plain JSON."""
+    """Returns an event as canonical bytes (sorted JSON, no spaces), without the signature. Raises ValueError or TypeError for other fields than JSON."""
     body = {name: getattr(event, name) for name in ("kind", "node", "author", "nonce", "fields")}
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 

@@ -31,7 +31,7 @@ WINDOW_MS = 24 * 3600 * 1000
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `verify`: the good entries of a ledger file, and the fault of the first bad one, if any."""
+    """The result of verifying a ledger file: the number of good entries before the first bad one, and the fault of the bad one."""
 
     num_entries: int  # good ones; also the number of the bad one
     error: str | None  # None for a good ledger
@@ -101,8 +101,9 @@ class Ledger(contextlib.AbstractContextManager):
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
-                            found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
-                            raise ValueError(f"{found}; correct the event or leave it out")
+                            raise ValueError(
+                                f"event {event.kind} of {event.node[:16]} is refused: {reason}; correct the event or leave it out"
+                            )
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
@@ -143,8 +144,9 @@ class Ledger(contextlib.AbstractContextManager):
         try:
             yield
         except ValueError as error:
-            rule = f"entry {self._next}: {error}; restore a copy that rl.ledger verify accepts"
-            raise ValueError(f"ledger {self._path} is bad: {rule}") from error
+            raise ValueError(
+                f"ledger {self._path} is bad at entry {self._next}: {error}; restore a copy that rl.ledger verify accepts"
+            ) from error
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
@@ -163,10 +165,10 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
                 if keeper is not None and state.keeper != keeper:
                     raise ValueError(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
                 if entry.seq == head_seq and entry.hash.hex() != head_hash:
-                    raise ValueError(f"its hash differs from the head {head}")
+                    raise ValueError(f"entry {head_seq} does not have the hash of the expected head {head}")
                 good, last = entry.seq + 1, entry.hash
             if head_seq >= good:
-                raise ValueError(f"missing: the ledger ends before the head {head}")
+                raise ValueError(f"the ledger has {good} entries and ends before the expected head {head}")
             storage.check_head(connection, good - 1, last, state.keeper)
     except (ValueError, sqlite3.Error) as error:
         fault = str(error)

@@ -36,7 +36,7 @@ class Entry:
 
 
 def checked(db: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
-    """Verifies entries from number `start`, applies each to `state`, and yields it. Raises ValueError with the reason for a bad one."""
+    """Verifies a ledger's entries from number `start`, applies each to `state`, and yields it. Raises ValueError for a bad entry."""
     expected = start
     for entry in read(db, start):
         if error := _entry_error(entry, state, expected, previous):
@@ -45,7 +45,7 @@ def checked(db: sqlite3.Connection, state: balances.State, start: int, previous:
         yield entry
         expected, previous = expected + 1, entry.hash
     if expected == 0:
-        raise ValueError("missing: a ledger has at least the opening entry")
+        raise ValueError("the ledger is empty; it must have at least the opening entry")
 
 
 def _entry_error(entry: Entry, state: balances.State, expected: int, previous: bytes) -> str | None:
@@ -66,7 +66,7 @@ def _entry_error(entry: Entry, state: balances.State, expected: int, previous: b
 
 
 def read(db: sqlite3.Connection, start: int) -> Iterator[Entry]:
-    """Yields the entries from number `start` without verifying them. Raises ValueError for one that cannot be decoded."""
+    """Yields a ledger's entries from number `start` without verifying them. Raises ValueError for one that cannot be decoded."""
     query = "SELECT * FROM entries WHERE seq >= ? ORDER BY seq LIMIT 1"
     # One query a row: a cursor reads one row ahead, and would raise for a damaged entry at the good one before it.
     while values := db.execute(query, (start,)).fetchone():
@@ -93,7 +93,7 @@ def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, even
 def insert(
     db: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, time_ms: int, event: events.Event, previous: bytes
 ) -> Entry:
-    """Writes an event as entry `seq`, after the entry with hash `previous`. Returns the entry. Checks nothing; call `write_head` next."""
+    """Writes an event as entry `seq` of a ledger, after the entry with hash `previous`. Returns the entry. Checks nothing; call `write_head` next."""
     body = events.encode(event)
     hash_ = hash_of(seq, time_ms, previous, body, event.signature)
     seal = keeper.private.sign(b"intellax/seal/1" + hash_)
@@ -103,7 +103,7 @@ def insert(
 
 
 def write_head(db: sqlite3.Connection, keeper: rollout_lib.WorkerKey, seq: int, hash_: bytes) -> None:
-    """Writes the head: the number and hash of the last entry, signed by the keeper, so that a removed tail is found."""
+    """Writes the head of a ledger: the number and hash of the last entry, signed by the keeper, so that a removed tail is found."""
     signature = keeper.private.sign(_head_message(seq, hash_))
     db.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?)", (seq, hash_, signature))
 
@@ -116,14 +116,16 @@ def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> N
     """Raises ValueError unless the keeper's signed head names entry `seq` with this hash as the last one of the ledger."""
     rows = db.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
-        raise ValueError("there must be exactly one head")
+        raise ValueError("the ledger must have exactly one head, the signed number and hash of its last entry")
     _, head_seq, head_hash, signature = rows[0]
     if not isinstance(head_hash, bytes) or not rollout_lib.signed(
         keeper, signature, _head_message(head_seq, head_hash)
     ):
-        raise ValueError("the keeper did not sign the head")
+        raise ValueError("the ledger's head is not signed by the keeper")
     if (head_seq, head_hash) != (seq, hash_):
-        raise ValueError(f"missing: by the head, the last entry is {head_seq}")
+        raise ValueError(
+            f"entries are missing or were added: by the ledger's signed head, entry {head_seq} is the last"
+        )
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:
@@ -144,7 +146,7 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
         db.execute("PRAGMA synchronous = FULL")
         found = db.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
         if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
-            raise ValueError("its tables are not those of a ledger")
+            raise ValueError("the SQLite file does not have the tables of a ledger")
     except (sqlite3.Error, ValueError) as error:  # UnicodeDecodeError: SQLite's message quotes bytes of a damaged file
         db.close()
         raise ValueError(f"{path} is not a ledger: {error}; give the path of a ledger file") from error
@@ -153,7 +155,7 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
-    """Runs the `with` block in a transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices to read."""
+    """Runs the `with` block in an SQLite transaction, rolled back if the block or the commit raises. `begin="BEGIN"` suffices to read."""
     db.execute(begin)
     try:
         yield

@@ -228,7 +228,7 @@ def variant_rollouts(
     count: int,
     key: rollout_lib.WorkerKey,
 ) -> list[rollout_lib.Rollout] | None:
-    """Generates `count` honest rollouts with one of VARIANTS. Returns None if the machine has too few devices for its mesh."""
+    """Generates `count` honest rollouts with `variant`, a value of VARIANTS. Returns None if the machine has too few devices for its mesh."""
     if axes := variant.get("mesh"):
         num_devices = math.prod(axes.values())
         if jax.device_count() < num_devices:

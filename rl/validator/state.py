@@ -61,8 +61,9 @@ class State:
                 stack.callback(self.close)
                 self._open(identity)
             except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
-                remedy = "stop the validator that uses it, or give another --state"
-                raise ValueError(f"validator state {path} cannot be opened: {error}; {remedy}") from error
+                raise ValueError(
+                    f"validator state {path} cannot be opened: {error}; stop the validator that uses it, or give another --state"
+                ) from error
             stack.pop_all()
 
     def close(self) -> None:
@@ -149,9 +150,9 @@ class State:
                 execute("INSERT INTO run VALUES (?)", (identity,))
                 execute(f"PRAGMA user_version = {FORMAT}")
             elif version != FORMAT:
-                raise ValueError(f"it is not a validator state of format {FORMAT}")
+                raise ValueError(f"the file is not a validator state of format {FORMAT}")
         if (found := execute("SELECT identity FROM run").fetchall()) != [(identity,)]:
-            raise ValueError(f"it belongs to {found[0][0] if found else 'no run'}, not to {identity}")
+            raise ValueError(f"the file belongs to {found[0][0] if found else 'no run'}, not to {identity}")
         for sha, text, settled in execute("SELECT sha, status, settled FROM files ORDER BY number"):
             self.files[sha] = _from_json(text)
             self._num_bytes += len(text)

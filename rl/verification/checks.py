@@ -59,7 +59,7 @@ def first_failure(checks: Iterable[Check[Subject]], subject: Subject, rules: rul
 
 
 def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Checks well-formed rollouts of one lease by `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds per rollout."""
+    """Checks well-formed rollouts of one lease against the result of `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds."""
     each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
     return next((found for found in itertools.chain([whole_group(rollouts, rules)], each) if not found.accepted), OK)
 
@@ -113,7 +113,7 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout keeps the limits on sampled tokens, on all tokens, and on token IDs, or a verdict that rejects."""
+    """Returns OK if a rollout keeps the limits on the numbers of sampled and of all tokens, and on token IDs, or a verdict that rejects."""
     num_sampled = int(rollout.sampled_mask.sum())
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
@@ -124,7 +124,7 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks the policy versions that computed each token, prompt included: they must ascend, be recent enough, and be published.
+    """Returns OK if the policy versions that computed the tokens ascend, are recent enough, and are published, or a verdict that rejects.
 
     Step n trains on rollouts of versions up to n - 1, since the step itself makes version n.
     """
@@ -152,14 +152,14 @@ def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the smallest claimed log-probability is not too small for any sampling noise to have drawn its token, or a verdict that rejects."""
+    """Returns OK if sampling noise can draw even the token with the smallest claimed log-probability, or a verdict that rejects."""
     least = float(rollout.logprobs.min())
     is_possible = least >= -(math.log(rules.vocab_size) + NOISE_SPAN)
     return _accept_if(is_possible, "logprob", f"{least} of a token is less than the noise can make up for")
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the finish reason is true, or a verdict that rejects.
+    """Returns OK if a rollout ends as its finish reason claims, or a verdict that rejects.
 
     A "stop" rollout ends with a stop token; a "length" rollout has as many tokens as a limit allows and no stop token at its end.
     Only a rollout of several turns may contain earlier stop tokens, one at the end of each turn.
@@ -179,7 +179,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the prompt is the one that the environment makes for the task, and that all tokens after the prompt were sampled, or a verdict that rejects."""
+    """Returns OK if the prompt is that of the environment's task and all tokens after the prompt were sampled, or a verdict that rejects."""
     if rules.prompt is None:
         return OK
     if not _has_one_turn(rollout):
@@ -284,7 +284,7 @@ def routing(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the seed's sampling noise draws the claimed tokens, within the tolerance, or a verdict that rejects."""
+    """Returns OK if the claimed tokens are those that the seed's noise draws in the replay, within the tolerance, or a verdict that rejects."""
     margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
     wrong = int((margin_N > rules.tolerance.margin).sum())
     worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
@@ -299,7 +299,7 @@ def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def stopping(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the stop token at the end was not too unlikely, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
+    """Returns OK if the stop token at the end was likely enough in the replay, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
     if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
         return OK
     floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)

@@ -23,7 +23,7 @@ class EvidenceLog:
         self.tests: dict[str, sequential_test.SequentialTest] = {}
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
-        """Adds claimed log-probabilities. Returns a verdict per rollout: OK, or "statistics" if its worker is flagged as a cheat."""
+        """Adds the rollouts' claimed log-probabilities to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""
         out = []
         for rollout, y_N in zip(rollouts, checks.exponential_noise(rollouts), strict=True):
             ratio_K = sequential_test.claims_ratio(y_N) * (rollout.temperature > 0)
@@ -34,7 +34,7 @@ class EvidenceLog:
         return out
 
     def add_replay(self, one: replay.Replayed) -> checks.Verdict:
-        """Adds a rollout whose replay was accepted, if there are bands. Returns OK, or "statistics" if its worker is flagged as a cheat."""
+        """Adds an accepted replay to its worker's test, if this log has bands. Returns OK, or "statistics" if the worker is flagged as a cheat."""
         if self._bands is None:
             return checks.OK
         with self._lock:
@@ -43,7 +43,7 @@ class EvidenceLog:
             return self._verdict(one.rollout.worker)
 
     def states(self, workers: Iterable[str]) -> dict[str, dict]:
-        """Returns {worker: its sequential test as plain JSON} for `restore`. Workers without a test are left out."""
+        """Returns {worker: its sequential test as plain JSON} of these workers, for `restore`. Workers without a test are left out."""
         with self._lock:
             return {worker: self.tests[worker].state() for worker in workers if worker in self.tests}
 

@@ -47,7 +47,7 @@ _Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One rollout and the values that our replay recomputed for it; arrays [N, ...] have a row per sampled token."""
+    """One rollout and the values that a validator's replay recomputed for it; arrays [N, ...] have a row per sampled token."""
 
     rollout: rollout_lib.Rollout
     positions_N: np.ndarray
@@ -109,7 +109,7 @@ def replay(
 
 
 def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
-    """Returns the values that a replay of rollouts yields, with a row per rollout; "gap" (router margins) if one names experts."""
+    """Recomputes rollouts and returns arrays by name, with a row per rollout and a column per token; "gap" only if experts are named."""
     longest = max(len(r.tokens) for r in rollouts)
     assert longest <= rules.max_model_len
     T = min(rules.max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
@@ -137,7 +137,7 @@ def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout
 
 
 def writers(rollout: rollout_lib.Rollout) -> np.ndarray:
-    """Returns the policy version that ran each position except the last: the one that sampled the next token, or prefilled this one."""
+    """Returns the policy version that ran each position of a rollout but the last: it sampled the next token, or prefilled this one."""
     return np.where(rollout.sampled_mask[1:], rollout.versions[1:], rollout.versions[:-1])
 
 

@@ -44,7 +44,7 @@ class Bands:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """The contribution of one replayed rollout to its worker's test; `shape` is the log-likelihood ratio per tilt in TILTS, [K] float64."""
+    """The contribution of one replayed rollout to its worker's test; `shape` [K] is the log-likelihood ratio per exponent in TILTS."""
 
     margin: float
     logprob: float
@@ -113,7 +113,7 @@ class SequentialTest:
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:
-    """Returns log-likelihood ratios [K] of y (`checks.exponential_noise`), each rate in RATES against rate 1; large if claims are wrong."""
+    """Returns log-likelihood ratios [K] of a rollout's exponential noise: each rate in RATES against rate 1. Wrong claims make them large."""
     rates = np.array(RATES)
     return len(y_N) * np.log(rates) + (1 - rates) * y_N.sum()
 

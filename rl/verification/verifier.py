@@ -114,7 +114,7 @@ class Validator:
         return _first_reason(self.check_with_weights(rollouts))
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
-        """Recomputes rollouts and verifies their proofs, without verdicts. Raises ValueError or OSError if weights are not available."""
+        """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises ValueError or OSError if weights are missing."""
         return replay_lib.replay(self.model, self._weights, self.rules, rollouts)
 
     def _check_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
@@ -177,7 +177,7 @@ def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_e
 
 
 def recomputed(scored: scorer.Scored) -> rules_lib.Recomputed:
-    """Converts the scorer's result for `checks.rewards`; `slow` is True if a worker, whose time limit is shorter, may have timed out."""
+    """Converts a scorer's result to the form that `checks.rewards` compares; `slow` is True if a worker, whose time limit is shorter, may have timed out."""
     return rules_lib.Recomputed(scored.scores, scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD, not scored.in_time)
 
 
@@ -190,13 +190,12 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
         bands = sequential_test.Bands(**body["bands"])
         values = [*tolerance.values(), *vars(proofs).values(), *vars(bands).values()]
         if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values):
-            raise ValueError("a limit in it is not a number from 0 to 1e9")
+            raise ValueError("a limit in the bands file is not a number from 0 to 1e9")
         if min(vars(bands).values()) <= 0:
-            raise ValueError("a band in it is not above 0")
+            raise ValueError("a tolerance band in the bands file is not above 0")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (ValueError, TypeError, KeyError) as error:
-        remedy = "write one with python -m rl.validator calibrate"
-        raise ValueError(f"{path} is not a bands file: {error}; {remedy}") from error
+        raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error
 
 
 def save_bands(
