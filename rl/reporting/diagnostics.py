@@ -12,7 +12,6 @@ import numpy as np
 
 from rl.reporting import metrics
 
-QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 WINDOW = 5  # steps that a piece of advice looks at
 SOLVED = 0.95  # mean reward, of at most 1
 
@@ -61,7 +60,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
         "rollout/all_highest_frac": float(np.mean([spread and (r == everything.max()).all() for r in rewards])),
         "rollout/length_at_limit_frac": float(np.mean(tokens >= max_tokens)),
         "rollout/length_of_best": float(tokens[above].mean()) if above.any() else 0.0,
-        **{f"rollout/length_{name}": float(np.quantile(tokens, q)) for name, q in QUANTILES.items()},
+        **{f"rollout/length_p{n}": float(np.quantile(tokens, n / 100)) for n in (10, 50, 90)},
         **{f"sync/lag_{lag}": float(part) for lag, part in enumerate(bins)},
     }
 

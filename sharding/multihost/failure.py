@@ -23,7 +23,6 @@ from sharding.multihost import transport
 MISTAKE, INTERRUPTED, DIED, BUG, REMOTE = range(5)
 SETTLE_S = 1.0  # a collective can break on one host before another host reports the cause
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
-
 DEATH = "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
 
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority
@@ -39,7 +38,7 @@ class ErrorReport(NamedTuple):
 
 
 class Shutdown:
-    """The end of this host and of all others."""
+    """The end of a run of several hosts: collects their error reports, and ends each process with the line of the cause."""
 
     def __init__(self, peers: transport.Peers, explain: Explain):
         self.cleanups: list[Callable[[], None]] = []  # called before the process exits
@@ -77,7 +76,7 @@ class Shutdown:
                 threading.Thread(target=self._settle, name="settle", daemon=True).start()
 
     def lost(self, host: int) -> None:
-        """Handles a connection to `host` that closed although the run is not over."""
+        """Handles the early end of the connection to `host`: host 0 submits a report of its death, other hosts exit."""
         report = ErrorReport(DIED, host, DEATH, 1)
         if self._peers.index:
             self.exit(self._peers.end(*report[1:]))
@@ -85,7 +84,7 @@ class Shutdown:
             self.submit(report)
 
     def exit(self, end: dict) -> None:
-        """Prints the line of `end` and exits with its code. Does not return; a second caller blocks until the exit."""
+        """Ends this process: prints the line of `end` (a `Peers.end` message) and exits with its code. A second caller blocks."""
         self._exiting.acquire()
         for clean_up in self.cleanups:
             clean_up()

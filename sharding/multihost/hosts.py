@@ -24,7 +24,7 @@ from sharding.multihost import cluster, failure, rendezvous, transport
 
 
 class Hosts:
-    """This process, host `index` of `count`, and its connections to the others."""
+    """The hosts that run one learner, as this process, host `index` of `count`, reaches them."""
 
     def __init__(self, index: int = 0, count: int = 1, explain: failure.Explain = lambda e: (str(e), 1, failure.BUG)):
         self.index, self.count = index, count
@@ -37,23 +37,23 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """True on host 0, which decides for all."""
+        """True on host 0, which decides for all hosts."""
         return self.index == 0
 
     @property
     def processes(self) -> dict[int, int]:
-        """On host 0, each host's index among JAX's processes."""
+        """Each host's index among JAX's processes, {host: index}; complete on host 0 only."""
         return self._met["process"]
 
     def broadcast(self, value: Any = None) -> Any:
-        """Returns host 0's `value`, any JSON, on every host. All hosts must call it; other hosts block for host 0."""
+        """Returns the `value` (any JSON) that host 0 passed. All hosts must call it; the others block for host 0."""
         value = json.loads(json.dumps(value))
         for connection in self._connections.values() if self.is_first else ():
             connection.send({"kind": "value", "value": value})
         return value if self.is_first else self._next("value")[0]["value"]
 
     def scatter(self, part: Callable[[int], tuple[dict, Sequence]]) -> None:
-        """Sends each other host its own `part(host)`: a header and contiguous buffers. Only host 0 may call it."""
+        """Sends each other host its own `part(host)`, a JSON header and buffers. Only host 0 calls it; others call `receive`."""
 
         def send(item):
             header, buffers = part(item[0])
@@ -67,12 +67,12 @@ class Hosts:
         return self._next("part")
 
     def report(self, kind, error: BaseException | None, trace) -> None:
-        """Reports an error to all hosts. For `ExitStack.push`: it is sent before the slower exits of the stack run."""
+        """Sends the error of a `with` block to all hosts. For `ExitStack.push`: before the slower exits of the stack run."""
         if error is not None and self.count > 1:
             self._shutdown.report(error)
 
     def before_exit(self, clean_up: Callable[[], None]) -> None:
-        """Calls `clean_up` if an error, of this host or of another, ends the process."""
+        """Registers `clean_up`, which is called before an error, of this host or of another, ends the process."""
         self._shutdown.cleanups.append(clean_up)
 
     def _register_process(self) -> None:
@@ -83,7 +83,7 @@ class Hosts:
         self._meet("process", jax.process_index())
 
     def _meet(self, kind: str, value: Any = None) -> None:
-        """Returns when every host has called it. Host 0 then has each host's `value` in `self._met[kind]`."""
+        """Blocks until every host has called it (a barrier). Host 0 then has each host's `value` in `self._met[kind]`."""
         if not self.is_first:
             self._connections[0].send({"kind": kind, "value": value})
         with self._changed:

@@ -50,7 +50,7 @@ def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathli
 
 
 def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.Path, timeout_s: float) -> None:
-    """Connects this host to host 0 and sends its settings. Raises ValueError if host 0 does not answer in `timeout_s`."""
+    """Connects this host to host 0 and proves its membership. Raises ValueError if host 0 does not answer in `timeout_s`."""
     host, port = address[0], _port_after(address[1])
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -115,5 +115,5 @@ def _proof(key: bytes, nonce: str) -> str:
 
 
 def _port_after(port: int) -> int:
-    """The port on which host 0 listens if JAX's coordinator has `port`; Slurm may choose the highest one."""
+    """Returns the port on which host 0 listens if JAX's coordinator has `port`: the next, or for 65535 the one before."""
     return port + 1 if port < 65535 else port - 1

@@ -30,7 +30,7 @@ class Connection:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, header: dict, buffers: Sequence = ()) -> None:
-        """Sends a message and blocks until the kernel has it. Raises RemoteHostError if the connection is broken."""
+        """Sends a JSON header and raw `buffers`; blocks until the kernel has them. Raises RemoteHostError on a broken connection."""
         text = json.dumps(header).encode()
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         try:
@@ -67,7 +67,7 @@ class Connection:
 
 @dataclasses.dataclass
 class Peers:
-    """The hosts of a run, by index. The rendezvous fills `connections` and `names`; a host other than 0 connects to host 0."""
+    """The connections and names of a run's hosts, by index; the rendezvous fills them. Others connect to host 0 only."""
 
     index: int  # of this host
     count: int
@@ -75,13 +75,13 @@ class Peers:
     names: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def end(self, host: int, message: str, code: int) -> dict:
-        """Returns the message that ends a host, with the line that it prints; `host` is where the error was."""
+        """Returns the message that makes a host print its "line" and exit with `code`; `host` is the one that had the error."""
         line = f"error: host {host} of {self.count} ({self.names.get(host, 'unknown')}): {message}"
         return {"kind": "end", "host": host, "line": line, "code": code}
 
 
 def listen(port: int) -> socket.socket:
-    """Returns a socket that accepts IPv4 and, if available, IPv6. Raises ValueError if the port cannot be used."""
+    """Returns a socket listening on `port` for IPv4 and, if available, IPv6. Raises ValueError if the port cannot be used."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -30,7 +30,7 @@ REPEAT_S = 30.0  # one kind of error is printed at most once in this time
 
 
 class Mirror:
-    """Keeps `store` up to date with `upstream`, in a thread, until `stop`. `counters` and `last_error` are for monitoring."""
+    """A thread that copies new versions from `upstream` into `store` until `stop`, and counts its work and errors."""
 
     def __init__(self, store: store_lib.Store, upstream: source.Source, keep: int, trusted_key: str | None = None):
         self.counters = collections.Counter()
@@ -99,7 +99,7 @@ class Mirror:
         return moved
 
     def _try(self, step, number: int, *args) -> bool:
-        """Runs a step for one version. An error is reported, and does not stop the other versions."""
+        """Returns step(number, ...) for one version. After an error, reports it and returns False: other versions go on."""
         try:
             return step(number, *args)
         except (OSError, ValueError) as error:
@@ -253,7 +253,7 @@ class Mirror:
         return True
 
     def _note(self, error: Exception) -> None:
-        """Counts an error, and prints it unless one of its kind was printed: a full disk fails every object of a version."""
+        """Counts an error, and prints it unless one of its kind was printed lately: a full disk fails every object."""
         self._count(f"errors_{type(error).__name__}")
         kind, now_s = getattr(error, "errno", None) or str(error), time.monotonic()
         with self._lock:

@@ -80,7 +80,7 @@ class Relay:
         self._is_closing = False
 
     def run(self) -> None:
-        """Accepts connections. Blocks until `stop` or `close`."""
+        """Accepts connections and answers each in a thread of its own. Blocks until `stop` or `close`."""
         while not self._is_closing:
             try:
                 connection, address = self._socket.accept()
@@ -100,13 +100,13 @@ class Relay:
                     client.answer(403 if refused == "address" else 503, b"refused\n")
 
     def close(self) -> None:
-        """Stops, and ends all threads. Blocks for at most 30 s."""
+        """Ends the relay: all connections, the mirror's thread, and the lock on the directory. Blocks for at most 30 s."""
         self.stop()
         self.store.close()
         self.mirror.stop()
 
     def stop(self) -> None:
-        """Stops accepting and ends all connections. Does not block: a signal handler may call it."""
+        """Stops accepting connections and ends the open ones, so that `run` returns. Does not block: for signal handlers, too."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -144,7 +144,7 @@ class Relay:
             self._throttle.leave(client.address)
 
     def _reply(self, client: "_Client", head: bytes) -> int:
-        """Answers one request; returns the status."""
+        """Answers the request with this `head` (request line and headers); returns the HTTP status."""
         lines = head.decode("latin-1").split("\r\n")
         match = re.fullmatch(r"([A-Z]+) (/[!-~]*) HTTP/1\.([01])", lines[0])
         fields = (line.partition(":") for line in lines[1:])
@@ -167,8 +167,8 @@ class Relay:
         options = dict(urllib.parse.parse_qsl(query))
         match = re.fullmatch(r"/(v[0-9]+)/(.+)", urllib.parse.unquote(path))
         number, name = (journal.parse_dirname(match[1]), match[2]) if match else (None, "")
-        wait_s = _seconds(options.get("wait", ""))
-        body, headers = None, {}
+        wait, body, headers = options.get("wait", ""), None, {}
+        wait_s = min(float(wait), MAX_WAIT_S) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", wait) else 0.0
         if path == "/versions":
             listing = self.store.listing(options.get("tag", ""), wait_s)
             if listing["complete"] or not self.store.is_recovering:
@@ -176,13 +176,9 @@ class Relay:
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":
-            health = {
-                "status": "recovering" if self.store.is_recovering else "ok",
-                "complete": self.store.complete(),
-                "upstream": self.mirror.is_upstream_alive,
-                "error": self.mirror.last_error,
-            }
-            body = json.dumps(health).encode()
+            status = "recovering" if self.store.is_recovering else "ok"
+            mirror = {"upstream": self.mirror.is_upstream_alive, "error": self.mirror.last_error}
+            body = json.dumps({"status": status, "complete": self.store.complete()} | mirror).encode()
         elif number is not None and name == "manifest.json":
             body = self.store.manifest(number)
         elif number is not None and name == "objects.jsonl":
@@ -199,7 +195,7 @@ class Relay:
         return client.answer(404, b"not here, or not yet\n")
 
     def _send(self, client: "_Client", file, entry: journal.Object, range_: str) -> int:
-        """Sends an object, or a range of it, within the budgets."""
+        """Sends the object `entry` from the open `file`, or a range of it, within the rate limits; returns the HTTP status."""
         start, stop, status = 0, entry.size, 200
         headers = {"Accept-Ranges": "bytes", "ETag": f'"{entry.digest}"'}
         match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", range_)
@@ -267,20 +263,20 @@ class _Client:
     keep_alive: bool = False
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
-        """Sends a response from memory; returns its status."""
+        """Sends a response whose `body` is in memory; returns `status`, the HTTP status."""
         head = self.head(status, len(body), headers or {})
         self.sock.sendall(head if self.is_head else head + body)
         return status
 
     def head(self, status: int, length: int, headers: dict[str, str]) -> bytes:
-        """Formats the head of a response with a body of `length` bytes."""
+        """Returns the status line and the headers of a response with a body of `length` bytes."""
         headers = headers | {"Content-Length": str(length)} | ({} if self.keep_alive else {"Connection": "close"})
         lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
 def _receive(sock: socket.socket, received: bytes) -> bytes | None:
-    """Reads until a whole head or too much is received; None if the client closed the connection."""
+    """Returns `received` and more bytes, with a whole request head or too many; None if the client closed the connection."""
     deadline_s = time.monotonic() + HEAD_S
     sock.settimeout(IDLE_S)
     while b"\r\n\r\n" not in received and len(received) <= HEAD_BYTES:
@@ -292,7 +288,3 @@ def _receive(sock: socket.socket, received: bytes) -> bytes | None:
         deadline_s = deadline_s if received else time.monotonic() + HEAD_S
         received += data
     return received
-
-
-def _seconds(text: str) -> float:
-    return min(float(text), MAX_WAIT_S) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) else 0.0

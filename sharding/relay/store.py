@@ -24,7 +24,7 @@ from sharding.system import atomic_file
 
 @dataclasses.dataclass
 class Version:
-    """The exposed objects of one version. `log` has them in the order in which they were finished."""
+    """One version of the weights in a relay: its verified objects (`log`: as they came), and its manifest when complete."""
 
     directory: pathlib.Path
     grown: threading.Condition
@@ -64,7 +64,7 @@ class Store:
                 raise ValueError(f"another relay writes to {root}; give each relay its own --dir") from error
 
     def recover(self, trusted_key: str | None = None) -> int:
-        """Hashes the objects on disk and exposes the good ones; returns the number of bad ones."""
+        """Hashes the objects on disk after a restart: exposes good ones, deletes bad ones, and returns the number of bad ones."""
         for path in self.root.glob(".removed-*"):
             shutil.rmtree(path, ignore_errors=True)
         numbers = [n for path in self.root.iterdir() if (n := journal.parse_dirname(path.name)) is not None]
@@ -73,7 +73,7 @@ class Store:
         return num_bad
 
     def recovered(self) -> None:
-        """Ends the recovery: versions that are not exposed now are reported as missing."""
+        """Ends the recovery of files on disk: an unknown version is now reported as missing (404), no longer as not ready (503)."""
         with self.lock:
             if self.is_recovering:
                 self.is_recovering = False
@@ -110,33 +110,33 @@ class Store:
         return num_bad
 
     def has(self, number: int, entry: journal.Object) -> bool:
-        """Returns True if exactly this object is exposed."""
+        """Returns True if version `number` has an object with the path, size and digest of `entry`."""
         found = self.object(number, entry.path)
         return found is not None and found[1] == entry
 
     def is_complete(self, number: int) -> bool:
-        """Returns True if the version has a manifest, and thus all its objects."""
+        """Returns True if version `number` has a manifest, and thus all its objects."""
         return self.manifest(number) is not None
 
     def complete(self) -> list[int]:
-        """The complete versions, oldest first."""
+        """Returns the numbers of the complete versions, ascending."""
         with self.lock:
             return sorted(n for n, version in self.versions.items() if version.manifest is not None)
 
     def partial(self) -> list[int]:
-        """The versions without a manifest so far, oldest first."""
+        """Returns the numbers of the versions without a manifest so far, ascending."""
         with self.lock:
             return sorted(n for n, version in self.versions.items() if version.manifest is None)
 
     def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None) -> None:
-        """Exposes a verified object, and first writes it unless `data` is None. Raises OSError if the disk is full."""
+        """Makes a verified object available to clients; first writes `data`, unless None. Raises OSError if the disk is full."""
         version = self._version(number)
         if data is not None:
             self._write(version.directory, entry.path, data)
         self._expose(version, entry, write=data is not None)
 
     def finish(self, number: int, manifest: manifest_lib.Manifest, data: bytes) -> None:
-        """Completes a version all of whose objects are exposed: deletes other objects, and writes the manifest."""
+        """Completes a version that has all objects of `manifest`: deletes other objects, writes the manifest's bytes, `data`."""
         version = self._version(number)
         with self.lock:
             missing = [o for o in manifest.objects if version.objects.get(o.path) != o]
@@ -150,7 +150,7 @@ class Store:
         self._complete(version, manifest, data)
 
     def remove(self, number: int) -> None:
-        """Stops serving a version, then deletes it, the manifest first."""
+        """Stops serving version `number`, then deletes its files, the manifest first. Does nothing if the version is unknown."""
         with self.lock:
             version = self.versions.pop(number, None)
             if version is None:
@@ -212,16 +212,16 @@ class Store:
         self.changed.notify_all()
 
     def listing(self, tag: str = "", wait_s: float = 0.0) -> dict:
-        """Returns the versions and their tag. Given the tag of an earlier listing, blocks up to `wait_s` for a change."""
+        """Returns {"complete", "partial": version numbers, "tag"}. With an earlier tag, blocks up to `wait_s` for a change."""
         with self.lock:
             self.changed.wait_for(lambda: self._closed or tag != self._tag, wait_s)
             return {"complete": self.complete(), "partial": self.partial(), "tag": self._tag}
 
     def entries(self, number: int, epoch: str, after: int, wait_s: float) -> tuple[bytes, dict[str, str]] | None:
-        """Returns (journal lines, headers) of a version, or None if it is unknown.
+        """Returns (journal lines, HTTP headers) of version `number`, or None if the version is unknown.
 
-        The lines are those of the objects finished after the first `after` of this epoch; all if the epoch differs. Blocks up
-        to `wait_s` if there are none and the version is not complete.
+        A client passes the `epoch` and the count, `after`, of an earlier reply, and gets the lines of objects finished since. With
+        another epoch it gets all. Blocks up to `wait_s` if no line is new and the version is not complete.
         """
         with self.lock:
             version = self.versions.get(number)
@@ -235,19 +235,19 @@ class Store:
             return b"".join(map(_line, current)), headers
 
     def manifest(self, number: int) -> bytes | None:
-        """Returns the manifest's bytes, or None if the version is not complete."""
+        """Returns the bytes of the manifest of version `number`, or None if the version is not complete."""
         with self.lock:
             return self.versions[number].manifest if number in self.versions else None
 
     def object(self, number: int, path: str) -> tuple[pathlib.Path, journal.Object] | None:
-        """Returns (file, entry) of an exposed object, or None."""
+        """Returns (file, journal entry) of the object `path` of a version, or None if the object is not available."""
         with self.lock:
             version = self.versions.get(number)
             entry = version and version.objects.get(path)
             return (version.directory / path, entry) if version and entry else None
 
     def close(self) -> None:
-        """Wakes all blocked callers and releases the directory."""
+        """Wakes all callers that block in `listing` or `entries`, and releases the lock on the directory."""
         with self.lock:
             if self._closed:
                 return

@@ -40,7 +40,7 @@ class Limits:
 
 
 class Throttle:
-    """Applies `limits`. Thread-safe. `clock` returns monotonic seconds; tests pass their own."""
+    """Applies the `limits` of a relay to its clients. Thread-safe. `clock` returns monotonic seconds."""
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic):
         self.limits = limits
@@ -53,7 +53,7 @@ class Throttle:
         self._total = _Budget(limits.total_bytes_per_s)
 
     def admit(self, address: str) -> str | None:
-        """Counts a connection until `leave` and returns None, or returns the reason why it is rejected."""
+        """Counts a connection from `address` until `leave`; returns None, or the exceeded limit if it is rejected."""
         parsed, key = _address(address), _key(address)
         if self._allow and not any(parsed.version == n.version and parsed in n for n in self._allow):
             return "address"
@@ -73,13 +73,13 @@ class Throttle:
             return None
 
     def leave(self, address: str) -> None:
-        """Ends a connection that was admitted."""
+        """Ends a connection that `admit` counted for the client at `address`."""
         with self._lock:
             self._clients[_key(address)].num_connections -= 1
             self.num_connections -= 1
 
     def request(self, address: str) -> float:
-        """Counts a request and returns 0, or returns the seconds after which it may be repeated."""
+        """Counts a request and returns 0; above the client's rate, returns the seconds until it may be repeated."""
         with self._lock:
             budget = self._clients[_key(address)].requests
             most_s = max(BURST_REQUESTS / budget.rate, BURST_S)
@@ -87,7 +87,7 @@ class Throttle:
             return ahead_s if ahead_s > most_s else 0.0
 
     def wait_s(self, address: str, num_bytes: int) -> float:
-        """Counts `num_bytes` and returns the seconds to sleep before they are sent."""
+        """Counts `num_bytes` to the client at `address`; returns the seconds to sleep before sending them."""
         with self._lock:
             now_s = self._clock()
             budgets = self._clients[_key(address)].bytes, self._total
@@ -95,7 +95,7 @@ class Throttle:
 
 
 class _Budget:
-    """A virtual clock, at which all booked amounts are paid for. No rate is unlimited."""
+    """The budget of one rate limit: a virtual clock, at which all booked amounts are used up. `rate` None is unlimited."""
 
     def __init__(self, rate: float | None):
         self.rate = rate or math.inf
