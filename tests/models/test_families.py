@@ -172,30 +172,28 @@ def on_mesh(name, sizes, **changes):
         return compiled, compiled(params, rows, WEIGHT_BTV), config
 
 
-# Each mesh once here; the whole product is marked slow.
-QUICK = zip(["qwen3", "qwen2", "glm4_moe", "qwen3", "llama"], MESHES, strict=True)
+def assert_same_run(got, name, config):
+    *values, grads = got
+    *wanted, want_grads = reference(name)
+    for what, a, b in zip(("logits", "load", "loss"), values, wanted, strict=True):
+        assert_same(a, b, what)
+    assert_same(stacking.unstack(grads, config) if config.scan_layers else grads, want_grads, "gradient")
 
 
-@pytest.mark.parametrize(("name", "mesh"), slow_but([(name, mesh) for name in FAMILIES for mesh in MESHES], *QUICK))
-def test_eight_devices_equal_one(name, mesh, capfd):
-    compiled, got, _ = on_mesh(name, MESHES[mesh])
+# Each mesh once here; the whole product is marked slow, and so are two with stacked layers.
+QUICK = [(*case, False) for case in zip(["qwen3", "qwen2", "glm4_moe", "qwen3", "llama"], MESHES, strict=True)]
+SCANNED = [("glm4_moe", "expert4_fsdp2", True), ("gemma3", "fsdp2_tensor4", True)]
+EIGHT = [(name, mesh, False) for name in FAMILIES for mesh in MESHES] + SCANNED
+
+
+@pytest.mark.parametrize(("name", "mesh", "scanned"), slow_but(EIGHT, *QUICK))
+def test_eight_devices_equal_one(name, mesh, scanned, capfd):
+    changes = dict(scan_layers=True, remat="block") if scanned else {}
+    compiled, got, config = on_mesh(name, MESHES[mesh], **changes)
     # XLA's partitioner says so when it can only go from one layout to the next by way of the whole array.
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
-    for what, a, b in zip(("logits", "load", "loss", "gradient"), got, reference(name), strict=True):
-        assert_same(a, b, what)
-    largest = max(x.size for x in jax.tree.leaves(params_of(name)))
-    assert max(gathered(compiled.as_text()), default=0) <= largest  # a layer's at a time, never the tree
-
-
-@pytest.mark.parametrize(("name", "mesh"), [("glm4_moe", "expert4_fsdp2"), ("gemma3", "fsdp2_tensor4")])
-@pytest.mark.slow
-def test_scanned_layers_on_eight_devices_equal_one(name, mesh):
-    compiled, got, config = on_mesh(name, MESHES[mesh], scan_layers=True, remat="block")
-    want = reference(name)
-    for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
-        assert_same(a, b, what)
-    assert_same(stacking.unstack(got[3], config), want[3], "gradient")
-    # A whole stack would be two layers' parameters in one gather.
+    assert_same_run(got, name, config)
+    # A layer's at a time, never the tree; a whole stack would be two layers' parameters in one gather.
     largest = max(x.size for x in jax.tree.leaves(params_of(name)))
     assert max(gathered(compiled.as_text()), default=0) <= largest
 
@@ -226,12 +224,9 @@ def test_layers_are_stacked_by_kind():
 def test_scanned_layers_equal_single_ones(name):
     """`apply` with its gradients, and prefill and decode over a stacked cache; rematerialised by "dots" on the way."""
     config = dataclasses.replace(FAMILIES[name], scan_layers=True, remat="dots")
-    stacked, want = stacking.stack(params_of(name), config), reference(name)
+    stacked = stacking.stack(params_of(name), config)
     jax.tree.map(np.testing.assert_array_equal, stacking.unstack(stacked, config), params_of(name))
-    got = run(stacked, config, packed_rows(), WEIGHT_BTV)
-    for what, a, b in zip(("logits", "load", "loss"), got, want, strict=False):
-        assert_same(a, b, what)
-    assert_same(stacking.unstack(got[3], config), want[3], "gradient")
+    assert_same_run(run(stacked, config, packed_rows(), WEIGHT_BTV), name, config)
 
 
 def test_scanned_init_draws_what_single_layers_draw():
@@ -259,9 +254,7 @@ def test_weight_decay_acts_on_matrices_alone(name, scanned):
 @pytest.mark.parametrize("remat", slow_but(["block", "dots", "offload"], "dots"))
 def test_rematerialisation_changes_no_value(remat):
     config = dataclasses.replace(FAMILIES["qwen3"], remat=remat)
-    got = run(params_of("qwen3"), config, packed_rows(), WEIGHT_BTV)
-    assert_same(got[0], reference("qwen3")[0], "logits")
-    assert_same(got[3], reference("qwen3")[3], "gradient")
+    assert_same_run(run(params_of("qwen3"), config, packed_rows(), WEIGHT_BTV), "qwen3", config)
 
 
 def test_rematerialisation_by_name_saves_less():
@@ -341,15 +334,10 @@ def test_a_masked_write_keeps_the_old_entries(scanned):
 
     full = extend(params, kv_cache.create(config, 2, T), np.ones((2, T), bool))
     old = jax.tree.map(lambda x: x + 7, kv_cache.create(config, 2, T))
-    for kept, written, before in zip(
-        jax.tree.leaves(extend(params, old, write_BT))[:1],
-        jax.tree.leaves(full)[:1],
-        jax.tree.leaves(old)[:1],
-        strict=True,
-    ):
-        # The first layer's keys depend on the tokens alone.
-        first = [np.asarray(x[0] if scanned else x)[:, 0] for x in (kept, written, before)]
-        np.testing.assert_allclose(first[0], np.where(write_BT[..., None], first[1], first[2]), rtol=0, atol=1e-6)
+    # The first layer's keys depend on the tokens alone.
+    first = [jax.tree.leaves(cache)[0] for cache in (extend(params, old, write_BT), full, old)]
+    kept, written, before = (np.asarray(x[0] if scanned else x)[:, 0] for x in first)
+    np.testing.assert_allclose(kept, np.where(write_BT[..., None], written, before), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["single", "stacked"])

@@ -42,25 +42,15 @@ def score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, opti
     options = dict(options)
     constants = {name: options.pop(name) for name in list(options) if name.isupper()}
     with mock.patch.dict(vars(logprobs), constants):
-        return _score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, options)
+        b, t = shape
+        d_BT = jnp.asarray(D_LOGP_BT[:b, :t]), jnp.asarray(D_ENTROPY_BT[:b, :t])
+        options |= {"predictors_BT": predictors_BT}
 
+        def token_logprobs(params, hidden_BTD):
+            return logprobs.token_logprobs(params, config, hidden_BTD, TOKENS_BT[:b, :t], temperature_BT, **options)
 
-def _score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, options):
-    b, t = shape
-    (logp_BT, entropy_BT), pull = jax.vjp(
-        lambda params, hidden_BTD: logprobs.token_logprobs(
-            params,
-            config,
-            hidden_BTD,
-            TOKENS_BT[:b, :t],
-            temperature_BT,
-            predictors_BT=predictors_BT,
-            **options,
-        ),
-        params,
-        hidden_BTD,
-    )
-    return logp_BT, entropy_BT, *pull((jnp.asarray(D_LOGP_BT[:b, :t]), jnp.asarray(D_ENTROPY_BT[:b, :t])))
+        (logp_BT, entropy_BT), pull = jax.vjp(token_logprobs, params, hidden_BTD)
+        return logp_BT, entropy_BT, *pull(d_BT)
 
 
 def oracle(config, params, hidden_BTD, predictors_BT, *, entropy_gradient):

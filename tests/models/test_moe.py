@@ -16,7 +16,7 @@ from models import moe, moe_experts, transformer
 from rl.plan import hlo
 from sharding import mesh as mesh_lib
 from sharding import rules
-from tests.support import stacking, tiny
+from tests.support import tiny
 
 B, T, D, E, F = 4, 6, 16, 8, 12
 BASE = tiny.model(model_dim=D, num_experts=E, experts_per_token=3, expert_ffn_dim=F, num_layers=1)
@@ -210,15 +210,9 @@ def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
         return jnp.where(outside, jnp.nan, d_rows), d_kernel + poison, None
 
     hostile.defvjp(forward, backward)
-    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = run(x_BTD, params_of(config), config, cotangent)
+    want = run(draw(8, T, D), params_of(config), config, draw(8, T, D, seed=2))[:2]
     monkeypatch.setattr(jax.lax, "ragged_dot", hostile)
-    mesh = mesh_lib.create({"expert": 4, "fsdp": 2})
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("fsdp", "expert")))
-    with jax.set_mesh(mesh):
-        got = run(jax.device_put(x_BTD, rows), params_of(config), config, jax.device_put(cotangent, rows))
-    # Float32 sums over 48 tokens, split and added in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+    same_on_mesh({"expert": 4, "fsdp": 2}, config, lambda *_: want)
 
 
 # ---- experts of other devices ----------------------------------------------------------------------------------------
@@ -235,23 +229,22 @@ def on_mesh(sizes, x_BTD, params, config, cotangent):
         return compiled(args[0], args[1], args[3]), compiled.as_text()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"expert": 4, "fsdp": 2},
-        {"expert": 2, "fsdp": 2, "tensor": 2},
-        {"data": 2, "expert": 2, "context": 2},
-        {"fsdp": 4, "tensor": 2},
-    ],
-    ids=str,
-)
-def test_eight_devices_equal_one(sizes):
-    """Values and gradients, on every kind of split; a sum taken twice or never over an axis is a factor of 2 off."""
+def same_on_mesh(sizes, config, want=None):
+    """Compares values and gradients with one device's; a sum taken twice or never over an axis is a factor of 2 off."""
     x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    got, _ = on_mesh(sizes, x_BTD, params_of(BASE), BASE, cotangent)
-    want = run_dense(x_BTD, params_of(BASE), BASE, cotangent)
+    want = run(x_BTD, params_of(config), config, cotangent)[:2] if want is None else want(x_BTD, cotangent)
+    got, text = on_mesh(sizes, x_BTD, params_of(config), config, cotangent)
     # Float32 sums over 48 tokens, split and added in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want)
+    return text
+
+
+SPLITS = [{"expert": 4, "fsdp": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2, "context": 2}]
+
+
+@pytest.mark.parametrize("sizes", [*SPLITS, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_eight_devices_equal_one(sizes):
+    same_on_mesh(sizes, BASE, lambda x_BTD, cotangent: run_dense(x_BTD, params_of(BASE), BASE, cotangent))
 
 
 TRAVELS = {
@@ -262,34 +255,28 @@ TRAVELS = {
 }
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("one", marks=pytest.mark.slow), "several"])
-@pytest.mark.parametrize("name", TRAVELS)
-def test_assignments_that_travel_equal_one_device(name, rounds, monkeypatch):
-    """Values and gradients, in one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
-    sizes, config = TRAVELS[name]
-    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = run(x_BTD, params_of(config), config, cotangent)
+@pytest.fixture
+def travel(monkeypatch):
+    """Makes assignments move to the devices of their experts."""
     monkeypatch.setattr(moe_experts, "GATHERED", 0)
     monkeypatch.setattr(moe_experts, "TILE", 8)
+
+
+@pytest.mark.parametrize("rounds", [pytest.param("one", marks=pytest.mark.slow), "several"])
+@pytest.mark.parametrize("name", TRAVELS)
+def test_assignments_that_travel_equal_one_device(name, rounds, travel, monkeypatch):
+    """In one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
     monkeypatch.setattr(moe_experts, "SLACK", {"one": 4.0, "several": 0.1}[rounds])
-    got, text = on_mesh(sizes, x_BTD, params_of(config), config, cotangent)
-    assert "all-to-all" in text
-    # Float32 sums over 48 tokens, split and added in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+    assert "all-to-all" in same_on_mesh(*TRAVELS[name])
 
 
 @pytest.mark.parametrize("name", ["one_device", pytest.param("fsdp", marks=pytest.mark.slow), "expert"])
-def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, monkeypatch):
-    """Values and gradients, at most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
-    sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
-    x_BTD, cotangent = draw(8, T, D), draw(8, T, D, seed=2)
-    want = run(x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
-    monkeypatch.setattr(moe_experts, "GATHERED", 0)
-    monkeypatch.setattr(moe_experts, "TILE", 8)
+def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, travel, monkeypatch):
+    """At most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
+    whole = run(draw(8, T, D), params_of(GPT_OSS), GPT_OSS, draw(8, T, D, seed=2))[:2]
     monkeypatch.setattr(moe_experts, "ROWS", 15)
-    got, _ = on_mesh(sizes, x_BTD, params_of(GPT_OSS), GPT_OSS, cotangent)
-    # Float32 sums over 48 tokens, split and added in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got[:2], want[:2])
+    sizes = {"one_device": {}, "fsdp": {"fsdp": 8}, "expert": {"expert": 4, "fsdp": 2}}[name]
+    same_on_mesh(sizes, GPT_OSS, lambda *_: whole)
 
 
 @pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
@@ -398,28 +385,6 @@ def test_replayed_experts_run_with_this_routers_weights_and_gradient():
     d_router, want = jax.jit(jax.grad(total, has_aux=True))(params["router"])
     np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
     np.testing.assert_allclose(d_params["router"], d_router, rtol=0, atol=1e-4)  # sums over 24 tokens
-
-
-@pytest.mark.slow
-def test_replay_through_the_whole_model_takes_each_layers_experts():
-    config = dataclasses.replace(BASE, num_layers=3, dense_layers=(1,), vocab_size=32)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * 0.4).astype(np.float32),
-        transformer.specs(config),
-        is_leaf=rules.is_spec,
-    )
-    tokens = rng.integers(0, 32, (2, 5)).astype(np.int32)
-    forced = rng.integers(0, E, (2, 2, 5, 3)).astype(np.int32)
-    run = jax.jit(transformer.apply, static_argnums=1)
-    hidden, routing = run(params, config, tokens)
-    again, replayed = run(params, config, tokens, experts_LBTX=forced)
-    np.testing.assert_array_equal(replayed.experts, forced)
-    assert np.abs(again - hidden).max() > 0.01
-    scanned = dataclasses.replace(config, scan_layers=True)
-    stacked, same = run(stacking.stack(params, scanned), scanned, tokens, experts_LBTX=forced)
-    np.testing.assert_allclose(stacked, again, rtol=0, atol=1e-5)  # order of float32 sums
-    np.testing.assert_array_equal(same.experts, forced)
 
 
 # ---- load ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import math
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +149,7 @@ def test_greedy_decoding_over_the_cache_follows_transformers(name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_save_load_save_gives_the_same_bytes(name, tmp_path):
+    """The files twice; and the bytes, names and shapes of the original's tensors, by a reader that knows the format alone."""
     config, params = hf.load(FOLDERS[name])
     hf.save(tmp_path / "a", config, params)
     again = hf.load(tmp_path / "a")
@@ -159,16 +158,9 @@ def test_save_load_save_gives_the_same_bytes(name, tmp_path):
     hf.save(tmp_path / "b", *again)
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_saved_tensors_are_those_of_the_file_it_came_from(name, tmp_path):
-    """Bytes, names and shapes, by a reader that knows the format alone."""
-    hf.save(tmp_path / "saved", *hf.load(FOLDERS[name]))
-    saved, original = (raw_tensors(folder) for folder in (tmp_path / "saved", FOLDERS[name]))
-    extra = set(original) - set(saved)
-    layers = hf.read_config(FOLDERS[name]).num_layers
-    assert all(tensor.startswith(f"model.layers.{layers}.") for tensor in extra)  # multi-token prediction
+    saved, original = (raw_tensors(folder) for folder in (tmp_path / "a", FOLDERS[name]))
+    extra = set(original) - set(saved)  # multi-token prediction
+    assert all(tensor.startswith(f"model.layers.{config.num_layers}.") for tensor in extra)
     assert saved == {tensor: value for tensor, value in original.items() if tensor not in extra}
 
 
@@ -336,12 +328,7 @@ def test_what_a_file_leaves_out_is_the_default_of_its_family():
     named = ("first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
     config = hf_config.read({key: value for key, value in glm.items() if key not in (*named, "head_dim")})
     assert config.head_dim == glm["hidden_size"] // glm["num_attention_heads"]
-    assert (config.first_dense_layers, config.routed_scale, config.router_groups, config.num_shared_experts) == (
-        1,
-        1,
-        1,
-        1,
-    )
+    assert config.first_dense_layers == config.routed_scale == config.router_groups == config.num_shared_experts == 1
     deepseek |= {"n_routed_experts": 32, "num_experts_per_tok": 8}
     config = hf_config.read({key: value for key, value in deepseek.items() if key not in named})
     assert (config.first_dense_layers, config.routed_scale, config.num_shared_experts) == (3, 2.5, 1)
@@ -501,13 +488,9 @@ def test_missing_wrong_and_unknown_tensors_are_listed(folder):
         hf.load(folder)
     lines = str(error.value).splitlines()
     assert "1 missing" in lines[1] and "1 of another shape" in lines[3] and "1 unknown" in lines[5]
-    assert (
-        lines[2].split()
-        == (
-            "model.layers.0.self_attn.q_proj.weight [40, 40] (nearest in the file: "
-            "model.layers.0.self_attn.q_projection.weight [40, 40])"
-        ).split()
-    )
+    missing, nearest = lines[2].split("(")
+    assert missing.split() == ["model.layers.0.self_attn.q_proj.weight", "[40,", "40]"]
+    assert nearest == "nearest in the file: model.layers.0.self_attn.q_projection.weight [40, 40])"
     assert lines[4].strip() == "model.norm.weight [39], should be [40]"
 
 
@@ -530,33 +513,20 @@ def test_layers_for_multi_token_prediction_are_skipped(name, tmp_path):
             hf.load(folder)
 
 
-def test_a_head_that_contradicts_its_tie_in_the_last_row_is_refused(tmp_path, monkeypatch):
+def test_a_head_that_contradicts_its_tie_is_refused(tmp_path, capsys, monkeypatch):
+    """transformers 5 then uses both, in spite of config.json; 4 used the embeddings for both. Also in the last row alone."""
     monkeypatch.setattr(tensor_check, "PIECE_BYTES", 1000)  # so that it is compared in several pieces
     folder = shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "checkpoint")
-    head = np.array(safetensors_file.Reader(folder).tensor("model.embed_tokens.weight"))
-    assert head.nbytes > 2 * tensor_check.PIECE_BYTES
-    head[-1] += 1
-    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": head})
-    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
-        hf.load(folder)
-
-
-def test_a_head_that_contradicts_its_tie_is_refused(tmp_path, capsys):
-    """transformers 5 then uses both, in spite of config.json; 4 used the embeddings for both."""
-    folder = shutil.copytree(FOLDERS["qwen2_tied_bf16"], tmp_path / "checkpoint")
-    embedding = safetensors_file.Reader(folder).tensor("model.embed_tokens.weight")
+    embedding = np.array(safetensors_file.Reader(folder).tensor("model.embed_tokens.weight"))
+    assert embedding.nbytes > 2 * tensor_check.PIECE_BYTES
     rewrite(folder, lambda tensors: tensors | {"lm_head.weight": embedding.astype(np.float32)})
     hf.load(folder)  # the same numbers in another dtype: how they were tied
-    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": np.array(embedding)[::-1]})
-    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
-        hf.load(folder)
+    other_last = np.concatenate([embedding[:-1], embedding[-1:] + 1])
+    for head in (other_last, embedding[::-1]):
+        rewrite(folder, lambda tensors, head=head: tensors | {"lm_head.weight": head})
+        with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+            hf.load(folder)
     assert commands.run("models.hf", "inspect", str(folder)) == 1 and "tie_word_embeddings" in capsys.readouterr().err
-
-
-def test_inspect_refuses_what_load_refuses(folder, capsys):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
-    assert commands.run("models.hf", "inspect", str(folder)) == 1 and "quantized" in capsys.readouterr().err
 
 
 def test_a_few_names_stand_for_hundreds_of_tensors_in_an_error():
@@ -579,13 +549,15 @@ def test_a_few_names_stand_for_hundreds_of_tensors_in_an_error():
     ],
     ids=["truncated", "stub", "huge_header", "not_json", "unknown_dtype", "negative_shape", "integers"],
 )
-def test_damaged_files_are_refused(folder, damage, words):
+def test_damaged_files_are_refused(folder, damage, words, capsys):
     path = folder / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError) as error:
         hf.load(folder)
+    assert commands.run("models.hf", "inspect", str(folder)) == 1
+    printed = capsys.readouterr().err
     for word in words:
-        assert word in str(error.value)
+        assert word in str(error.value) and word in printed
 
 
 def test_an_index_may_not_point_out_of_its_folder(folder):
@@ -641,7 +613,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         hf.save(tmp_path, config, params)
 
 
-# ---- the command, transformers itself --------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path, capsys):
@@ -659,30 +631,3 @@ def test_the_command(tmp_path, capsys):
     rewrite(tmp_path / "out", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
     assert commands.run("models.hf", "compare", source, out) == 1 and "final_norm" in capsys.readouterr().out
     assert commands.run("models.hf", "convert", source, out) == 1 and "not an empty folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOLDERS)
-def test_transformers_loads_what_we_save(name, tmp_path):
-    """In another interpreter (INTELLAX_TORCH_PYTHON, or this one): its logits on what we wrote are those of the fixture."""
-    python = os.environ.get("INTELLAX_TORCH_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True).returncode:
-        pytest.skip(f"{python} has no torch and transformers; pip install torch transformers")
-    config, params = hf.load(FOLDERS[name])
-    hf.save(tmp_path / "saved", config, params)
-    program = """
-import sys, numpy as np, torch, transformers
-numbers = np.load(sys.argv[2])
-model, info = transformers.AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
-assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-ids, mask = (torch.as_tensor(numbers[key]).long() for key in ("input_ids", "attention_mask"))
-with torch.no_grad():
-    logits = model.eval()(ids, attention_mask=mask).logits
-keep = mask.bool().numpy()
-print(np.abs(logits.numpy()[keep] - numbers["logits"][keep]).max())
-"""
-    args = [python, "-c", program, str(tmp_path / "saved"), str(FOLDERS[name] / "parity.npz")]
-    done = subprocess.run(args, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) < LOGIT_ATOL

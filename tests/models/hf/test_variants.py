@@ -136,10 +136,11 @@ import pathlib, sys
 import numpy as np, torch, transformers
 for folder in pathlib.Path(sys.argv[1]).iterdir():
     oracle = np.load(pathlib.Path(sys.argv[2]) / folder.name / "oracle.npz")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     with torch.no_grad():
-        logits = model(torch.as_tensor(oracle["tokens"])).logits.numpy()
+        logits = model.eval()(torch.as_tensor(oracle["tokens"])).logits.numpy()
     print(folder.name, np.abs(logits - oracle["logits"]).max())
 """
 

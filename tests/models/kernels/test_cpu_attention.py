@@ -9,12 +9,6 @@ from models import attention
 from models.kernels import cpu_attention
 
 
-def packed_mask(rng, B, T):
-    """Causal, in sequences that begin anywhere."""
-    segment_BT = np.cumsum(rng.random((B, T)) < 0.05, axis=1)
-    return (segment_BT[:, :, None] == segment_BT[:, None]) & np.tril(np.ones((T, T), bool))
-
-
 def oracle(q, k, v, mask_BTT, scale, d_out):
     """Output and gradients of sum(d_out * out), float64, with no use of a library's derivative."""
     scores = np.einsum("BKGTC,BKSC->BKGTS", q, k) * scale
@@ -30,36 +24,11 @@ def oracle(q, k, v, mask_BTT, scale, d_out):
     return out, d_q, d_k, d_v
 
 
-@pytest.mark.parametrize("T", [1, 7, 40, 81, 160, 203])  # one block, whole ones, and a last one that is shorter
-def test_values_and_gradients_are_those_of_the_softmax_written_out(T):
-    rng = np.random.default_rng(T)
-    B, K, G, C, V = 2, 2, 3, 8, 5
-    q, k, v, d_out = (rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V)))
-    mask = packed_mask(rng, B, T)
-    want = oracle(q, k, v, mask, 0.3, d_out)
-    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-
-    @jax.jit
-    def run(q, k, v, d_out):
-        out, pull = jax.vjp(lambda *args: cpu_attention.attend_blocks(*args, jnp.asarray(mask), 0.3), q, k, v)
-        return out, *pull(d_out)
-
-    for mine, theirs in zip(run(*arrays, jnp.asarray(d_out, jnp.float32)), want, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
-
-
 def test_scores_above_the_diagonal_of_blocks_are_not_computed():
-    shapes = (
-        jax.ShapeDtypeStruct((1, 1, 1, 160, 8), jnp.float32),
-        *[jax.ShapeDtypeStruct((1, 1, 160, 8), jnp.float32)] * 2,
-    )
+    q, k, v = (jax.ShapeDtypeStruct((1, 1, *shape, 8), jnp.float32) for shape in ((1, 160), (160,), (160,)))
     mask = jnp.ones((1, 160, 160), bool)
-    cost = (
-        jax.jit(lambda q, k, v: cpu_attention.attend_blocks(q, k, v, mask, 1.0))
-        .lower(*shapes)
-        .compile()
-        .cost_analysis()
-    )
+    attend = jax.jit(lambda q, k, v: cpu_attention.attend_blocks(q, k, v, mask, 1.0))
+    cost = attend.lower(q, k, v).compile().cost_analysis()
     products = 2 * 2 * 160 * 160 * 8
     softmax = 10 * 160 * 160  # XLA's count in addition to the products, at most
     assert cost["flops"] < 0.63 * (products + softmax)
@@ -84,27 +53,38 @@ def drawn_packing(rng, B, T):
     return attention.Packing(*map(jnp.asarray, (position_BT, segment_BT, branch_BT)))
 
 
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("T", [1, 16, 37, 61])  # a part of a tile, a whole one, and last ones that are filled up
-def test_tiles_give_the_softmax_written_out(T, window, monkeypatch):
+BLOCKS = [(T, None) for T in (1, 7, 40, 81, 160, 203)]  # one block, whole ones, and a last one that is shorter
+TILES = [
+    (T, window) for T in (1, 16, 37, 61) for window in (0, 5)
+]  # a part of a tile, a whole one, last ones filled up
+
+
+@pytest.mark.parametrize(("T", "window"), BLOCKS + TILES)
+def test_values_and_gradients_are_those_of_the_softmax_written_out(T, window, monkeypatch):
     monkeypatch.setattr(cpu_attention, "TILE", 16)
     rng = np.random.default_rng(T)
     B, K, G, C, V = 2, 2, 3, 8, 5
-    q, k, v, d_out = (rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V)))
+    arrays = [rng.normal(size=(B, K, *shape)) for shape in ((G, T, C), (T, C), (T, V), (G, T, V))]
     packing, columns_T = drawn_packing(rng, B, T), jnp.arange(T)
 
     def readable(*args):
-        return attention.readable(*args, window)
+        return attention.readable(*args, window or 0)
 
-    want = oracle(q, k, v, np.asarray(readable(packing, columns_T, packing, columns_T)), 0.3, d_out)
+    mask = readable(packing, columns_T, packing, columns_T)
+
+    def attend(*qkv):
+        if window is None:
+            return cpu_attention.attend_blocks(*qkv, mask, 0.3)
+        return cpu_attention.attend_tiles(*qkv, packing, readable, 0.3)
 
     @jax.jit
     def run(q, k, v, d_out):
-        out, pull = jax.vjp(lambda *args: cpu_attention.attend_tiles(*args, packing, readable, 0.3), q, k, v)
+        out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(d_out)
 
-    mine = run(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)))
-    for one, theirs in zip(mine, want, strict=True):
+    mine = run(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    q, k, v, d_out = arrays
+    for one, theirs in zip(mine, oracle(q, k, v, np.asarray(mask), 0.3, d_out), strict=True):
         np.testing.assert_allclose(one, theirs, rtol=2e-5, atol=2e-5)
 
 
@@ -127,6 +107,5 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
         value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*spoiled)
         assert np.isfinite(value)
         for gradient in gradients:
-            assert np.isfinite(
-                np.asarray(gradient)[0, 32:]
-            ).all()  # the first tile may be a prompt that the spoiled one reads
+            # The first tile may be a prompt that the spoiled one reads.
+            assert np.isfinite(np.asarray(gradient)[0, 32:]).all()

@@ -24,18 +24,20 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
+def transposed(module, params):
+    tree = {"embed": normal(7, 4), "layers": {"000": {module: params}}}
+    return cpu_transposed.transpose(tree)["layers"]["000"][module]
+
+
 @pytest.mark.parametrize("num_in, num_out", [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("rows", [(1, 1), (5, 1), (2, 3)])
 def test_a_transposed_kernel_gives_the_same_product(num_in, num_out, rows):
     x, kernel = normal(*rows, *(4, 6)[:num_in]), normal(*(4, 6)[:num_in], *(5, 3)[:num_out])
     expected = np.tensordot(x.astype(np.float64), kernel.astype(np.float64), num_in)
     name = "o" if num_in == 2 else "q"
-    one = {"embed": normal(7, 4), "layers": {"000": {"attn": {name: jnp.asarray(kernel)}}}}
-    made = cpu_transposed.transpose(one)["layers"]["000"]["attn"][name]
-    assert isinstance(made, cpu_transposed.Transposed) and made.kernel_NK.shape == (
-        kernel[(0,) * num_in].size,
-        x[0, 0].size,
-    )
+    made = transposed("attn", {name: jnp.asarray(kernel)})[name]
+    assert isinstance(made, cpu_transposed.Transposed)
+    assert made.kernel_NK.shape == (kernel[(0,) * num_in].size, x[0, 0].size)
     got = jax.jit(layers.project)(jnp.asarray(x), made)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert got.shape == expected.shape
@@ -44,8 +46,7 @@ def test_a_transposed_kernel_gives_the_same_product(num_in, num_out, rows):
 def test_in_bfloat16_it_is_summed_in_float32():
     x, kernel = np.full((1, 1, 300), 1.0), np.full((300, 2), 1.0)
     kernel[0] = 256.0  # a sum in bfloat16 would stay there
-    one = {"embed": normal(7, 4), "layers": {"000": {"mlp": {"up": jnp.asarray(kernel, jnp.bfloat16)}}}}
-    made = cpu_transposed.transpose(one)["layers"]["000"]["mlp"]["up"]
+    made = transposed("mlp", {"up": jnp.asarray(kernel, jnp.bfloat16)})["up"]
     got = layers.project(jnp.asarray(x, jnp.bfloat16), made)
     assert got.dtype == jnp.bfloat16 and (np.asarray(got, np.float32) == np.float32(jnp.bfloat16(555.0))).all()
     assert (made.rows(jnp.asarray(x, jnp.bfloat16), jnp.float32) == 555.0).all()
@@ -58,10 +59,7 @@ def test_a_ffn_by_columns(activation, bias):
     params = {name: param + normal(*param.shape) if "bias" in name else param for name, param in params.items()}
     assert ("up_bias" in params) == bias
     x = jnp.asarray(normal(3, 2, config.model_dim))
-    made = cpu_transposed.transpose(
-        {"embed": normal(7, 4), "layers": {"000": {"mlp": jax.tree.map(jnp.asarray, params)}}}
-    )
-    got = layers.ffn(x, made["layers"]["000"]["mlp"], config)
+    got = layers.ffn(x, transposed("mlp", jax.tree.map(jnp.asarray, params)), config)
     np.testing.assert_allclose(got, layers.ffn(x, params, config), rtol=1e-5, atol=1e-5)
 
 

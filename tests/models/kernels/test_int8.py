@@ -172,16 +172,12 @@ def test_what_is_sampled_is_of_the_integers():
     assert accepted(kept("mixed")) and not accepted(params("mixed", 1))
 
 
+AXES = {"dense": dict(tensor=2, data=4), "mixed": dict(fsdp=2, expert=2, tensor=2), "stacked": dict(expert=4, tensor=2)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        ("dense", dict(tensor=2, data=4)),
-        ("dense", dict(tensor=4, fsdp=2)),
-        ("mixed", dict(fsdp=2, expert=2, tensor=2)),
-        ("stacked", dict(expert=4, tensor=2)),
-        ("latent", dict(tensor=4, fsdp=2)),
-    ],
+    ("name", "axes"), [*AXES.items(), *((name, dict(tensor=4, fsdp=2)) for name in ("dense", "latent"))]
 )
 def test_integers_on_a_mesh(name, axes):
     mesh = mesh_lib.create(axes)
