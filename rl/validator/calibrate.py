@@ -83,8 +83,8 @@ def roll_out(
     key: rollout_lib.WorkerKey,
     *,
     change: Callable = lambda request: request,
-) -> list[list[rollout_lib.Rollout]]:
-    """Generates, scores, and signs rollouts as an honest worker does, in this process. Returns the rollouts of each group.
+) -> list[rollout_lib.Rollout]:
+    """Generates, scores, and signs rollouts as an honest worker does, in this process. Returns them group by group.
 
     The rollouts claim to be of policy `version`. `change` alters each request to the engine but not the rollouts' claims, so that
     tests can cheat.
@@ -120,7 +120,7 @@ def roll_out(
                 experts = [routed_experts.with_all_layers(c.experts, exp.model) for c in samples]
                 samples = [dataclasses.replace(c, experts=e) for c, e in zip(samples, experts, strict=True)]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
-            out.append([rollout_lib.sign(rollout, key) for rollout in made])
+            out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out
 
 
@@ -243,8 +243,7 @@ def variant_rollouts(
     model = dataclasses.replace(exp.model, **variant.get("model", {}))
     engine = dataclasses.replace(exp.engine, **variant.get("engine", {}))
     changed = dataclasses.replace(exp, model=model, engine=engine)
-    made = roll_out(changed, params, version, groups, key)
-    return [rollout for group in made for rollout in group][:count]
+    return roll_out(changed, params, version, groups, key)[:count]
 
 
 def load_experiment(workdir: str) -> experiment_lib.Experiment:

@@ -113,7 +113,7 @@ class Double:
     def version(self) -> int:
         return self.step - 1
 
-    def generate(self, params=None, model=None, **options) -> list[list[rollout_lib.Rollout]]:
+    def generate(self, params=None, model=None, **options) -> list[rollout_lib.Rollout]:
         params = weights(self.version, self.mixture) if params is None else params
         groups = options.pop("groups", self.groups)
         exp = dataclasses.replace(self.experiment, model=model or self.experiment.model)
@@ -161,20 +161,16 @@ def signed(rollout: rollout_lib.Rollout, **changes) -> rollout_lib.Rollout:
     return rollout_lib.sign(dataclasses.replace(rollout, **changes), NODE)
 
 
-def flat(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[rollout_lib.Rollout]:
-    return [rollout for group in groups for rollout in group]
-
-
 # ---- the doubles: each returns the rollouts of one batch --------------------------------------------------------------
 
 
 def honest(double: Double) -> list[rollout_lib.Rollout]:
-    return flat(double.generate())
+    return double.generate()
 
 
 def older_weights(double: Double) -> list[rollout_lib.Rollout]:
     """Weights one version older than claimed."""
-    return flat(double.generate(weights(double.version - 1)))
+    return double.generate(weights(double.version - 1))
 
 
 def int8_weights(double: Double) -> list[rollout_lib.Rollout]:
@@ -186,7 +182,7 @@ def int8_weights(double: Double) -> list[rollout_lib.Rollout]:
         scale = jnp.abs(w).max(axis=-1, keepdims=True) / 127
         return jnp.round(w / scale) * scale
 
-    return flat(double.generate(jax.tree.map(quantise, weights(double.version))))
+    return double.generate(jax.tree.map(quantise, weights(double.version)))
 
 
 def half_the_layers(double: Double) -> list[rollout_lib.Rollout]:
@@ -194,11 +190,11 @@ def half_the_layers(double: Double) -> list[rollout_lib.Rollout]:
     params = dict(weights(double.version))
     half = exp.model.num_layers // 2
     params["layers"] = {name: params["layers"][name] for name in sorted(params["layers"])[:half]}
-    return flat(double.generate(params, model=dataclasses.replace(exp.model, num_layers=half)))
+    return double.generate(params, model=dataclasses.replace(exp.model, num_layers=half))
 
 
 def another_model(double: Double) -> list[rollout_lib.Rollout]:
-    return flat(double.generate(weights(-1)))
+    return double.generate(weights(-1))
 
 
 def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
@@ -209,14 +205,14 @@ def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
         tokens[len(tokens) // 2] = (tokens[len(tokens) // 2] + 1) % 256
         return dataclasses.replace(request, tokens=tuple(tokens))
 
-    return flat(double.generate(change=change))
+    return double.generate(change=change)
 
 
 def edited(count: int, prove: bool) -> Callable:
     def cheat(double: Double) -> list[rollout_lib.Rollout]:
         rng = np.random.default_rng(double.step)
         out = []
-        for rollout in flat(double.generate()):
+        for rollout in double.generate():
             tokens = rollout.tokens.copy()
             # The last may be a stop token.
             for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[:count]:
@@ -232,22 +228,22 @@ def temperature(value: float) -> Callable:
     """Sampled at another temperature than prescribed; log-probabilities and proofs made to fit the claim."""
 
     def cheat(double: Double) -> list[rollout_lib.Rollout]:
-        return prove_again(double, flat(double.generate(change=lambda r: dataclasses.replace(r, temperature=value))))
+        return prove_again(double, double.generate(change=lambda r: dataclasses.replace(r, temperature=value)))
 
     return cheat
 
 
 def best_of_2(double: Double) -> list[rollout_lib.Rollout]:
     """Drawn twice, with the prescribed seed and another; the better one is handed in under the prescribed seed."""
-    first = flat(double.generate())
-    second = flat(double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32)))
+    first = double.generate()
+    second = double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32))
     return [max(pair, key=lambda r: r.reward) for pair in zip(first, second, strict=True)]
 
 
 def early_stop(double: Double) -> list[rollout_lib.Rollout]:
     """Eight tokens and a stop token, proved again."""
     stop, out = experiment().tokenizer.stop_ids[0], []
-    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=8))):
+    for rollout in double.generate(change=lambda r: dataclasses.replace(r, max_tokens=8)):
         tokens = rollout.tokens if rollout.finish_reason == "stop" else np.append(rollout.tokens, np.int32(stop))
         out.append(rewritten(double, rollout, tokens.astype(np.int32), finish_reason="stop"))
     return prove_again(double, out)
@@ -256,7 +252,7 @@ def early_stop(double: Double) -> list[rollout_lib.Rollout]:
 def padded_length(double: Double) -> list[rollout_lib.Rollout]:
     """Cheap filler after 16 real tokens, up to the full length, to be paid for all of it."""
     out = []
-    for rollout in flat(double.generate(change=lambda r: dataclasses.replace(r, max_tokens=16))):
+    for rollout in double.generate(change=lambda r: dataclasses.replace(r, max_tokens=16)):
         text = rollout.tokens if rollout.finish_reason == "length" else rollout.tokens[:-1]
         missing = rollout.prompt_length + MAX_TOKENS - len(text)
         tokens = np.concatenate([text, np.full(missing, ord(" "), np.int32)])
@@ -268,15 +264,14 @@ def wrong_task(double: Double) -> list[rollout_lib.Rollout]:
     """The tasks of the next batch, which it likes better, under the names of this one's groups."""
     other = task_schedule.train_groups(double.experiment.config, double.step + 1)
     groups = [dataclasses.replace(g, index=o.index) for g, o in zip(double.groups, other, strict=True)]
-    rollouts = flat(double.generate(groups=groups))
+    rollouts = double.generate(groups=groups)
     index = {g.group: g.index for g in double.groups}
     return [signed(r, task=dataclasses.replace(r.task, index=index[r.task.group])) for r in rollouts]
 
 
 def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
     """The rollouts of the next batch handed in as this one's, relabelled and signed anew."""
-    later = Double(double.step + 1, double.dtype, double.prompts)
-    old = flat(later.generate())
+    old = Double(double.step + 1, double.dtype, double.prompts).generate()
     places = [(group, sample) for group in double.groups for sample in range(group.num_samples)]
     out = []
     for rollout, (group, sample) in zip(old, places, strict=True):
@@ -289,7 +284,7 @@ def reused_rollout(double: Double) -> list[rollout_lib.Rollout]:
 
 def copied_proof(double: Double) -> list[rollout_lib.Rollout]:
     """The proofs of its neighbour, cut or repeated to the right length."""
-    rollouts = flat(double.generate())
+    rollouts = double.generate()
     out = []
     for i, rollout in enumerate(rollouts):
         size = len(rollout.proofs)
@@ -303,7 +298,7 @@ def constant_proof(double: Double) -> list[rollout_lib.Rollout]:
     wire = np.zeros(129, ">u2")
     wire[0], wire[1] = toploc.PRIME, 0x4010  # 2.25
     out = []
-    for rollout in flat(double.generate()):
+    for rollout in double.generate():
         sizes = [len(p) for p in toploc.split(rollout.proofs, int(rollout.sampled_mask.sum()), tiny.model().model_dim)]
         out.append(signed(rollout, proofs=b"".join(wire.tobytes()[:size] for size in sizes)))
     return out
@@ -315,11 +310,11 @@ def inflated_reward(double: Double) -> list[rollout_lib.Rollout]:
 
 def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
     """Each group's samples handed in under the next sample's number."""
-    out = []
-    for rollouts, group in zip(double.generate(), double.groups, strict=True):
-        for rollout in rollouts:
-            sample = (rollout.sample + 1) % group.num_samples
-            out.append(signed(rollout, sample=sample, seed=(group.seed + sample) % 2**32))
+    out, groups = [], {group.group: group for group in double.groups}
+    for rollout in double.generate():
+        group = groups[rollout.task.group]
+        sample = (rollout.sample + 1) % group.num_samples
+        out.append(signed(rollout, sample=sample, seed=(group.seed + sample) % 2**32))
     return out
 
 

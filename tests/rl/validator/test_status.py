@@ -24,7 +24,18 @@ def experts(num_shared=0):
     return [(D, 8)] + 2 * ffn(16) + (ffn(16 * num_shared) if num_shared else [])
 
 
+def latent(q_latent):
+    """DeepSeek-V3 in small: a dense layer, then mixtures with two shared experts."""
+    queries = [(D, q_latent), (q_latent, H * 7)] if q_latent else [(D, H * 7)]
+    attention = [*queries, (D, 10), (D, 2), (10, H * 5), (10, H * 6), (H * 6, D)], False, 7 + 6
+    changes = dict(num_kv_heads=H, head_dim=7, first_dense_layers=1, num_shared_experts=2, router="sigmoid")
+    changes |= dict(kv_latent_dim=10, q_latent_dim=q_latent, value_dim=6, rope_dim=2)
+    return MIXTURE | changes, [(attention, ffn(32)), (attention, experts(2))]
+
+
 FAMILIES = {
+    "deepseek": latent(0),
+    "deepseek_latent_queries": latent(7),
     "llama": ({}, [(ordinary(), ffn(32))] * 2),
     "qwen3": (dict(qk_norm=True, tie_embeddings=True), [(ordinary(), ffn(32))] * 2),
     "qwen2": (dict(qkv_bias=True, num_layers=1), [(ordinary(), ffn(32))]),
@@ -73,20 +84,3 @@ def test_flops_are_those_of_a_count_by_hand(family, mask):
     base = dict(vocab_size=V, model_dim=D, num_layers=2, num_heads=H, num_kv_heads=K, head_dim=C, ffn_dim=32)
     model = tiny.model(**base | dict(tie_embeddings=False, qk_norm=False) | changes)
     assert validator_status.flops_of(model, tiny.rollout(mask)) == count(layers, mask)
-
-
-@pytest.mark.parametrize("q_latent", [0, 7])
-def test_latent_attention_and_shared_experts(q_latent):
-    """DeepSeek-V3 in small: a dense layer, then mixtures with two shared experts."""
-    model = tiny.model(
-        **dict(vocab_size=V, model_dim=D, num_layers=2, num_heads=H, num_kv_heads=H, head_dim=7, ffn_dim=32),
-        **dict(qk_norm=False, tie_embeddings=False, first_dense_layers=1, num_shared_experts=2, router="sigmoid"),
-        **dict(kv_latent_dim=10, q_latent_dim=q_latent, value_dim=6, rope_dim=2),
-        **MIXTURE,
-    )
-    queries = [(D, q_latent), (q_latent, H * 7)] if q_latent else [(D, H * 7)]
-    attention = [*queries, (D, 10), (D, 2), (10, H * 5), (10, H * 6), (H * 6, D)], False, 7 + 6
-    for mask in MASKS:
-        assert validator_status.flops_of(model, tiny.rollout(mask)) == count(
-            [(attention, ffn(32)), (attention, experts(2))], mask
-        )

@@ -150,10 +150,7 @@ def test_a_rollout_may_end_where_the_model_does():
             "length: 13 tokens, more than the model's 12",
         ),
         (lambda: make(output=(11, 272, STOP)), "tokens: ID 272 is outside the vocabulary of 272"),
-        (
-            lambda: make(output=(11, 12, 13)),
-            "termination: finish_reason is stop, and the last token is not a stop token",
-        ),
+        (lambda: make(output=(11, 12, 13)), "termination: finish_reason is stop, and the last token is not a stop"),
         (lambda: make(finish="length"), "termination: finish_reason is length, and the last token is a stop token"),
         (lambda: make(output=(11, 12), finish="length"), "termination: finish_reason is length after 2 of 6 tokens"),
         (lambda: make(output=(11, STOP, 13, 14, 15, 16), finish="length"), "termination: tokens follow a stop token"),
