@@ -29,7 +29,9 @@ class StepOutput:
     started: list[sequence_lib.Sequence] = dataclasses.field(default_factory=list)  # they got their first token
     finished: list[tuple[int, sequence_lib.Sequence]] = dataclasses.field(default_factory=list)
     unseen_ends: list[int] = dataclasses.field(default_factory=list)  # slots of ends that the device cannot detect
-    windows: list[tuple] = dataclasses.field(default_factory=list)  # to prove: (sequence, (indices [k], bits [k]))
+    windows: list[tuple] = dataclasses.field(
+        default_factory=list
+    )  # to prove: (sequence, size in values, indices, bits)
 
     def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int) -> None:
         """Appends the call's tokens, sampled by policy `version`, to their sequences. `values` are the result of `Engine.read`.
@@ -73,8 +75,9 @@ class StepOutput:
     def publish(self) -> None:
         """Makes the proofs, calls the listeners, and completes the futures of finished requests. Without a proof, a request fails."""
         if self.windows:  # all of a call together: 512 proofs of 7 x 128 values take 0.65 s one by one
-            sequences, tops = zip(*self.windows, strict=True)
-            for sequence, proof in zip(sequences, toploc.encode(tops), strict=True):
+            # A short window of a small model has fewer than k values; indices after these are padding.
+            tops = [(indices[indices < size], bits[indices < size]) for _, size, indices, bits in self.windows]
+            for (sequence, *_), proof in zip(self.windows, toploc.encode(tops), strict=True):
                 sequence.proofs.append(proof)
                 if not proof:
                     self.fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
@@ -100,5 +103,4 @@ class StepOutput:
                 indices, bits = self.engine.top_values(self.state, slot, after // size, num_rows)
             else:
                 indices, bits = (values[slot, which] for values in self.engine.read_proofs(self.result))
-            is_real = indices < num_rows * self.engine.model.model_dim  # a small model's short window has fewer than k
-            self.windows.append((sequence, (indices[is_real], bits[is_real])))
+            self.windows.append((sequence, num_rows * self.engine.model.model_dim, indices, bits))
