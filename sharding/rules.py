@@ -119,7 +119,7 @@ def several_devices() -> jax.sharding.AbstractMesh | None:
 
 
 def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Returns the number of shards that the rows of a batch are split into; the number of rows must be a multiple."""
+    """Returns the number of shards that the rows of a batch are split into; the number of rows must be divisible by it."""
     return _num_ways(mesh, _present(mesh, RULES["batch"]))
 
 

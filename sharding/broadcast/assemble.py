@@ -58,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRequest:
-    """The regions of one tensor to read, each into an array of its own. `names` are all leaves that are this same tensor."""
+    """The regions (slices) to read of one tensor, each into its own array. `names` are the leaves that share the tensor."""
 
     tensor: manifest.Tensor
     regions: tuple[Region, ...]
@@ -177,7 +177,7 @@ def in_order(jobs: Iterable[Job]) -> Iterator[Any]:
 
 
 def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
-    """Allocates an array at a multiple of `ALIGN_BYTES`; if it is large, of `HUGE_BYTES`."""
+    """Returns an uninitialized array whose address is a multiple of `ALIGN_BYTES`, or of `HUGE_BYTES` if it is large."""
     size = math.prod(shape) * kind.itemsize
     align = HUGE_BYTES if size >= 8 * HUGE_BYTES else ALIGN_BYTES  # wastes at most an eighth
     memory = np.empty(size + align, np.uint8)

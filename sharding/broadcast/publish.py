@@ -10,7 +10,7 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
@@ -25,6 +25,7 @@ from sharding.format import chunks, manifest
 from sharding.multihost import transport
 
 Manifest = manifest.Manifest
+Base = assemble.Pulled | encode.HostCopy  # an older version that deltas are computed from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Publisher:
         self._num_deltas = 0  # since the last snapshot
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
-        """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises as the function `publish` does."""
+        """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises ValueError or OSError."""
         base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
         copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
         snapshot = self._num_deltas + 1 >= self._snapshot_every
@@ -79,13 +80,7 @@ class Publisher:
         return written
 
     def _write(
-        self,
-        params: Any,
-        version: int,
-        base: assemble.Pulled | encode.HostCopy | None,
-        metadata: dict | None,
-        snapshot: bool = False,
-        copy: encode.HostCopy | None = None,
+        self, params, version: int, base: Base | None, metadata: dict | None, snapshot=False, copy=None
     ) -> Manifest:
         """Publishes a version: deltas from `base` if possible, and a snapshot if not, or if `snapshot`. `copy` receives the chunks."""
         root, options = self._root, self._options
@@ -230,13 +225,7 @@ def _check_is_newer(root: str | os.PathLike, version: int) -> None:
         raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
 
 
-def _base_manifest(
-    root: str | os.PathLike,
-    version: int,
-    base: assemble.Pulled | encode.HostCopy,
-    leaves: dict[str, Any],
-    tensors: Sequence[manifest.Tensor],
-) -> Manifest | None:
+def _base_manifest(root, version: int, base: Base, leaves: dict, tensors: list[manifest.Tensor]) -> Manifest | None:
     """Returns the manifest of `base`, or None if a snapshot is needed. Raises ValueError if `base` is not an older version."""
     before = base.written if isinstance(base, encode.HostCopy) else base
     assert before is not None  # a Publisher fills in its copy's manifest

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharding.format import journal
@@ -56,13 +56,13 @@ class Target:
         return self._starts[-1]
 
     def view(self, start: int, limit: int) -> memoryview:
-        """Returns a writable view from byte `start`: at most `limit` bytes, and at most to the end of that buffer."""
+        """Returns a writable view of up to `limit` bytes from byte `start`; fewer if its buffer ends before."""
         i = bisect.bisect_right(self._starts, start) - 1
         offset = start - self._starts[i]
         return self.views[i][offset : offset + limit]
 
     def put(self, start: int, data: memoryview) -> None:
-        """Copies `data` into the buffers, beginning at byte `start` of the whole."""
+        """Copies `data` into the buffers, from byte `start` of the joined buffers on."""
         while data:
             view = self.view(start, len(data))
             view[:] = data[: len(view)]
@@ -154,7 +154,7 @@ class Get:
 
     @property
     def seconds(self) -> float:
-        """The seconds since this request began, or, once ended, that it took; 0 before it began."""
+        """The seconds that this request has run so far, or in total if it has ended; 0 before it begins."""
         return 0.0 if self._begun_s is None else (self._ended_s or time.monotonic()) - self._begun_s
 
     def run(self) -> tuple[bytes, Any]:
@@ -298,11 +298,3 @@ class RequestPool:
         self.is_closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False)
-
-
-def wait_first(
-    waiting: Collection[concurrent.futures.Future], until_s: float
-) -> tuple[set[concurrent.futures.Future], set[concurrent.futures.Future]]:
-    """Blocks until one of the futures is done, or the monotonic clock reaches `until_s`. Returns (done, not done) futures."""
-    timeout_s = max(0.0, until_s - time.monotonic())
-    return concurrent.futures.wait(waiting, timeout_s, concurrent.futures.FIRST_COMPLETED)

@@ -83,7 +83,7 @@ class RelaySelector:
                 relay.suspended_s = time.monotonic() + min(0.05 * 2 ** min(relay.failures_in_a_row, 10), 5.0)
 
     def record_failure(self, get: range_get.Get, error: range_get.Failed, version: int | None = None) -> None:
-        """Records a failed request, and suspends the relay for a moment; after a 404, for requests of `version` only."""
+        """Records a failed request, and suspends its relay for a moment: after a 404, only for requests of `version`."""
         relay = get.relay
         relay.reason = str(error)
         if isinstance(error, range_get.Missing):

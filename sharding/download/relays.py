@@ -87,7 +87,7 @@ class Relays:
         until_s = time.monotonic() + (wait_s + 0.5 if self._any_alive() else self._options.connect_s + wait_s)
         grace_given = False
         while waiting and not (wait_s and self._union() != known):
-            done, waiting = range_get.wait_first(waiting, until_s)
+            done, waiting = _wait_first(waiting, until_s)
             if not done:
                 break
             if not wait_s and not grace_given and self._any_alive():
@@ -186,7 +186,7 @@ class Relays:
         # One relay that hangs must not use up the time.
         until_s = min(deadline_s, time.monotonic() + self._options.patience_s / 4)
         while waiting and not (has_body and self._trusted_key is not None):
-            done, waiting = range_get.wait_first(waiting, until_s)
+            done, waiting = _wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
@@ -223,7 +223,7 @@ class Relays:
         entries, is_complete, waiting = [], False, set(calls)
         until_s = time.monotonic() + wait_s + self._options.stall_s
         while waiting and not entries and not is_complete:
-            done, waiting = range_get.wait_first(waiting, until_s)
+            done, waiting = _wait_first(waiting, until_s)
             if not done:
                 break
             for future in done:
@@ -252,7 +252,7 @@ class Relays:
     # ---- objects
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into` with the object `entry`, after checking its digest. Raises as `source.Directory.read` does."""
+        """Fills the buffers `into` with the verified object `entry`. Raises CorruptSource, FileNotFoundError or Unavailable."""
         target = range_get.Target(into, entry)
         good = entry.size > 0 or entry.digest == digests.of()
         journal.require(
@@ -313,3 +313,8 @@ class Relays:
             get.abort()
         for relay in self.relays:
             relay.close()
+
+
+def _wait_first(waiting: set[concurrent.futures.Future], until_s: float):
+    """Blocks until a future is done, or the monotonic clock reaches `until_s`. Returns the sets of (done, not done) futures."""
+    return concurrent.futures.wait(waiting, max(0.0, until_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sharding.download import range_get, relays
@@ -57,7 +57,7 @@ def open(
 
 
 def read(source: "Source", version: int, entry: journal.Object) -> bytearray:
-    """Returns the verified bytes of the object `entry` of `version`, read from `source`. Raises as `Directory.read` does."""
+    """Returns the verified bytes of the object `entry`. Raises CorruptSource, FileNotFoundError or Unavailable."""
     data = bytearray(entry.size)
     source.read(version, entry, [memoryview(data)])
     return data
@@ -66,20 +66,15 @@ def read(source: "Source", version: int, entry: journal.Object) -> bytearray:
 class _Storage:
     """The base class of the sources `Directory` and `Bucket`: waits by polling, and parses manifests."""
 
+    _scan: Callable[[], journal.Listing]
+    _new_entries: Callable[[int], list[journal.Object]]
+    _read_manifest: Callable[[int], bytes]
+
     def __init__(self, place: str, trusted_key: str | None, poll_s: float):
         self._place = place if place.endswith("/") else f"{place}/"
         self._trusted_key, self._poll_s = trusted_key, poll_s
         self._is_closed = False
         self._counters = collections.Counter()
-
-    def _scan(self) -> journal.Listing:
-        raise NotImplementedError
-
-    def _new_entries(self, version: int) -> list[journal.Object]:
-        raise NotImplementedError
-
-    def _read_manifest(self, version: int) -> bytes:
-        raise NotImplementedError
 
     def versions(self) -> list[int]:
         """Returns the numbers of the complete versions, ascending."""
@@ -213,7 +208,7 @@ class Directory(_Storage):
 
 
 class Bucket(_Storage):
-    """A source at gs://bucket/prefix or s3://bucket/prefix, through tensorstore, which handles credentials and retries."""
+    """Published weights as read from a bucket (gs://, s3://) by tensorstore, which handles credentials and retries."""
 
     def __init__(self, url: str, trusted_key: str | None = None):
         import tensorstore as ts  # only here: relays and their clients start without it
@@ -226,7 +221,7 @@ class Bucket(_Storage):
         self._cursors: dict[int, int] = {}  # version -> bytes read of the journal
 
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
-        """Fills the buffers `into` with the verified object `entry`. Raises as `Directory.read` does."""
+        """Fills the buffers `into` with the verified object `entry`. Raises CorruptSource, FileNotFoundError or Unavailable."""
         target = range_get.Target(into, entry)
         path = f"{journal.dirname(version)}/{entry.path}"
         data, actual = b"", ""

@@ -106,7 +106,10 @@ def padded_bytes(array: np.ndarray, region: Region, chunk: tuple[int, ...]) -> n
 def copy_into(
     target: np.ndarray, origin: tuple[int, ...], values: np.ndarray, tensor: manifest.Tensor, region: Region
 ) -> None:
-    """Copies `values`, the bytes of the chunk at `region` of `tensor`, into `target`, the part of `tensor` from `origin`."""
+    """Copies the overlap of a chunk and a part of `tensor` into the part.
+
+    `values` are the bytes of the chunk at `region`; `target` is the part of the tensor that begins at index `origin`.
+    """
     chunk = values.view(target.dtype).reshape(tensor.chunk)
     into, out_of = [], []
     for s, o, n in zip(region, origin, target.shape, strict=True):

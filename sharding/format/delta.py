@@ -55,7 +55,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
 
 
 def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None:
-    """Applies a patch of `encode` to `chunk`, a writable uint8 vector. Raises CorruptSource, with `chunk` unchanged, if it is bad."""
+    """Applies a patch of `encode` to `chunk`, a writable uint8 vector. Raises CorruptSource for a bad patch, with `chunk` unchanged."""
     unit = _unit(item_bytes, len(chunk))
     _require(len(patch) >= _HEAD.size, f"patch has {len(patch)} bytes: too short for its header of {_HEAD.size} bytes")
     form, stated = _HEAD.unpack_from(patch)

@@ -152,7 +152,7 @@ def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> 
 def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = None) -> Manifest:
     """Returns the manifest in `data`, the untrusted bytes of a manifest.json, after checking it.
 
-    Raises CorruptSource, with the reason, if it is malformed, contradicts itself, or breaks one of the two conditions.
+    Raises CorruptSource, with the reason, if it is malformed, contradicts itself, or is not of `version` or `trusted_key`.
 
     Args:
       data: the bytes of a manifest.json.
