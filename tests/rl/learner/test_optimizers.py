@@ -71,47 +71,42 @@ def rate_of(config, n):
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
+def assert_steps(config, direction):
+    """Clips the whole gradient, decays matrices only; n = 1, 2, ... has the rate learning_rate x min(1, n / warmup_steps)."""
+    w = draw(0)
+    for n, (_, grads, after) in enumerate(steps(config), start=1):
+        for name, g in clipped(grads, config.clip_norm).items():
+            decay = 0.3 * w[name] if name in MATRICES else 0.0
+            w[name] = w[name] - rate_of(config, n - 1) * (direction(name, g, n) + decay)
+            np.testing.assert_allclose(after[name], w[name], atol=3e-6)  # seven float32 steps on values of size 1
+
+
 @pytest.mark.parametrize(("warmup_steps", "clip_norm"), [(0, 0.0), (1, 0.7), (4, 0.7)])
 def test_adamw(warmup_steps, clip_norm):
-    """Loshchilov & Hutter 2019, algorithm 2: clip the whole gradient, decay matrices only, warm up linearly.
-
-    At step n = 1, 2, ... the rate is learning_rate x min(1, n / warmup_steps): the first step already moves.
-    """
-    config = dataclasses.replace(CONFIG, warmup_steps=warmup_steps, clip_norm=clip_norm)
-    w = draw(0)
+    """Loshchilov & Hutter 2019, algorithm 2. The first step already moves."""
     m, v = ({name: np.zeros(s.shape) for name, s in SPECS.items()} for _ in range(2))
-    for n, (_, grads, after) in enumerate(steps(config), start=1):
-        g = clipped(grads, clip_norm)
-        for name in SPECS:
-            m[name] = 0.8 * m[name] + 0.2 * g[name]
-            v[name] = 0.9 * v[name] + 0.1 * g[name] ** 2
-            direction = m[name] / (1 - 0.8**n) / (np.sqrt(v[name] / (1 - 0.9**n)) + 1e-3)
-            decay = 0.3 * w[name] if name in MATRICES else 0.0
-            w[name] = w[name] - rate_of(config, n - 1) * (direction + decay)
-            np.testing.assert_allclose(after[name], w[name], atol=3e-6)  # seven float32 steps on values of size 1
+
+    def direction(name, g, n):
+        m[name] = 0.8 * m[name] + 0.2 * g
+        v[name] = 0.9 * v[name] + 0.1 * g**2
+        return m[name] / (1 - 0.8**n) / (np.sqrt(v[name] / (1 - 0.9**n)) + 1e-3)
+
+    assert_steps(dataclasses.replace(CONFIG, warmup_steps=warmup_steps, clip_norm=clip_norm), direction)
 
 
 def test_sgd():
     """Nesterov (Sutskever 2013): m <- mu m + g, step along mu m + g."""
-    config = dataclasses.replace(CONFIG, name="sgd", momentum=0.9)
-    w, m = draw(0), {name: np.zeros(s.shape) for name, s in SPECS.items()}
-    for n, (_, grads, after) in enumerate(steps(config)):
-        g = clipped(grads, config.clip_norm)
-        for name in SPECS:
-            m[name] = 0.9 * m[name] + g[name]
-            decay = 0.3 * w[name] if name in MATRICES else 0.0
-            w[name] = w[name] - rate_of(config, n) * (0.9 * m[name] + g[name] + decay)
-            np.testing.assert_allclose(after[name], w[name], atol=3e-6)
+    m = {name: np.zeros(s.shape) for name, s in SPECS.items()}
+
+    def direction(name, g, n):
+        m[name] = 0.9 * m[name] + g
+        return 0.9 * m[name] + g
+
+    assert_steps(dataclasses.replace(CONFIG, name="sgd", momentum=0.9), direction)
 
 
 def test_sign():
-    config = dataclasses.replace(CONFIG, name="sign")
-    w = draw(0)
-    for n, (_, grads, after) in enumerate(steps(config)):
-        for name in SPECS:
-            decay = 0.3 * w[name] if name in MATRICES else 0.0
-            w[name] = w[name] - rate_of(config, n) * (np.sign(grads[name]) + decay)
-            np.testing.assert_allclose(after[name], w[name], atol=3e-6)
+    assert_steps(dataclasses.replace(CONFIG, name="sign"), lambda name, g, n: np.sign(g))
 
 
 def newton_schulz(x):
@@ -250,6 +245,7 @@ def test_the_state_lies_as_its_parameters(name, offload):
         for path, leaf in jax.tree_util.tree_leaves_with_path(transformer.abstract(MODEL, mesh))
     }
     num = 0
+    assert state.step.sharding.is_fully_replicated and state.step.dtype == jnp.int32
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
         if leaf.ndim == 0:
             assert leaf.sharding.is_fully_replicated and leaf.sharding.memory_kind != "pinned_host"

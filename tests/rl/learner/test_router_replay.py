@@ -8,7 +8,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -71,31 +70,6 @@ def pack(trees, config, rows=2, capacity=6):
     return packing.pack(trees, packing.Layout(ROW, rows, capacity, router_replay=router_replay.RouterReplay.of(config)))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def reference(params, config, experts_LNTX):
-    """(loss, gradient) of INTELLECT-2's formula on rows that are not packed, with given experts or the routers' own."""
-    tokens_NT, temperature_NT, mask_NT, behavior_NT, A_NT = small.plain_rows()
-    clip = small.CLIP
-
-    def loss(params):
-        hidden, _ = transformer.apply(params, config, tokens_NT, experts_LBTX=experts_LNTX)
-        logits = transformer.logits(params, config, hidden)[:, :-1] / temperature_NT[:, 1:, None]
-        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens_NT[:, 1:, None], axis=-1)[..., 0]
-        r = jnp.clip(jnp.exp(logp - behavior_NT[:, 1:]), 0, clip["delta"])
-        clipped = jnp.clip(r, 1 - clip["clip_low"], 1 + clip["clip_high"])
-        total = jnp.maximum(-r * A_NT[:, 1:], -clipped * A_NT[:, 1:]) * mask_NT[:, 1:]
-        return total.sum() / mask_NT.sum()
-
-    return jax.value_and_grad(loss)(params)
-
-
-def assert_gradient(state, expected):
-    grads = optax.tree.get(state.opt_state, "trace")
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
-        # As in tests/rl/learner/test_train_step.py: sums of 100 products that cancel.
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
-
-
 axes = small.axes
 
 
@@ -116,10 +90,10 @@ def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes,
     state, metrics = step(fresh(), packing.place(pack(with_experts(choose), config, rows, capacity), mesh))
     params = small.params_of(config)
     tokens_NT, experts = plain_rows(config, choose)
-    loss, expected = reference(params, config, experts)
+    (loss, _), expected = small.reference(params, config, experts)
     assert float(metrics["loss/total"]) == pytest.approx(float(loss), abs=3e-6)
-    assert_gradient(state, expected)
-    own, _ = reference(params, config, None)
+    small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
+    (own, _), _ = small.reference(params, config)
     assert abs(float(own) - float(loss)) > 1e-3
     counts = np.array([(experts[layer][..., None] == np.arange(4)).sum() for layer in range(len(experts))])
     assert (counts > 0).all()
@@ -135,9 +109,7 @@ def test_the_part_that_would_have_been_chosen_otherwise():
     for tree in small.trees():
         room = 0
         for branch in tree.branches:
-            computes_prompt = room < len(
-                branch.tokens
-            )  # a branch without room next to its siblings has a prompt of its own
+            computes_prompt = room < len(branch.tokens)  # no room next to its siblings: a prompt of its own
             room = (ROW - len(tree.prompt) if computes_prompt else room) - len(branch.tokens)
             span = slice(0 if computes_prompt else len(tree.prompt), len(tree.prompt) + len(branch.tokens))
             differs += (own_NT2[row, span] != given_NT2[row, span]).any(axis=-1).tolist()
@@ -171,10 +143,10 @@ def test_replay_of_the_same_weights_is_no_replay():
     params = small.params_of(MOE)
     step, fresh, mesh = small.compiled(MOE, ())
     state, metrics = step(fresh(), packing.place(pack(with_experts(own_experts(MOE, params)), MOE), mesh))
-    loss, expected = reference(params, MOE, None)
+    (loss, _), expected = small.reference(params, MOE)
     assert float(metrics["moe/routing_mismatch"]) == 0
     assert float(metrics["loss/total"]) == pytest.approx(float(loss), abs=3e-6)
-    assert_gradient(state, expected)
+    small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
 
 
 @pytest.mark.slow

@@ -30,36 +30,6 @@ from tests.support import small_learner as small
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
-@functools.cache
-def reference(config):
-    """(loss, entropy, gradient): every branch with its prompt in a row of its own, all logits, INTELLECT-2's formula."""
-    pairs = [(tree.prompt, branch) for tree in small.trees() for branch in tree.branches]
-    N, T = len(pairs), small.ROW
-    arrays = {name: np.zeros((N, T), np.float32) for name in ("loss_mask", "behavior_logp", "advantage")}
-    tokens_NT, temperature_NT = np.zeros((N, T), np.int32), np.ones((N, T), np.float32)
-    for row, (prompt, branch) in enumerate(pairs):
-        sequence = [*prompt, *branch.tokens]
-        tokens_NT[row, : len(sequence)], temperature_NT[row] = sequence, branch.temperature
-        for name, array in arrays.items():
-            array[row, len(prompt) : len(sequence)] = getattr(branch, name)
-    target_NT = np.eye(config.vocab_size, dtype=np.float32)[tokens_NT[:, 1:]]
-    mask_NT, behavior_NT, A_NT = (array[:, 1:] for array in arrays.values())
-
-    def loss(params):
-        hidden, _ = transformer.apply(params, config, tokens_NT)  # padding follows the tokens: causality hides it
-        logits = transformer.logits(params, config, hidden)[:, :-1] / temperature_NT[:, 1:, None]
-        logp_NTV = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        r = jnp.exp((logp_NTV * target_NT).sum(axis=-1) - behavior_NT)
-        bounded = jnp.clip(r, 0.0, small.CLIP["delta"])
-        clipped = jnp.clip(bounded, 1 - small.CLIP["clip_low"], 1 + small.CLIP["clip_high"])
-        total = (jnp.maximum(-bounded * A_NT, -clipped * A_NT) * mask_NT).sum() / mask_NT.sum()
-        entropy = -(jnp.exp(logp_NTV) * logp_NTV).sum(axis=-1)
-        return total, (entropy * mask_NT).sum() / mask_NT.sum()
-
-    (total, entropy), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(small.params_of(config))
-    return float(total), float(entropy), jax.tree.map(np.asarray, grads)
-
-
 def step_once(batch, config=small.DENSE, sizes=()):
     """(metrics, gradient, new state) of one step."""
     step, fresh, mesh = small.compiled(config, sizes)
@@ -88,16 +58,14 @@ def step_once(batch, config=small.DENSE, sizes=()):
 def test_packed_sharded_and_accumulated_gradients_equal_the_plain_one(config, sizes, rows, capacity):
     batch = small.pack(rows, capacity)
     metrics, grads, state = step_once(batch, config, sizes)
-    loss, entropy, expected = reference(config)
+    (loss, entropy), expected = jax.tree.map(np.asarray, small.reference(small.params_of(config), config))
     # Float32 sums of 12 x 16 tokens in another order, and over 8 devices: measured 5e-7 on losses of size 1.
     assert metrics["loss/total"] == pytest.approx(loss, abs=3e-6)
     assert metrics["loss/entropy"] == pytest.approx(entropy, abs=3e-6)
     num_tokens = sum(branch.loss_mask.sum() for tree in small.trees() for branch in tree.branches)
     assert metrics["loss/num_tokens"] == num_tokens > 50
-    # A gradient's entries are sums of 100 products that cancel: measured 2e-6 of the largest entry of a leaf.
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
-        assert np.abs(b).max() > 1e-3, path
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(expected))
+    small.assert_gradient(grads, expected)
     norm = math.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in jax.tree.leaves(expected)))
     assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for p, g, q in zip(*map(jax.tree.leaves, (small.params_of(config), grads, state.params)), strict=True):
@@ -161,15 +129,6 @@ def test_a_gradient_that_is_not_finite_is_not_applied():
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
-def plain_logp(params, config):
-    """(logp, entropy) [N, T - 1] of the rows above, from all logits."""
-    tokens_NT, temperature_NT, *_ = small.plain_rows()
-    logits = transformer.logits(params, config, transformer.apply(params, config, tokens_NT)[0])
-    logp_NTV = jax.nn.log_softmax(logits[:, :-1] / temperature_NT[:, 1:, None])
-    logp = (logp_NTV * np.eye(config.vocab_size, dtype=np.float32)[tokens_NT[:, 1:]]).sum(axis=-1)
-    return logp, -(jnp.exp(logp_NTV) * logp_NTV).sum(axis=-1)
-
-
 def weights_of(tokens):
     """Weights of the other components, and a reference's log-probability, as functions of a token's id."""
     ce = np.where(tokens % 3 == 0, (tokens + 1) / 64, 0).astype(np.float32)
@@ -199,7 +158,7 @@ def test_the_objective_is_the_sum_of_its_components():
     mask_NT, behavior_NT, A_NT = mask_NT[:, 1:], behavior_NT[:, 1:], A_NT[:, 1:]
 
     def loss(params):
-        logp, entropy = plain_logp(params, small.DENSE)
+        logp, entropy = small.plain_logp(params, small.DENSE)
         N, log_r = mask_NT.sum(), logp - behavior_NT
         policy = -(jnp.exp(log_r) * A_NT * mask_NT).sum() / N
         kl = (0.5 * (logp - reference_NT) ** 2 * mask_NT).sum() / N
@@ -221,9 +180,7 @@ def test_the_objective_is_the_sum_of_its_components():
         assert float(metrics["loss/total"]) == pytest.approx(float(total), rel=1e-5)
         for name, part in zip(("policy", "kl", "ce", "ref_kl"), parts, strict=True):
             assert float(metrics[f"loss/{name}"]) == pytest.approx(float(part), rel=1e-5), name
-        grads = optax.tree.get(state.opt_state, "trace")
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max(), err_msg=str(path))
+        small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
 
 
 @pytest.mark.slow
@@ -237,7 +194,7 @@ def test_losses_over_streams_are_the_same_on_one_device_and_eight():
         state, metrics = train_step.jit_train_step(learner)(state, batch)
         found.append((float(metrics["loss/total"]), jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "trace"))))
     tokens_NT, _, mask_NT, behavior_NT, A_NT = small.plain_rows()
-    logp = np.asarray(plain_logp(small.params_of(small.DENSE), small.DENSE)[0], np.float64)
+    logp = np.asarray(small.plain_logp(small.params_of(small.DENSE), small.DENSE)[0], np.float64)
     total, streams = 0.0, 0
     for row in range(len(tokens_NT)):
         picked = np.flatnonzero(mask_NT[row, 1:])
@@ -247,8 +204,7 @@ def test_losses_over_streams_are_the_same_on_one_device_and_eight():
             streams += 1
     for value, grads in found:
         assert value == pytest.approx(total / streams, rel=2e-5)
-        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(found[0][1]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+        small.assert_gradient(grads, found[0][1])
 
 
 SEVERAL = objective_lib.Objective(old_logprobs="learner", optimizer_steps=3)
@@ -325,7 +281,7 @@ def test_a_loss_of_your_own_is_a_function():
     _, metrics = step(fresh(), packing.place(small.pack(), mesh))
     num_streams = sum(branch.loss_mask.any() for tree in small.trees() for branch in tree.branches)
     _, _, mask_NT, _, A_NT = small.plain_rows()
-    logp = np.asarray(plain_logp(small.params_of(small.DENSE), small.DENSE)[0])
+    logp = np.asarray(small.plain_logp(small.params_of(small.DENSE), small.DENSE)[0])
     expected = -2 * (logp * A_NT[:, 1:] * mask_NT[:, 1:]).sum() / num_streams
     assert float(metrics["loss/total"]) == pytest.approx(expected, rel=1e-5)
     # Every micro-batch reports the global count, and metrics add up over micro-batches: five are in use.
@@ -392,9 +348,7 @@ def test_a_stream_that_the_objective_needs_must_be_there():
     objective = objective_lib.Objective(kl_coef=0.1, kl_reference="reference")
     step = train_step.jit_train_step(small.make(objective=objective))
     _, fresh, mesh = small.compiled(small.DENSE, ())
-    with pytest.raises(
-        ValueError, match="no stream 'ref_logp', which the objective needs; name it in the layout's `streams`"
-    ):
+    with pytest.raises(ValueError, match="no stream 'ref_logp', .* needs; name it in the layout's `streams`"):
         step(fresh(), packing.place(small.pack(), mesh))
 
 
@@ -407,16 +361,13 @@ def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
     text = step.lower(fresh(), packing.place(small.pack(16, 1), mesh)).compile().as_text()
     inside, outside = 0, 0
     for computation in re.split(r"\n(?=%|ENTRY )", text):
-        num = len(
-            re.findall(r"= f32\[[^=]* all-gather(?:-start)?\(", computation)
-        )  # token ids may be gathered anywhere
+        num = len(re.findall(r"= f32\[[^=]* all-gather(?:-start)?\(", computation))  # other dtypes: token ids
         if computation.startswith("ENTRY"):
             outside += num
         else:
             inside += num
-    assert (
-        outside == 0 and inside >= len(jax.tree.leaves(small.params_of(small.DENSE))) - 4
-    )  # all but the scales of norms
+    num_matrices = len(jax.tree.leaves(small.params_of(small.DENSE))) - 4  # all but the scales of norms
+    assert outside == 0 and inside >= num_matrices
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------
@@ -447,9 +398,7 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
 
     promised = train_step.abstract_state(learner)
     before, losses = types(state), []
-    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), promised) == jax.tree.map(
-        lambda x: (x.shape, x.dtype, x.sharding), state
-    )
+    assert small.kinds(promised) == small.kinds(state)
     for i in range(20):
         old = state
         state, metrics = step(old, part if i % 3 == 2 else whole)
@@ -508,16 +457,6 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     assert number == 2 and int(resumed.step) == 4 and metrics == whole_metrics
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert step._cache_size() == 1
-
-
-def test_moments_are_split_as_their_parameters():
-    optimizer = train_step.make_optimizer(ADAMW, small.MOE)
-    sizes = small.axes(expert=2, fsdp=2, tensor=2)
-    state = train_step.abstract_state(small.make(small.MOE, sizes=sizes, optimizer=optimizer))
-    layout = jax.tree.map(lambda x: x.sharding, state.params)
-    for name in ("mu", "nu"):
-        assert jax.tree.map(lambda x: x.sharding, optax.tree.get(state.opt_state, name)) == layout
-    assert state.step.sharding.is_fully_replicated and state.step.dtype == jnp.int32
 
 
 def test_parameters_are_born_the_same_on_every_mesh():
