@@ -1,5 +1,6 @@
 """The trained tokens of a conversation, the sources of examples, and the end of supervised training ends."""
 
+import dataclasses
 import json
 
 import jax
@@ -128,18 +129,6 @@ def test_messages_as_other_tools_write_them(tmp_path):
     ((user, assistant),) = (record["messages"] for record in sft.read_conversations(str(path)))
     assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
     assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
-    for wrong, words in (
-        ({"role": "user", "content": [{"type": "image_url"}]}, "line 1: a message has a part that is not text"),
-        ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "make them a JSON object",
-        ),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name; set function.name"),
-        ({"role": "assistant", "tool_calls": {}}, "tool_calls is not a list"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            sft.read_conversations(write(tmp_path / "wrong.jsonl", [{"messages": [wrong]}]))
     for missing in ("absent.jsonl", ".", "empty.jsonl"):
         (tmp_path / "empty.jsonl").write_text("\n")
         with pytest.raises(ValueError, match="warmup.data = .* (cannot be read|is empty)"):
@@ -148,42 +137,46 @@ def test_messages_as_other_tools_write_them(tmp_path):
 
 def test_a_template_in_which_no_answer_can_be_found_is_told_apart():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    plain = tokenizer_lib.Tokenizer(
-        CHATML.model, CHATML.specials, template, CHATML.pad_id, CHATML.eos_id, CHATML.stop_ids
-    )
+    plain = dataclasses.replace(CHATML, chat_template=template)
     with pytest.raises(ValueError, match="does not mark where an answer begins.*generation"):
         sft.stream(plain, TURNS, max_length=200)
 
 
-def test_conversations_are_read_and_wrong_lines_named(tmp_path):
+def test_conversations_are_read(tmp_path):
     good = write(tmp_path / "good.jsonl", [conversation("ab"), conversation("é") | {"tools": [{"name": "f"}]}])
     first, second = sft.read_conversations(good)
     assert first == conversation("ab") | {"tools": None} and second["tools"] == [{"name": "f"}]
-    for number, (line, word) in enumerate(
-        [
-            ("{", "is not JSON"),
-            ("[1]", "no messages"),
-            ('{"messages": []}', "no messages"),
-            ('{"messages": [{"content": "x"}]}', "a message has no role"),
-            (json.dumps(conversation("a") | {"tools": "f"}), "tools is not a list"),
-        ]
-    ):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text(json.dumps(conversation("ok")) + "\n" + line + "\n")
-        with pytest.raises(ValueError, match=f"line 2.*{word}"):
-            sft.read_conversations(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "no messages"),
+        ({"messages": []}, "no messages"),
+        ({"content": "x"}, "a message has no role"),
+        (conversation("a") | {"tools": "f"}, "tools is not a list"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "a message has a part that is not text"),
+        ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
+        ({"role": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "make them a JSON object"),
+        ({"role": "x", "tool_calls": [{"function": {}}]}, "a tool call has no name; set function.name"),
+        ({"role": "x", "tool_calls": {}}, "tool_calls is not a list"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, line, words):
+    if isinstance(line, dict):  # a message, unless it is a whole record
+        line = json.dumps(line if "messages" in line else {"messages": [line]})
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(json.dumps(conversation("ok")) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=f"line 2.*{words}"):
+        sft.read_conversations(str(path))
 
 
 def config_of(**changes):
     c = quickstart.get_config()
-    small = dict(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_dim=64)
-    for name, value in small.items():
-        c.model[name] = value
-    c.warmup.tasks_per_step = 4
-    c.train.rows = 2
-    for name, value in changes.items():
-        section, field = name.split("__")
-        c[section][field] = value
+    c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_dim=64)
+    c.warmup.tasks_per_step, c.train.rows = 4, 2
+    c.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
     return c
 
 
@@ -246,16 +239,8 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
     """Two conversations to learn by heart, two of another kind held out: it stops early, reports why, and stays stopped."""
     records = [conversation("abc"), conversation("bca"), conversation("XYZ"), conversation("ZZY")]
     path = write(tmp_path / "c.jsonl", records)
-    exp = experiment.resolve(
-        config_of(
-            warmup__data=path,
-            warmup__eval_every=4,
-            warmup__eval_tasks=2,
-            warmup__patience=2,
-            warmup__num_steps=80,
-            warmup__learning_rate=1e-2,
-        )
-    )
+    rates = {"warmup__patience": 2, "warmup__num_steps": 80, "warmup__learning_rate": 1e-2}
+    exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=4, warmup__eval_tasks=2, **rates))
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress()
     params = sft.train(exp, tmp_path, mesh, writer, progress)

@@ -49,40 +49,41 @@ def dapo(t, *, clip_low, clip_high):
     return ppo(t.r, t.A, clip_low, clip_high)
 
 
-def grpo(streams, denom, num_streams, *, clip_low, clip_high):
-    total, flags = 0.0, []
-    for stream in streams:
-        pairs = [ppo(t.r, t.A, clip_low, clip_high) for t in stream]
-        total += sum(v for v, _ in pairs) / len(stream) / num_streams
-        flags.append([f for _, f in pairs])
-    return total, flags
+def each_stream(function):
+    """An oracle of a stream as one of a batch: the sum over all streams, over `num_streams`."""
+
+    def whole(streams, denom, num_streams, **options):
+        pairs = [function(stream, **options) for stream in streams]
+        return sum(value for value, _ in pairs) / num_streams, [flags for _, flags in pairs]
+
+    return whole
 
 
-def dr_grpo(streams, denom, num_streams, *, clip_low, clip_high, length):
-    pairs = [ppo(t.r, t.A, clip_low, clip_high) for stream in streams for t in stream]
-    return sum(v for v, _ in pairs) / (num_streams * length), [[f for _, f in pairs]]
+@each_stream
+def grpo(stream, *, clip_low, clip_high):
+    pairs = [ppo(t.r, t.A, clip_low, clip_high) for t in stream]
+    return sum(v for v, _ in pairs) / len(stream), [f for _, f in pairs]
 
 
-def gspo(streams, denom, num_streams, *, clip_low, clip_high):
-    total, flags = 0.0, []
-    for stream in streams:
-        s = math.exp(sum(t.fixed_log_r for t in stream) / len(stream))
-        pairs = [ppo(s * math.exp(t.logp - t.fixed), t.A, clip_low, clip_high) for t in stream]
-        total += sum(v for v, _ in pairs) / len(stream) / num_streams
-        flags.append([f for _, f in pairs])
-    return total, flags
+@each_stream
+def dr_grpo(stream, *, clip_low, clip_high, length):
+    pairs = [ppo(t.r, t.A, clip_low, clip_high) for t in stream]
+    return sum(v for v, _ in pairs) / length, [f for _, f in pairs]
 
 
-def gmpo(streams, denom, num_streams, *, log_clip):
-    total, flags = 0.0, []
-    for stream in streams:
-        product = 1.0
-        for t in stream:
-            product *= math.exp(min(t.log_r, log_clip) if t.A > 0 else max(t.log_r, -log_clip))
-        A = sum(t.A for t in stream) / len(stream)
-        total -= A * product ** (1 / len(stream)) / num_streams
-        flags.append([(t.A > 0 and t.log_r > log_clip) or (t.A < 0 and t.log_r < -log_clip) for t in stream])
-    return total, flags
+@each_stream
+def gspo(stream, *, clip_low, clip_high):
+    s = math.exp(sum(t.fixed_log_r for t in stream) / len(stream))
+    pairs = [ppo(s * math.exp(t.logp - t.fixed), t.A, clip_low, clip_high) for t in stream]
+    return sum(v for v, _ in pairs) / len(stream), [f for _, f in pairs]
+
+
+@each_stream
+def gmpo(stream, *, log_clip):
+    product = math.prod(math.exp(min(t.log_r, log_clip) if t.A > 0 else max(t.log_r, -log_clip)) for t in stream)
+    A = sum(t.A for t in stream) / len(stream)
+    flags = [(t.A > 0 and t.log_r > log_clip) or (t.A < 0 and t.log_r < -log_clip) for t in stream]
+    return -A * product ** (1 / len(stream)), flags
 
 
 def masked_importance_sampling(
@@ -145,7 +146,7 @@ def cross_entropy(t):
     return -t.logp * t.A, False
 
 
-PPO = {"clip_low": 0.2, "clip_high": 0.3}
+PPO, PRIME = {"clip_low": 0.2, "clip_high": 0.3}, {"ratio_low": 0.125, "ratio_high": 8.0}
 CASES = {
     "two_sided_clip": (two_sided_clip, PPO | {"delta": 4.0}),
     "grpo": (grpo, PPO),
@@ -154,17 +155,11 @@ CASES = {
     "gspo": (gspo, PPO),
     "gmpo": (gmpo, {"log_clip": 0.4}),
     "masked_importance_sampling": (masked_importance_sampling, {"ratio_low": 0.5, "ratio_high": 5.0}),
-    "masked_importance_sampling/kill": (
-        masked_importance_sampling,
-        {"ratio_low": 0.125, "ratio_high": 8.0, "stream_low": 0.15},
-    ),
-    "masked_importance_sampling/largest": (
-        masked_importance_sampling,
-        {"ratio_low": 0.125, "ratio_high": 8.0, "stream_high": 6.0},
-    ),
+    "masked_importance_sampling/kill": (masked_importance_sampling, PRIME | {"stream_low": 0.15}),
+    "masked_importance_sampling/largest": (masked_importance_sampling, PRIME | {"stream_high": 6.0}),
     "masked_importance_sampling/geometric": (
         masked_importance_sampling,
-        {"ratio_low": 0.125, "ratio_high": 8.0, "geometric_low": 0.6, "geometric_high": 2.0},
+        PRIME | {"geometric_low": 0.6, "geometric_high": 2.0},
     ),
     "cispo": (cispo, {"ratio_low": 0.5, "ratio_high": 5.0}),
     "truncated_importance_sampling": (truncated_importance_sampling, PPO | {"cap": 2.0}),
@@ -252,9 +247,8 @@ def run(case, batch, denom, num_streams=1.0, **options):
     ids = np.asarray(batch[4], np.int32) if len(batch) > 4 else np.zeros(shape, np.int32)
     sampler = np.asarray(batch[5], np.float32) if len(batch) > 5 else arrays[1]
     options = tuple(sorted((options or CASES[case][1]).items()))
-    (value, metrics), grad = value_and_grad(
-        name, options, arrays, ids, sampler, np.float32(denom), np.float32(num_streams)
-    )
+    counts = np.float32(denom), np.float32(num_streams)
+    (value, metrics), grad = value_and_grad(name, options, arrays, ids, sampler, *counts)
     assert value.dtype == np.float32 and value.shape == ()
     return float(value), {key: float(x) for key, x in metrics.items()}, np.asarray(grad)
 
@@ -608,12 +602,8 @@ def test_kl_penalty(name):
     def loops(logp):
         return sum(estimator(name, logp[i], reference[i]) for i in np.ndindex(mask.shape) if mask[i]) / 7.0
 
-    check(
-        lambda x: divergences.kl_penalty(name, x, np.float32(reference), np.float32(mask), 7.0),
-        loops,
-        logp,
-        mask == 0,
-    )
+    arrays = [x.astype(np.float32) for x in (reference, mask)]
+    check(lambda x: divergences.kl_penalty(name, x, *arrays, 7.0), loops, logp, mask == 0)
 
 
 def test_kl_estimators_agree_with_the_divergence():
@@ -666,12 +656,6 @@ def test_reference_distillation():
             total += weight[i] * (-keep * (reference[i] - logp[i]) * r + 1e-3 * math.log(r) ** 2)
         return total / 6.0
 
-    check(
-        lambda x: divergences.reference_distillation(
-            x, np.float32(behavior), np.float32(reference), np.float32(weight), 6.0
-        ),
-        loops,
-        logp,
-        weight == 0,
-    )
+    arrays = [x.astype(np.float32) for x in (behavior, reference, weight)]
+    check(lambda x: divergences.reference_distillation(x, *arrays, 6.0), loops, logp, weight == 0)
     assert 0 < drops < (weight > 0).sum()
