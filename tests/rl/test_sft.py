@@ -63,7 +63,7 @@ def test_the_loss_lies_on_the_messages_of_the_roles(roles, expected):
     tree = sft.stream(CHATML, TURNS, roles=roles, max_length=200)
     assert trained_text(tree) == expected
     (branch,) = tree.branches
-    assert branch.loss_mask[-1] == 1 and len(tree.prompt) == 0  # nothing behind the last trained token
+    assert branch.loss_mask[-1] == 1 and len(tree.prompt) == 0  # nothing after the last trained token
     assert branch.tokens.tolist() == CHATML.render(TURNS).token_ids[: len(branch.tokens)]
     np.testing.assert_array_equal(branch.advantage, branch.loss_mask)
 
@@ -118,7 +118,7 @@ def write(path, records):
 
 
 def test_messages_as_other_tools_write_them(tmp_path):
-    """OpenAI's: arguments as a string, null beside a call, parts of text; and a separator of lines inside a text."""
+    """OpenAI's: arguments as a string, null next to a call, parts of text; and a separator of lines inside a text."""
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one\u2028two"}, {"type": "text", "text": "\x85"}]},

@@ -4,7 +4,6 @@ A run here is the quickstart with fewer steps and tasks: same model function, en
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from models import hf, transformer
 from models.text import tokenizer
 from rl import train
 from rl.batch import packing
-from rl.reporting import metrics
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from tests.support import tiny_run
@@ -26,9 +24,8 @@ from tests.support import tiny_run
 
 def evidence(workdir) -> tuple[int, list[float]]:
     """The number of rollouts of its one worker in the last checkpoint's record, and the wealth against it."""
-    (text,) = (
-        text for file in (workdir / "checkpoints" / "6" / "host").iterdir() if "evidence" in (text := file.read_text())
-    )
+    texts = (file.read_text() for file in (workdir / "checkpoints" / "6" / "host").iterdir())
+    (text,) = (text for text in texts if "evidence" in text)
     (record,) = json.loads(text)["rollouts"]["evidence"]["records"].values()
     return record["num_claims"], record["log_wealth"]["claims"]
 
@@ -65,9 +62,7 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     process = subprocess.Popen(tiny_run.command(workdir), cwd=tiny_run.ROOT, stdout=log, stderr=log)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
-        if (workdir / "metrics.jsonl").exists() and sum(
-            r["phase"] == "rl" for r in metrics.read(workdir / "metrics.jsonl")
-        ) >= 3:
+        if (workdir / "metrics.jsonl").exists() and len(tiny_run.curve(workdir)) >= 3:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -95,9 +90,8 @@ def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_
         assert re.search(r"is (nan|inf) at warm-up step [23]; .* or lower warmup.learning_rate", line)
     else:
         step = int(re.search(r"is (?:nan|inf) at step (\d+); ", line)[1])
-        assert (
-            f"the last good checkpoint is step {step - 1}" in line and len(tiny_run.curve(tmp_path / "w")) == step - 1
-        )
+        assert f"the last good checkpoint is step {step - 1}" in line
+        assert len(tiny_run.curve(tmp_path / "w")) == step - 1
         assert packing.load(tmp_path / "w" / "failed_batch.npz").tokens.shape[0]
         assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1] == step - 1
 
@@ -119,9 +113,7 @@ def test_evaluate_scores_a_checkpoint(finished):
     argv[-1] = "--step=5"
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert (
-        result.stderr.startswith("error: ") and "5" in result.stderr and "4" in result.stderr
-    )  # names the existing ones
+    assert re.match("error: .*5.*4", result.stderr)  # names the existing ones
 
 
 @pytest.mark.slow
@@ -212,20 +204,12 @@ def test_a_learning_rate_of_zero_changes_nothing(tmp_path):
     assert scores[0] == scores[-1]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.slow
 def test_a_full_disk_ends_in_one_line(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("tmpfs cannot be mounted here")
-    try:
+    with tiny_run.small_disk(tmp_path) as disk:
         result = tiny_run.run(disk / "w")
         assert result.returncode == 1, result.stdout
         assert "Traceback" not in result.stderr and result.stderr.count("error: ") == 1
         assert "space" in result.stderr.lower()
         weights = disk / "w" / "weights"
         assert not weights.exists() or all((v / "manifest.json").exists() for v in weights.glob("v*"))
-    finally:
-        subprocess.run(["umount", disk], check=True)

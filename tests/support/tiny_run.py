@@ -1,9 +1,12 @@
 """Shared by the tests of whole runs: the quickstart with a smaller model, fewer steps and tasks, as a command."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
+
+import pytest
 
 from rl.reporting import metrics
 
@@ -48,3 +51,16 @@ def curve(workdir) -> list[dict]:
     """The metrics of RL steps, without those that depend on the clock."""
     lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == "rl"]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@contextlib.contextmanager
+def small_disk(tmp_path):
+    """Yields a folder on a disk of 400 kB; skips the test where none can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,7 +1,7 @@
-"""Packing against a slow first-fit decreasing and against the best packing there is; what each token reads is checked.
+"""Packing against a slow first-fit decreasing and against the best packing there is; the tokens that each token reads are checked.
 
-Token ids are unique over a batch, and every other per-token value is a function of the id: a value that lands beside
-another token is seen.
+Token ids are unique over a batch, and every other per-token value is a function of the id: a value that lands next
+to another token is seen.
 """
 
 import dataclasses

@@ -35,10 +35,8 @@ def stepped(model, sizes, rows, capacity, objective):
 
 def corrections(params):
     """[L, E] over the mixture layers."""
-    found = [
-        np.atleast_2d(block["moe"]["correction"]) for _, block in sorted(params["layers"].items()) if "moe" in block
-    ]
-    return np.concatenate(found)
+    blocks = [block["moe"] for _, block in sorted(params["layers"].items()) if "moe" in block]
+    return np.concatenate([np.atleast_2d(moe["correction"]) for moe in blocks])
 
 
 def loads(model, rows, capacity):

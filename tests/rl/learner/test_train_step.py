@@ -51,9 +51,7 @@ def step_once(batch, config=small.DENSE, sizes=()):
         pytest.param(small.DENSE, small.axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
         pytest.param(small.MOE, small.axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
     ],
-    ids=lambda x: (
-        {small.DENSE: "dense", small.MOE: "mixture"}.get(x) if isinstance(x, config_lib.ModelConfig) else str(x)
-    ),
+    ids=lambda x: ("mixture" if x.num_experts else "dense") if isinstance(x, config_lib.ModelConfig) else str(x),
 )
 def test_packed_sharded_and_accumulated_gradients_equal_the_plain_one(config, sizes, rows, capacity):
     batch = small.pack(rows, capacity)
@@ -271,9 +269,8 @@ def test_a_loss_of_your_own_is_a_function():
     """It gets the arguments that it names, and learns; unknown options are refused."""
 
     def reinforce(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, scale, num_streams, denom):
-        return -scale * jnp.sum(jnp.where(mask_BT > 0, logp_BT * advantage_BT, 0.0)) / num_streams, {
-            "loss/streams": num_streams
-        }
+        total = -scale * jnp.sum(jnp.where(mask_BT > 0, logp_BT * advantage_BT, 0.0))
+        return total / num_streams, {"loss/streams": num_streams}
 
     mesh = small.make_mesh(())
     step = train_step.jit_train_step(small.make(loss=reinforce, options={"scale": 2.0}))
@@ -415,11 +412,8 @@ def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
     """Compiled by a thread of its own, from shapes alone, on eight devices."""
     learner = small.make(sizes=small.axes(fsdp=2, tensor=4), optimizer=optax.sgd(0.1))
     state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
-    batch, shapes = (
-        packing.place(small.pack(), learner.mesh),
-        packing.abstract(packing.Layout(small.ROW, 2, 6), learner.mesh),
-    )
-
+    batch = packing.place(small.pack(), learner.mesh)
+    shapes = packing.abstract(packing.Layout(small.ROW, 2, 6), learner.mesh)
     jax.config.update("jax_log_compiles", True)  # of all threads, unlike the context manager
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
 
@@ -449,10 +443,9 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
         checkpointer.save(2, half, {})
     del half
+    learner = small.make(sizes=small.axes(fsdp=2, tensor=4))
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
-        number, restored, _ = checkpointer.restore(
-            train_step.abstract_state(small.make(sizes=small.axes(fsdp=2, tensor=4)))
-        )
+        number, restored, _ = checkpointer.restore(train_step.abstract_state(learner))
     resumed, metrics = run(restored, 2)
     assert number == 2 and int(resumed.step) == 4 and metrics == whole_metrics
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
