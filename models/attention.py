@@ -31,7 +31,7 @@ SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple o
 
 
 class Packing(NamedTuple):
-    """The places of tokens in packed rows, as arrays [B, T]. Causality goes by column, sliding windows by position."""
+    """The sequence, branch and position of each token in rows that pack several sequences, as arrays [B, T]."""
 
     positions: jax.Array  # of each token in its own sequence
     segment_ids: jax.Array  # 1, 2, ... per sequence; 0 is padding
@@ -53,7 +53,7 @@ def attend_packed(
     """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
 
     A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of
-    `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. Other options: see `attend`.
+    `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     mesh = jax.sharding.get_abstract_mesh()
@@ -97,7 +97,8 @@ def attend(
 def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:
     """Returns the attention mask [B, T, S] of packed rows, True where query t may read key s.
 
-    Query t may read keys of its sequence that are not later, are in its own branch or the shared prompt, and in the window.
+    Query t may read keys of its sequence that are in no later column, in its own branch or the shared prompt, and in the
+    window, which counts positions.
     Padding (segment 0) may read padding, which keeps the unused results finite.
     """
     mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
@@ -138,7 +139,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
 
 
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
-    """Runs blocks of queries against all keys; only the scores of one block exist at a time."""
+    """Returns attention of packed rows by XLA or on a CPU; only the scores of one block of queries exist at a time."""
     T, K = q_BTHC.shape[1], k_BTKC.shape[2]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
     is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
@@ -181,7 +182,7 @@ def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sin
 
 
 def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
-    """Calls `run(q, packing, columns)` on each block of queries, and joins the results, which have queries as dim 1."""
+    """Calls `run(q, packing, columns)` on each block of `BLOCK` queries, and joins the results along dim 1, the queries."""
     T = q_BTHC.shape[1]
     if T <= BLOCK:
         return run(q_BTHC, packing, columns_T)
@@ -200,7 +201,7 @@ def _by_blocks(run, q_BTHC, packing: Packing, columns_T):
 
 
 def _by_key_head(q_BTHC, num_kv_heads: int) -> jax.Array:
-    """Returns the queries of each key head, [B, K, G, T, C]."""
+    """Returns queries [B, T, H, C] grouped by the key head that they read, [B, K, G, T, C]."""
     B, T, _, C = q_BTHC.shape
     return jnp.moveaxis(q_BTHC.reshape(B, T, num_kv_heads, -1, C), 1, 3)
 
@@ -221,7 +222,7 @@ def _per_device(run: Callable, context: str | None) -> Callable:
 
 
 def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
-    """Returns ring attention of one device's queries; T is the device's share of the row.
+    """Returns ring attention of one device's queries to the keys of all devices; T is the device's share of the row.
 
     The softmax is accumulated as (weighted values, sum of weights, maximum).
     """
@@ -270,7 +271,7 @@ def _merge(a, b):
 
 
 def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, sinks_H, interpret: bool = False):
-    """Runs JAX's splash attention kernel, per device, on its rows and heads. `interpret` runs it on a CPU."""
+    """Returns causal attention by JAX's splash kernel for TPUs, on each device's rows and heads. `interpret` is for a CPU."""
     T = q_BTHC.shape[1]
     block = next(size for size in (SPLASH_BLOCK, 256, 128) if T % size == 0)
     backward = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")

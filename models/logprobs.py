@@ -81,7 +81,7 @@ class _Head:
         return self.batch_axes + self.context_axes
 
     def over_mesh(self, function, ins: str, outs: str):
-        """Returns `function(head, ...)`, run per device; letters of arrays: h hidden states, k head weights, t per token."""
+        """Returns `function(self, ...)` run per device; `ins`, `outs`: h hidden states, k head weights, t numbers per token."""
         function = functools.partial(function, self)
         if not (self.token_axes + self.model_axes + self.vocab_axes):
             return function
@@ -105,7 +105,7 @@ class _Head:
         return min(-(-self.num_columns // self.num_chunks // 128) * 128, self.num_columns)
 
     def start(self, i):
-        """Returns the first vocabulary column of chunk i; the last chunk may overlap the one before it."""
+        """Returns the first of this device's vocabulary columns in chunk i; the last chunk may overlap the one before it."""
         return jnp.minimum(i * self.chunk_size, self.num_columns - self.chunk_size)
 
     def split(self, x_BT, fill=0) -> jax.Array:

@@ -119,7 +119,7 @@ def balanced_correction(correction_E: jax.Array, load_E: jax.Array, rate: float)
 
 
 def _choose(choice_BTE, params: dict, config: config_lib.ModelConfig) -> jax.Array:
-    """Returns the X best experts of each token, among those of the best groups."""
+    """Returns the numbers of the X experts with the best scores of each token, [B, T, X], among those of the best groups."""
     if "correction" in params:
         choice_BTE += jax.lax.stop_gradient(params["correction"].astype(jnp.float32))[None, None]
     if config.router_groups > 1:

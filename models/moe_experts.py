@@ -245,7 +245,7 @@ def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
 
 
 def _gather_model_dim(name: str, param):
-    """Gathers the model dim of a parameter, which may be `Quantized`."""
+    """Returns a parameter, `Quantized` or not, with its model dim gathered from the devices of the `fsdp` axis."""
     if "model" not in AXES[name]:
         return param
     dim = AXES[name].index("model")

@@ -238,7 +238,7 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
 
 
 def _scans(config) -> list[dict[str, list[int]]]:
-    """Returns the stacks of each scan, in the order of the layers. Without `scan_layers`, one layer each."""
+    """Returns, for each scan over layers in turn, its stacks {key: layers}. Without `scan_layers`, a scan is one layer."""
     if not config.scan_layers:
         return [{f"{index:03d}": [index]} for index in range(config.num_layers)]
     kinds = [(config.is_moe(index), config.is_sliding(index)) for index in range(config.num_layers)]

@@ -98,7 +98,7 @@ def _compare(args) -> int:
     if mine.keys() != theirs.keys() or any(mine[path].shape != theirs[path].shape for path in mine):
         other_fields = dataclasses.asdict(other_config)
         changed = ", ".join(name for name, value in dataclasses.asdict(config).items() if value != other_fields[name])
-        raise ValueError(f"{args.dir} and {args.other} are different models; their configs differ in {changed}")
+        raise ValueError(f"{args.dir} and {args.other} differ in {changed}; compare checkpoints of one model")
     differs = 0
     for path, leaf in mine.items():
         if (error := float(jnp.abs(leaf - theirs[path]).max())) > 0:

@@ -142,7 +142,7 @@ def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, shar
 
 
 def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns the part `index` of a parameter, copied from its tensors."""
+    """Returns the slice `index` of a parameter, copied from the checkpoint's tensors in `sources` that contain some of it."""
     out = _aligned([s.stop - s.start for s in index], dtype)
     for name, part in sources:
         lead = len(part.index)

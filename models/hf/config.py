@@ -33,9 +33,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
         raise ValueError(f"config.json contains a {type(hf).__name__}, not an object: download it again")
     model_type, supported = hf.get("model_type"), ", ".join(families.FAMILIES)
     if model_type not in families.FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} in config.json is not supported; the supported ones are {supported}"
-        )
+        raise ValueError(f"model_type {model_type!r} in config.json is not supported; use one of {supported}")
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ValueError(

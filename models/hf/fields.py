@@ -19,7 +19,7 @@ LAYER_TYPES = {"full_attention": "F", "sliding_attention": "S"}
 
 
 def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool) -> dict:
-    """Returns the `ModelConfig` fields of rotary positions in a config.json; `default` and `default_theta` fill in.
+    """Returns the `ModelConfig` fields of rotary positions in a config.json; the defaults are used for absent entries.
 
     Raises ValueError if the scaling is not supported, or if only a fraction of each head rotates and not `may_be_partial`.
     """
@@ -49,15 +49,15 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
     original = int(stated.get("original_max_position_embeddings") or hf.get("max_position_embeddings") or 0)
     if not original and kind != "linear":
         raise ValueError(f"rope_type {kind!r} needs original_max_position_embeddings in config.json; add it")
-    factor = stated.get("factor")
+    factor, where = stated.get("factor"), "the rope scaling in config.json"
     if factor is None and kind == "yarn" and hf.get("max_position_embeddings"):
         factor = hf["max_position_embeddings"] / original
-    fields |= {"rope_scaling": kind, "rope_factor": float(need({"factor": factor}, "factor", "rope scaling"))}
+    fields |= {"rope_scaling": kind, "rope_factor": float(need({"factor": factor}, "factor", where))}
     if kind == "linear":
         return fields
     fields["rope_original_positions"] = original
     if kind == "llama3":
-        return fields | {ours: float(need(stated, name, "rope scaling")) for name, ours in SCALING[kind].items()}
+        return fields | {ours: float(need(stated, name, where)) for name, ours in SCALING[kind].items()}
     if stated.get("attention_factor") == 0:
         raise ValueError(
             "attention_factor 0 in config.json would erase all keys; remove it, and it is derived from the factor"
@@ -81,14 +81,16 @@ def write_rope_scaling(config: config_lib.ModelConfig) -> dict | None:
 
 
 def layers(hf: dict, default: list[bool]) -> dict:
-    """Returns the fields `layer_pattern` and `window` from the entry `layer_types`, or `default` (True: a sliding layer).
+    """Returns the `ModelConfig` fields of sliding-window layers, `layer_pattern` and `window`; {} if no layer slides.
 
-    Returns no fields if no layer slides.
+    The entry `layer_types` of config.json lists the layers; without it, `default` has True for each sliding layer.
     """
     sliding = default
     if kinds := hf.get("layer_types"):
         if unknown := set(kinds) - set(LAYER_TYPES):
-            raise ValueError(f"layer type {sorted(unknown)[0]!r} in config.json is not one of {', '.join(LAYER_TYPES)}")
+            raise ValueError(
+                f"layer type {min(unknown)!r} in config.json is not one of {', '.join(LAYER_TYPES)}; correct it"
+            )
         if len(kinds) != (L := hf["num_hidden_layers"]):
             raise ValueError(
                 f"layer_types in config.json has {len(kinds)} entries, but num_hidden_layers is {L}; correct the wrong one"
@@ -116,7 +118,7 @@ def need(hf: dict, key: str, where: str = "config.json") -> Any:
 
 
 def activation(hf: dict, key: str) -> str:
-    """Returns the field `activation` for the entry `key` of config.json. Raises ValueError for an unsupported function."""
+    """Returns `ModelConfig.activation` for the entry `key` of config.json. Raises ValueError if the function is unsupported."""
     name = hf.get(key, "silu")
     if name not in ACTIVATIONS:
         raise ValueError(f"{key} {name!r} in config.json is not supported; use one of {', '.join(ACTIVATIONS)}")

@@ -31,7 +31,7 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
         close = difflib.get_close_matches(name, unknown, n=1, cutoff=0.6)
         return f" (nearest in the file: {close[0]} {list(shapes[close[0]])})" if close else ""
 
-    lines = [f"{where} does not have the tensors of a {config.family} model with this config.json:"]
+    lines = [f"{where} does not have the tensors of a {config.family} model with its config.json; correct either:"]
     for title, names, line in (
         ("missing", missing, lambda name: f"{name} {list(wanted[name].shape)}{nearest(name)}"),
         ("of another shape", wrong, lambda name: f"{name} {list(shapes[name])}, should be {list(wanted[name].shape)}"),

@@ -50,7 +50,7 @@ FUSED_EXPERTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of a file's tensor that is one of our parameters, or one layer or expert of a stacked parameter."""
+    """The part of a checkpoint's tensor that is one parameter of our model, or one layer or expert of a stacked one."""
 
     path: Path  # names from the root of the parameters
     view: Callable[[np.ndarray], np.ndarray]  # the tensor in our layout; shares its memory

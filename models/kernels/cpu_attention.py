@@ -81,14 +81,14 @@ attend_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
-    """Returns (start, end) of each block of queries."""
+    """Returns (first column, end) of each block into which a row of T queries is cut."""
     num = min(max(T // MIN_BLOCK, 1), MAX_BLOCKS)
     size = -(-T // num // 8) * 8
     return [(start, min(start + size, T)) for start in range(0, T, size)]
 
 
 def _rows(x_BKGTC, start: int, end: int) -> jax.Array:
-    """Returns the queries of a block, [B, K, M, C]: the heads that share a key head follow one another."""
+    """Returns the queries of columns start to end, [B, K, M, C]; M goes over the heads of a key head, then over columns."""
     B, K, _, _, C = x_BKGTC.shape
     return x_BKGTC[:, :, :, start:end].reshape(B, K, -1, C)
 

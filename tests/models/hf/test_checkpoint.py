@@ -398,7 +398,7 @@ def test_kinds_of_layers_are_as_many_as_layers():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, ("'mamba'", "supported", "qwen3_moe")),
+        ({"model_type": "mamba"}, ("'mamba'", "not supported", "qwen3_moe")),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor 0.5", "'llama'")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("'dynamic'", "yarn")),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("'longrope'", "yarn")),
