@@ -69,10 +69,8 @@ class Validator(verifier.Validator):
             return verdict
         results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
         margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
-        one = replay.Replayed(
-            rollout, np.arange(3, 8), margin_N, np.full(5, -0.5), zeros, np.zeros((5, 32)), proofs=results
-        )
-        return self.evidence.add_replay(one)
+        values = np.arange(3, 8), margin_N, np.full(5, -0.5), zeros, np.zeros((5, 32))
+        return self.evidence.add_replay(replay.Replayed(rollout, *values, proofs=results))
 
 
 def group(number=0, key=KEY, *, length=8, step=1, version=0):
@@ -99,9 +97,8 @@ def group(number=0, key=KEY, *, length=8, step=1, version=0):
 def make_ledger(folder):
     with ledger_lib.Ledger.create(folder / "ledger.db", KEEPER) as ledger:
         for key in (KEY, OTHER):
-            ledger.append(
-                ledger_events.sign("join", key.worker, key), ledger_events.sign("stake", key.worker, key, amount=STAKE)
-            )
+            ledger.append(ledger_events.sign("join", key.worker, key))
+            ledger.append(ledger_events.sign("stake", key.worker, key, amount=STAKE))
     (folder / "files").mkdir()
 
 
@@ -212,9 +209,7 @@ def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
     """OTHER sends the second half of a group whose first half is KEY's."""
     half, rest = put(service, "a-0.parquet", group(0)[:2]), put(service, "a-1.parquet", group(0, OTHER)[2:], OTHER)
     assert ask(service, "a-0.parquet", half, rest).status == "incomplete_group"
-    service._validator.verdict = lambda rollout: (
-        checks.Verdict("sampling") if rollout.worker == OTHER.worker else checks.OK
-    )
+    service._validator.verdict = lambda r: checks.Verdict("sampling") if r.worker == OTHER.worker else checks.OK
     twin = put(service, "b-1.parquet", group(1, OTHER), OTHER)
     mine = put(service, "b-0.parquet", group(1))
     status = ask(service, "b-0.parquet", mine, twin)
@@ -380,9 +375,7 @@ def test_a_version_that_has_not_come_here_yet_is_no_offence(service):
 def test_a_ledger_that_could_not_be_written_is_written_when_asked_again(service, monkeypatch):
     sha = put(service, "a.parquet", group(0))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            service._ledger, "append", lambda *events: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
-        )
+        patch.setattr(service._ledger, "append", lambda *events: (_ for _ in ()).throw(sqlite3.Error("locked")))
         assert ask(service, "a.parquet", sha).status == "crashed"
     assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))
 

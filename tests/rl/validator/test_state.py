@@ -54,18 +54,16 @@ def number_asked(service):
 def test_verdicts_are_kept_and_nothing_is_judged_again(restart):
     service = restart()
     good = stand.put(service, "a.parquet", stand.group(0))
-    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
-    bad = [stand.put(service, f"b-{i}.parquet", stand.group(1, stand.OTHER), stand.OTHER) for i in range(1)]
-    service._validator.verdict, replay = lambda rollout: checks.OK, service._validator.verdict
+    bad = stand.put(service, "b-0.parquet", stand.group(1, stand.OTHER), stand.OTHER)
     before = [stand.ask(service, "a.parquet", good)]
-    service._validator.verdict = replay
-    before += [stand.ask(service, "b-0.parquet", *bad, group=True)]
+    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
+    before += [stand.ask(service, "b-0.parquet", bad, group=True)]
     assert [status.status for status in before] == ["accept", "reject"] and before[1].reasons == {0: "sampling: no"}
     service = restart()
     asked = number_asked(service)
     assert [service.status("a.parquet"), service.status("b-0.parquet", group=True)] == before
     assert service.status("b-0.parquet").status == "unknown"
-    assert stand.ask(service, "b-0.parquet", bad[0], group=False).reasons == {3: "sampling: no"}
+    assert stand.ask(service, "b-0.parquet", bad, group=False).reasons == {3: "sampling: no"}
     assert stand.ask(service, "a.parquet", good) == before[0] and not asked
     assert service._ledger.state.workers[stand.OTHER.worker].num_slashes == 1
     assert ledger_lib.verify(service._ledger._path).error is None
@@ -110,10 +108,8 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     service._validator.verdict = lambda rollout: checks.OK
     assert stand.ask(service, "f.parquet", again).status == "accept" and stand.paid(service, again)
     # The old files again: their status is that of the ledger, and nothing happens.
-    num_entries, before = (
-        len(service._ledger.entries()),
-        dataclasses.replace(service._ledger.state.workers[stand.KEY.worker]),
-    )
+    num_entries = len(service._ledger.entries())
+    before = dataclasses.replace(service._ledger.state.workers[stand.KEY.worker])
     status = stand.ask(service, "a.parquet", one)
     assert (status.status, status.output_flops) == ("accept", stand.flops(stand.group(0)))
     status = stand.ask(service, "b.parquet", half)
@@ -223,9 +219,8 @@ def test_the_file_is_bounded(restart, monkeypatch):
     again = restart(rules=MANY, eject=False)
     for state in (service._state, again._state):
         assert len(state.files) == len(state.names) == 5 and sha in state.files and ("6.parquet", False) in state.names
-        assert not checks.duplicate(
-            stand.group(0, keys[0])[0], state.seen
-        ).accepted  # a few steps of prescribed work: bounded by itself
+        # A few steps of prescribed work: bounded by itself.
+        assert not checks.duplicate(stand.group(0, keys[0])[0], state.seen).accepted
     assert set(service._validator.evidence.tests) == set(again._validator.evidence.tests)
     left = set(again._validator.evidence.tests)
     assert {keys[1].worker, keys[2].worker} < left and len(left) <= 4  # most is known against these two

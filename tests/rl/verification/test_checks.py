@@ -380,10 +380,8 @@ def test_honest_nodes_are_accused_no_more_often_than_promised(alpha):
     accused = 0
     for _ in range(300):
         record = sequential_test.SequentialTest(BANDS, alpha=alpha, epoch=20)
-        accused += (
-            until(record, lambda: evidence(0.2 * (rng.random() < 0.05), 2e-2 * rng.random(), 0.1 * rng.random()), 50)
-            is not None
-        )
+        until(record, lambda: evidence(0.2 * (rng.random() < 0.05), 2e-2 * rng.random(), 0.1 * rng.random()), 50)
+        accused += record.flag is not None
     # The bound is alpha; 4 standard errors of 300 lives above it.
     assert accused / 300 <= alpha + 4 * math.sqrt(alpha / 300)
 
@@ -408,9 +406,8 @@ def test_the_tilts_are_a_fair_game_and_find_another_temperature():
     assert np.all(np.abs(fair.mean(axis=0) - 1) <= 5 * error + 1e-9)
     for temperature, limit in ((1.0, None), (0.8, 40), (1.25, 40), (0.25, 1)):
         tilts = iter(draw(temperature, 400).sum(axis=1))
-        found = until(
-            sequential_test.SequentialTest(BANDS), lambda tilts=tilts: evidence(shape=next(tilts), num_tokens=64), 400
-        )
+        record = sequential_test.SequentialTest(BANDS)
+        found = until(record, lambda tilts=tilts: evidence(shape=next(tilts), num_tokens=64), 400)
         assert (found is None) if limit is None else found <= limit
 
 
@@ -500,11 +497,9 @@ def test_one_claim_that_the_noise_cannot_make_up_for(seed):
     assert str(found).startswith(f"logprob: {lower[20]:.3g} claimed for token 20, its noise needs ")
     edited = honest.tokens.copy()
     edited[20] = (edited[20] + 1 + seed) % 200
-    refused = judge(dataclasses.replace(honest, tokens=edited, temperature=0.0))
-    assert refused == checks.OK  # greedy: no noise
-    assert not judge(
-        dataclasses.replace(honest, logprobs=np.where(honest.sampled_mask, -9.0, 0).astype(np.float32))
-    ).accepted
+    assert judge(dataclasses.replace(honest, tokens=edited, temperature=0.0)) == checks.OK  # greedy: no noise
+    nines = np.where(honest.sampled_mask, -9.0, 0).astype(np.float32)
+    assert not judge(dataclasses.replace(honest, logprobs=nines)).accepted
 
 
 @pytest.mark.parametrize("shift", [-0.5, 0.5])
