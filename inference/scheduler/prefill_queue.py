@@ -105,27 +105,24 @@ class PrefillQueue:
 
     def _prefill(self) -> bool:
         """Prefills the oldest prompts of one length bucket; returns False if no request became ready."""
-        P, chunk = self._engine.config.prefill_batch, self._engine.config.prefill_chunk
+        config, P = self._engine.config, self._engine.config.prefill_batch
         bucket, rest = None, collections.deque()
         rows: dict[tuple[int, ...], list[sequence_lib.SequenceGroup]] = {}  # prompt -> the requests that share its row
         num_ready = len(self._ready)
         for at, group in enumerate(self._waiting):
             tokens = tuple(group.request.tokens)
-            if len(rows) == P or at >= 4 * P:  # the queue may be thousands long
+            is_long = len(tokens) > config.prefill_chunk
+            if len(rows) == P or at >= 4 * P or (is_long and self._long):  # the queue may be thousands long
                 rest.append(group)
-            elif len(tokens) > chunk:
-                if self._long is not None:
-                    rest.append(group)
-                else:
-                    self._start_long(group)
+            elif is_long:
+                self._start_long(group)
             elif found := self._prefixes.find(tokens):
                 self._count(group, found.num_tokens)
                 self._make_ready(group, found.prefix, found.row)
             elif tokens in rows:
                 rows[tokens].append(group)
-            elif bucket in (None, self._engine.config.bucket(len(tokens))):
-                bucket = self._engine.config.bucket(len(tokens))
-                rows[tokens] = [group]
+            elif bucket in (None, own := config.bucket(len(tokens))):
+                bucket, rows[tokens] = own, [group]
             else:
                 rest.append(group)
         if bucket is not None:

@@ -29,9 +29,7 @@ class StepOutput:
     started: list[sequence_lib.Sequence] = dataclasses.field(default_factory=list)  # they got their first token
     finished: list[tuple[int, sequence_lib.Sequence]] = dataclasses.field(default_factory=list)
     unseen_ends: list[int] = dataclasses.field(default_factory=list)  # slots of ends that the device cannot detect
-    windows: list[tuple] = dataclasses.field(
-        default_factory=list
-    )  # to prove: (sequence, size in values, indices, bits)
+    windows: list[tuple] = dataclasses.field(default_factory=list)  # to prove: (sequence, size, indices, bits)
 
     def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int) -> None:
         """Appends the call's tokens, sampled by policy `version`, to their sequences. `values` are the result of `Engine.read`.

@@ -90,9 +90,6 @@ def alone():
     quiet.close()
 
 
-# ---- completions ------------------------------------------------------------------------------------------------------
-
-
 def test_samples_share_a_prefill_and_count_their_seeds_up(start, alone):
     """Five samples in four slots, over the end of uint32."""
     scheduler = start()
@@ -196,9 +193,6 @@ def test_log_probabilities_are_finite_at_the_ends_of_the_temperature(alone, temp
     assert np.isfinite(sample.logprobs).all() and max(sample.logprobs) <= 0
 
 
-# ---- weights change --------------------------------------------------------------------------------------------------
-
-
 def test_an_update_under_load(start, alone):
     """Six requests, three versions: stamps rise, at a call's boundary, and nothing is lost or recomputed."""
     scheduler, stepped = start(Stepped)
@@ -247,9 +241,6 @@ def test_a_prompt_keeps_the_version_that_prefilled_it(start):
     assert [set(sample.versions) for sample in samples] == [{0}] * 4 + [{1}] * 2
 
 
-# ---- proofs ----------------------------------------------------------------------------------------------------------
-
-
 def test_proofs_are_of_the_hidden_states_of_apply(alone):
     prompt, completions = tuple(b"hello"), alone(Ask(num_samples=2, max_tokens=70, proofs=True))
     tokens = np.array([[*prompt, *sample.tokens] for sample in completions], np.int32)
@@ -265,9 +256,6 @@ def test_proofs_are_of_the_hidden_states_of_apply(alone):
         results = proofs_lib.verify(shifted_ND, toploc.split(sample.proofs, *shifted_ND.shape))
         assert not any(result.accepted for result in results)
     assert alone(Ask())[0].proofs == b""  # not asked for
-
-
-# ---- ends ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_request_frees_its_slots(start, alone):
@@ -362,8 +350,6 @@ def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, mo
     with pytest.raises(scheduler_lib.Closed):
         scheduler.submit(Ask())
 
-
-# ---- prompts that begin alike ----------------------------------------------------------------------------------------
 
 LONG = dataclasses.replace(CONFIG, prefill_chunk=16)
 TURN = tuple(np.random.default_rng(1).integers(0, 256, 70).tolist())
@@ -481,9 +467,6 @@ def test_duplicates_in_the_queue_share_a_row(start, alone):
     assert scheduler.stats["prefill_calls"] == 2 and scheduler.stats["prompt_tokens"] == 2 + 3
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_large_request_leaves_half_of_the_slots_to_others(start):
     scheduler, stepped = start(Stepped)
     large = scheduler.submit(Ask(num_samples=40, max_tokens=K))
@@ -511,9 +494,6 @@ def test_calls_end_where_a_slot_is_due(start):
         slot = ends.index(min(ends))
         ends[slot] += n
     assert scheduler.stats["decode_steps"] == max(ends)
-
-
-# ---- ends that the device does not see -------------------------------------------------------------------------------
 
 
 def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
@@ -570,9 +550,6 @@ def test_more_stop_ids_than_the_device_checks(alone):
     end = full.tokens.index(stop) + 1
     (cut,) = alone(Ask(max_tokens=30, stop_ids=(*unused, stop)))
     assert (cut.tokens, cut.finish_reason) == (full.tokens[:end], "stop")
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 class Poisoned(Stepped):
@@ -648,9 +625,6 @@ def test_close_waits_for_running_requests(start, alone):
     futures = [scheduler.submit(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
     scheduler.close(drain_s=WAIT_S)
     assert [f.result(0) for f in futures] == [alone(Ask(seed=seed, max_tokens=50)) for seed in range(6)]
-
-
-# ---- many, in any order ----------------------------------------------------------------------------------------------
 
 
 def random_requests(rng, count):
