@@ -201,13 +201,10 @@ def test_what_does_not_divide_is_refused_by_its_name():
         assert word in str(error.value)
 
 
-def test_one_mesh_axis_on_two_dims_is_an_error():
+def test_a_spec_names_every_dim_and_splits_each_by_another_mesh_axis():
     spec = rules.ParamSpec((8, 8), "float32", ("ffn", "heads"), None)
     with pytest.raises(AssertionError, match="ffn.*heads"):
         rules.shardings({"w": spec}, mesh_lib.create({"fsdp": 2, "tensor": 4}))
-
-
-def test_a_spec_names_every_dim():
     with pytest.raises(AssertionError):
         rules.ParamSpec((8, 8), "float32", ("ffn",), None)
 

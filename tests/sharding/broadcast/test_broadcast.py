@@ -190,14 +190,6 @@ def test_tampering_is_caught(tmp_path, target, how):
             read(tmp_path, 0)
 
 
-def test_swapped_objects_of_one_size_are_caught(tmp_path):
-    broadcast.publish({"a": np.zeros(4), "b": np.ones(4)}, 0, tmp_path)
-    a, b = (tmp_path / f"v00000000/tensors/{name}/c.0" for name in "ab")
-    a.write_bytes(b.read_bytes())
-    with pytest.raises(broadcast.CorruptSource, match="tensors/a/c.0 has digest"):
-        broadcast.pull(tmp_path)
-
-
 class _Counting(source.Directory):
     """A directory that records the objects read from it."""
 
@@ -311,25 +303,6 @@ def test_missing_places(tmp_path):
         broadcast.pull(tmp_path)
     with pytest.raises(TimeoutError, match=r"no version >= 1 .*newest: None"):
         broadcast.wait_for(nowhere, 1, timeout_s=0.1)
-
-
-def test_wait_for_sees_a_later_publish(tmp_path):
-    broadcast.publish({"a": np.ones(1)}, 1, tmp_path)
-    later = threading.Timer(0.1, broadcast.publish, ({"a": np.ones(1)}, 2, tmp_path))
-    later.start()
-    assert broadcast.wait_for(tmp_path, 1, timeout_s=0) == 1
-    assert broadcast.wait_for(tmp_path, 2, timeout_s=10) == 2
-    later.join()
-
-
-def test_version_deleted_while_read_is_not_called_corrupt(tmp_path):
-    broadcast.publish(_tree(), 0, tmp_path)
-    target = broadcast.read_manifest(tmp_path, 0)
-    broadcast.remove(tmp_path, 0)
-    requests, place = placement.on_host(target)
-    opened = source.open(tmp_path)
-    with pytest.raises(FileNotFoundError, match="deleted while it was read"):
-        list(assemble.read(opened, assemble.Plan((), target), requests, place))
 
 
 def test_concurrent_publishers_take_turns(tmp_path):
@@ -943,7 +916,7 @@ def test_progress_ends_at_the_total(tmp_path, rng):
 def test_watch_only_grows(tmp_path):
     broadcast.publish({"a": np.ones(1)}, 3, tmp_path)
     watched = broadcast.watch(tmp_path)
-    assert next(watched) == 3
+    assert next(watched) == 3 == broadcast.wait_for(tmp_path, 2, timeout_s=0)
     broadcast.remove(tmp_path, 3)
     broadcast.publish({"a": np.ones(1)}, 2, tmp_path)  # a learner that went back to a checkpoint
     threading.Timer(0.1, broadcast.publish, ({"a": np.ones(1)}, 4, tmp_path)).start()

@@ -248,6 +248,23 @@ def test_a_lie_is_refused_with_its_reason(make, lie):
         manifest.parse(sealed(body), version=make().version)
 
 
+MANY = [-1] * 9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [first_tensor(**{field: MANY}) for field in ("shape", "chunk", "chunks", "deltas")]
+    + [lambda m, field=field: m.update({field: MANY}) for field in ("encodings", "tensors", "objects")],
+)
+def test_a_list_of_mistakes_is_one_error(change):
+    """Memory: a hostile list of a million numbers must not become a million errors."""
+    body = json.loads(manifest.encode(snapshot(), KEY))
+    change(body)
+    with pytest.raises(journal.CorruptSource) as error:
+        manifest.parse(sealed(body))
+    assert error.value.__cause__.error_count() == 1
+
+
 def test_a_chunk_digest_that_the_tree_digest_does_not_have():
     body = json.loads(manifest.encode(snapshot(), KEY))
     body["tensors"][0]["chunks"][0] = body["objects"][1]["digest"] = digest_of("other")
