@@ -1,10 +1,10 @@
 """A relay serves verified objects as soon as they are verified, to allowed clients, and survives the faults around it."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import blake3
 import pytest
@@ -57,10 +58,16 @@ def received(connection):
     return data
 
 
-def finish(root, version, objects, **fields):
+def finish(root, version, objects):
     directory = root / f"v{version:08d}"
-    (directory / "tmp").write_bytes(proxy.manifest(version, objects, **fields))
+    (directory / "tmp").write_bytes(proxy.manifest(version, objects))
     os.rename(directory / "tmp", directory / "manifest.json")
+
+
+def assert_readable(place, objects, number, *older, trusted_key=None):
+    """The complete versions at `place` are these, and the first of them has these objects."""
+    with contextlib.closing(source.open(place, trusted_key=trusted_key)) as opened:
+        assert opened.versions() == [*older, number] and proxy.read_all(opened, number, objects) == objects
 
 
 # ---- mirroring -------------------------------------------------------------------------------------------------------
@@ -87,11 +94,8 @@ def test_objects_flow_down_the_tree_before_the_manifest_exists(pub, tmp_path):
         assert not (tmp_path / "c" / "v00000004" / "manifest.json").exists()
         finish(pub, 4, objects)
         proxy.wait_until(proxy.holds(c, 4))
-        opened = source.open(c.url, trusted_key=TRUSTED)
-        assert opened.versions() == [4] and proxy.read_all(opened, 4, objects) == objects
-        opened.close()
-    opened = source.open(tmp_path / "c", trusted_key=TRUSTED)  # a relay's directory is as good as a publisher's
-    assert opened.versions() == [4] and proxy.read_all(opened, 4, objects) == objects
+        assert_readable(c.url, objects, 4, trusted_key=TRUSTED)
+    assert_readable(tmp_path / "c", objects, 4, trusted_key=TRUSTED)  # as good a directory as a publisher's
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
@@ -170,9 +174,7 @@ def test_a_full_disk_deletes_old_versions_and_never_the_newest(pub, tmp_path):
         assert not (tmp_path / "a" / "v00000004" / "manifest.json").exists()
         proxy.publish(pub, 5, proxy.contents(5))
         proxy.wait_until(lambda: relay.store.is_complete(5))
-        opened = source.open(relay.url)
-        assert proxy.read_all(opened, 5, proxy.contents(5)) == proxy.contents(5)
-        opened.close()
+        assert_readable(relay.url, proxy.contents(5), 5, *relay.store.complete()[:-1])
 
 
 def test_a_full_disk_deletes_no_base_of_the_newest(pub, tmp_path):
@@ -198,12 +200,10 @@ def test_a_relay_outlives_its_upstream(pub, tmp_path):
             proxy.wait_until(proxy.holds(relay, 0))
             origin.close()
             proxy.wait_until(lambda: not relay.mirror.is_upstream_alive)
-            opened = source.open(relay.url)
-            assert opened.versions() == [0] and proxy.read_all(opened, 0, objects) == objects
+            assert_readable(relay.url, objects, 0)
             proxy.publish(pub, 1, proxy.deltas(1), base=0)
             with proxy.running(pub, port=port, options=FAST):
                 proxy.wait_until(proxy.holds(relay, 0, 1))
-            opened.close()
 
 
 def test_a_bucket_is_mirrored(pub, tmp_path):
@@ -297,11 +297,8 @@ def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
 
             proxy.wait_until(is_there)
             assert proxy.read_all(opened, 0, objects) == objects
-            metrics = http.client.HTTPConnection(url.removeprefix("http://"))
-            metrics.request("GET", "/metrics")
-            text = metrics.getresponse().read().decode()
-            metrics.close()
             opened.close()
+            text = get(types.SimpleNamespace(url=url), "/metrics")[1].decode()
             fetched = int(re.search(r'mirrored_total{what="objects"} (\d+)', text)[1])
             assert fetched <= 80 - 2 * len(kept) + 2
             assert 'mirrored_total{what="bad_recovered"} 1\n' in text
@@ -478,20 +475,14 @@ def test_many_clients_at_the_same_time(pub, tmp_path):
     proxy.publish(pub, 0, objects)
     with proxy.running(pub) as origin:
         proxy.wait_until(proxy.holds(origin, 0))
-        wrong = []
 
-        def client():
-            opened = source.open(origin.url, trusted_key=TRUSTED, options=range_get.Options(range_bytes=500_000))
-            if proxy.read_all(opened, 0, objects) != objects:
-                wrong.append(1)
-            opened.close()
+        def is_right(_):
+            options = range_get.Options(range_bytes=500_000)
+            with contextlib.closing(source.open(origin.url, trusted_key=TRUSTED, options=options)) as opened:
+                return proxy.read_all(opened, 0, objects) == objects
 
-        threads = [threading.Thread(target=client) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert not wrong and not any(thread.is_alive() for thread in threads)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(is_right, range(8), timeout=30))
         assert origin.counters["sent_bytes"] >= 8 * 4_000_005
 
 
@@ -640,39 +631,38 @@ def test_a_directory_has_one_writer(tmp_path):
 
 def test_an_origin_keeps_a_version_that_it_followed(tmp_path):
     """A version finished between two passes does not disappear and come back: relays would download it again."""
-    objects, directory = proxy.contents(0), tmp_path / "v00000000"
+    objects = proxy.contents(0)
     proxy.begin(tmp_path, 0, objects)
     with proxy.running(tmp_path) as origin:
         proxy.wait_until(lambda: origin.store.listing()["partial"] == [0])
         epoch = origin.store.versions[0].epoch
-        (directory / "tmp").write_bytes(proxy.manifest(0, objects))
-        os.rename(directory / "tmp", directory / "manifest.json")
+        finish(tmp_path, 0, objects)
         proxy.wait_until(proxy.holds(origin, 0))
         time.sleep(0.1)  # several looks
         proxy.wait_until(proxy.holds(origin, 0))
         assert origin.store.versions[0].epoch == epoch
 
 
-def test_half_an_object_is_never_exposed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [(os, "replace"), (store, "_append")])
+def test_half_an_object_is_never_exposed(tmp_path, monkeypatch, module, name):
     """If any call to the disk fails, the object is not exposed, and no file of it remains."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
     good = store.journal.Object(**proxy.entry("a/b", b"x" * 1000))
-    for name in ("replace", "truncate_journal"):
-        held = store.Store(tmp_path / name)
+    with contextlib.closing(store.Store(tmp_path)) as held:
         held.recover()
         with monkeypatch.context() as patch:
-            if name == "replace":
-                patch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            else:
-                patch.setattr(
-                    store, "_append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-                )
+            patch.setattr(module, name, full)
             with pytest.raises(OSError, match="No space"):
                 held.add(3, good, b"x" * 1000)
         assert not held.has(3, good) and held.object(3, "a/b") is None and held.num_bytes == 0
-        assert not list(pathlib.Path(tmp_path / name).rglob(".*.tmp"))
+        assert not list(tmp_path.rglob(".*.tmp"))
         held.add(3, good, b"x" * 1000)
         assert held.has(3, good) and held.num_bytes == 1000
-        held.close()
+        held.remove(3)
+        assert held.num_bytes == 0
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
