@@ -33,7 +33,7 @@ MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bin
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A figure. `lines` maps a label to a metric of `phase`. With `zero` the axis starts at 0.
+    """A figure of the report: `lines` maps labels to metrics of the run's `phase`. With `zero` the axis starts at 0.
 
     An `optional` figure is left out if the run has no such metric.
     """
@@ -208,7 +208,7 @@ def _figure(curve, series, bars):
 
 
 def _scale(curve, lines, bars):
-    """Returns the ticks of the axes as (value, label), and functions from values to places in the drawing."""
+    """Returns the axes of a drawing: ticks as (value, label), and the functions X and Y from values to coordinates."""
     xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
     ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)]
     x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
@@ -225,7 +225,7 @@ def _scale(curve, lines, bars):
 
 
 def _moving_mean(line):
-    """Returns a line of means over a twelfth of the run, less at its ends."""
+    """Returns the centered moving mean of a line of (x, y), over a twelfth of the run, less at its ends."""
     half = len(line) // 24
     windows = ([y for _, y in line[max(0, i - half) : i + half + 1]] for i in range(len(line)))
     return [(x, statistics.fmean(window)) for (x, _), window in zip(line, windows, strict=True)]
@@ -289,7 +289,7 @@ def _finite(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+    """Runs the command `python -m rl.report WORKDIR`; returns its exit code."""
     parser = cli.Parser(prog="python -m rl.report", description=__doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
     workdir = parser.parse_args(argv).workdir

@@ -12,7 +12,7 @@ from rl.plan import lowered_programs, plan, roofline
 
 
 def main() -> None:
-    """Compiles and describes each program; exits with code 1 if one does not fit."""
+    """Compiles each program of a config for a TPU topology, and prints its report; exits with code 1 if one does not fit."""
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
     config = flags.FLAGS.config
     topology = flags.FLAGS.topology or config.plan.topology

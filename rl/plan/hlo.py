@@ -27,7 +27,7 @@ KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|colle
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction. All of its executions are alike."""
+    """One collective instruction of a compiled program, such as an all-gather. All of its executions are alike."""
 
     kind: str  # one of KINDS
     count: int  # executions in one run of the program
@@ -36,14 +36,14 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one chip sends in all executions together."""
+        """The bytes that one chip sends over its links in all executions together."""
         share = (len(self.group) - 1) / len(self.group)
         factor = {"collective-permute": 1.0, "all-reduce": 2 * share}.get(self.kind, share)
         return self.count * self.num_bytes * factor
 
 
 class Instruction(NamedTuple):
-    """A line of the text that runs `count` times. `writes` is False for an inner step of a fusion."""
+    """One instruction of the HLO text, which runs `count` times. `writes` is False for an inner step of a fusion."""
 
     count: int
     computation: str
@@ -105,7 +105,7 @@ def parse(text: str, turns: Sequence[int] = ()) -> list[Instruction]:
 
 
 def collectives(program: Sequence[Instruction]) -> list[Collective]:
-    """Returns the collectives between several devices. Raises ValueError for one of an unknown form."""
+    """Returns the collectives of a parsed program between several devices. Raises ValueError for one of an unknown form."""
     found = []
     for count, computation, line, _ in program:
         match = _COLLECTIVE.search(line)
@@ -170,7 +170,7 @@ def _called(line: str) -> list[str]:
 
 
 def _constant_turns(condition: Sequence[str]) -> int | None:
-    """Returns the constant n of a condition `i < n`, or None for any other condition."""
+    """Returns the number of iterations of a loop with the condition `i < n`, n a constant; None for any other condition."""
     root = next((line for line in condition if line.startswith("ROOT ")), "")
     match = re.search(r"compare\((.*?)\), direction=LT", root)
     if match is None:
@@ -181,13 +181,13 @@ def _constant_turns(condition: Sequence[str]) -> int | None:
 
 
 def _pair(line: str) -> tuple[int, ...]:
-    """Returns the first pair of a permute whose devices differ."""
+    """Returns the first (source, target) of a collective-permute whose devices differ, or () if there is none."""
     pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
     return next(((int(a), int(b)) for a, b in pairs if a != b), ())
 
 
 def _group(line: str) -> tuple[int, ...]:
-    """Returns the first replica group, in any of XLA's three notations."""
+    """Returns the device IDs of a collective's first replica group. Raises ValueError for an unknown notation."""
     text = line.partition("replica_groups=")[2]
     if text.startswith("{{"):
         return tuple(int(i) for i in text[2 : text.index("}")].split(","))

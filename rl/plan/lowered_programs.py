@@ -55,7 +55,7 @@ class LoweredProgram:
 
     @property
     def estimated_bytes(self) -> float:
-        """Estimated bytes per chip, to skip programs that are not worth compiling."""
+        """The estimated bytes per chip, by which programs that cannot fit are skipped without compiling them."""
         return sum(self.held.values()) + sum(self.needed.values())
 
 
@@ -85,7 +85,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
-    """Returns the train step (rl/learner/train_step.py) on a batch of rollouts of maximum length."""
+    """Returns the program of the train step (rl/learner/train_step.py), on a batch of rollouts of maximum length."""
     config, model = exp.config, exp.model
     learner = exp.learner(mesh)
     step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
@@ -127,7 +127,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
 
 
 def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
-    """Returns the log-probability pass of a batch without gradient (rl/learner/train_step.py), as for a reference policy."""
+    """Returns the program that computes log-probabilities of a batch without gradient, as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
     batch, num_micro_batches = abstract_batch(exp, mesh)
@@ -148,7 +148,7 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
 
 
 def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
-    """Returns the engine's prefill of the longest prompts: a chunk of one, or a whole bucket of several."""
+    """Returns the program that prefills the longest prompts on a server: a chunk of one prompt, or several whole prompts."""
     server, params = _server(exp, mesh)
     chunk, capacity = exp.engine.prefill_chunk, exp.engine.capacity
     held = {"parameters": bytes_per_chip(params)}
@@ -178,7 +178,7 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
 
 
 def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
-    """Returns the engine's decode of all slots. Work and bytes are per decode step."""
+    """Returns the program that decodes all slots of a server. Its work and bytes are those of one decode step."""
     server, params = _server(exp, mesh)
     slots = exp.engine.num_slots
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
@@ -233,7 +233,7 @@ def _sharded(tree, shardings):
 
 
 def _whole_and_layer(x) -> list[tuple[int, ...]]:
-    """Returns the dims of one chip's part of a cache array and, if layers are stacked, of one layer of it."""
+    """Returns the dims of one chip's part of a cache array and, if layers are stacked, also of one layer in it."""
     dims = x.sharding.shard_shape(x.shape)
     return [dims[i:] for i in range(x.ndim - 3)] if math.prod(dims) else []
 

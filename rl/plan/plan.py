@@ -50,7 +50,7 @@ class Outcome:
 
 
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
-    """Returns the program `name` of an experiment, on the topology of its role."""
+    """Returns the program `name` (a key of LEARNER or SERVER) of an experiment, on a mesh over `topology`."""
     is_learner = name in lowered_programs.LEARNER
     programs = lowered_programs.LEARNER if is_learner else lowered_programs.SERVER
     axes = exp.config.mesh if is_learner else exp.config.plan.server_mesh
@@ -58,7 +58,7 @@ def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowere
 
 
 def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
-    """Compiles one program, unless its arguments alone exceed the memory of a chip.
+    """Compiles one program, unless its arguments alone exceed a chip's memory. Returns its needs, or why it does not fit.
 
     `effort` is the compiler's, from -1 to 1; 0 is a run's own. Blocks for minutes for a large model.
     """
@@ -105,7 +105,7 @@ def _shortage(message: str, chip: roofline.Chip) -> str:
 
 
 def describe(outcome: Outcome, topology: str) -> str:
-    """Returns the lines of the report about one program."""
+    """Returns the lines of the report about one program: its memory, collectives and bounds of time, or the refusal."""
     program, is_compiled = outcome.program, outcome.peak_bytes > 0
     rows = [("memory per chip", _memory(outcome, roofline.chip_of(topology)))]
     rows += _work_rows(outcome, topology) if is_compiled else []

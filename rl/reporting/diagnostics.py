@@ -66,7 +66,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
 
 
 class Adviser:
-    """Watches the metrics of a run for pathologies of training; returns each piece of advice at most once."""
+    """Watches the metrics of a run for pathologies of training, and gives each piece of advice at most once."""
 
     def __init__(self):
         self._history: list[dict[str, float]] = []

@@ -37,7 +37,7 @@ def of_host(workdir: str | os.PathLike, hosts: hosts_lib.Hosts) -> tuple["Progre
 
 
 class MetricsWriter:
-    """Writes a line per step to `<workdir>/metrics.jsonl`, and `<workdir>/tensorboard/<phase>/`. Without `active`, does nothing."""
+    """The writer of metrics.jsonl and of TensorBoard files in a run's work directory. Without `active`, does nothing."""
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
@@ -71,7 +71,7 @@ class MetricsWriter:
                 self._writers[phase].add_scalar(name, value, int(step))
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Removes the metrics of `phase` with step > `after_step`. Replaces the file atomically: readers see the old or the new one."""
+        """Removes the metrics of `phase` after step `after_step`, for a resume. Readers see the old file or the new one."""
         if not self._active:
             return
         lines = zip(self.path.read_bytes().splitlines(keepends=True), read(self.path), strict=True)
@@ -198,7 +198,7 @@ class Progress:
 
 
 class Bar:
-    """The progress bar of one phase. `shown_step` and `shown_s` are the step and the time of its last printed line."""
+    """The progress of one phase of a run. `shown_step` and `shown_s` are the step and the time of its last printed line."""
 
     def __init__(self, name: str, total: int, initial: int, clock: Callable[[], float], show: Callable[[], None]):
         self.step = self.shown_step = initial
@@ -219,7 +219,7 @@ class Bar:
         self._show()
 
     def is_due(self, now_s: float) -> bool:
-        """Returns True if an output that is not a terminal gets a line now."""
+        """Returns True if a line is due at time `now_s` on an output that is not a terminal."""
         return self._num_updates == 1 or self.step == self._total or now_s - self.shown_s >= PLAIN_LINE_S
 
     def line(self) -> str:

@@ -48,7 +48,7 @@ class Shutdown:
         self._traceback = ""
 
     def report(self, error: BaseException) -> ErrorReport:
-        """Reports an error of this host and returns; all hosts end soon after."""
+        """Sends an error of this host to host 0, and returns the report of it. All hosts end soon after."""
         message, code, priority = self._explain(error)
         if isinstance(error, transport.RemoteHostError):
             priority = REMOTE
@@ -59,13 +59,13 @@ class Shutdown:
         return report
 
     def fail(self, error: BaseException) -> None:
-        """Reports an error of this host and ends it. Does not return."""
+        """Sends an error of this host to host 0, and ends this process. Does not return."""
         report = self.report(error)
         time.sleep(30)  # the threads of the connections end the process
         self.exit(self._peers.end(*report[1:]))
 
     def submit(self, report: ErrorReport) -> None:
-        """Sends a report to host 0. On host 0, records it; the first one starts the end of all hosts."""
+        """Sends an error report to host 0; on host 0, records it. The first report starts the end of all hosts."""
         if self._peers.index and 0 in self._peers.connections:
             with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
                 self._peers.connections[0].send({"kind": "cause", "report": report})

@@ -10,7 +10,7 @@ from sharding.system import cli, sockets
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; blocks until a signal. Returns the exit code."""
+    """Runs the command `python -m sharding.relay`; blocks until a signal. Returns its exit code."""
     parser = cli.Parser(prog="python -m sharding.relay", description=__doc__)
     add = parser.add_argument
     add("--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="URLs of relays, or one directory or bucket")

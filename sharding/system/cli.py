@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that reports an unknown option before a missing one: it may be the same, mistyped.
 
-    Of `description`, which may be a module's docstring, the first line is shown.
+    `description` may be a module's docstring; the help shows its first line.
     """
 
     def __init__(self, *args: Any, description: str | None = None, **options: Any):

@@ -7,7 +7,7 @@ from sharding.system import atomic_file
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Port 0 takes a free one. Raises ValueError if the address cannot be used."""
+    """Returns a socket that listens on `host` and `port`; port 0 takes a free one. Raises ValueError if it cannot."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -23,11 +23,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(sock: socket.socket) -> str:
-    """The URL of a bound socket."""
+    """Returns the URL of a bound socket, such as http://127.0.0.1:8200."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def announce(path: str, sock: socket.socket) -> None:
-    """Writes a socket's URL to a file. The file appears complete, so a waiting process may read it immediately."""
+    """Writes the URL of a bound socket to the file `path`. The file appears complete: a waiting process may read it."""
     atomic_file.write(path, address(sock).encode())
