@@ -14,7 +14,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from models import moe, transformer
 from rl.verification import checks, replay, verifier
 from rl.verification import rules as rules_lib
-from tests.support import bare_rules, claims, tiny
+from tests.support import bare_rules, claims, stacking, tiny
 from tests.support import rollouts as rollouts_lib
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -108,13 +108,13 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
 def test_stacked_layers_are_replayed_as_single_ones():
     """Rollouts of one version replay in packed rows, those of two over a KV cache."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
-    stacking = validator(model=stacked, weights=lambda version: stacking.stack(weights(version), stacked))
+    stacked_validator = validator(model=stacked, weights=lambda version: stacking.stack(weights(version), stacked))
     for updated in (False, True):
         rollouts = list(honest(updated))
         claim = rollouts[1].routed_experts.copy()
         claim[-1, 2, 0] = next(e for e in range(5) if e not in claim[-1, 2])
         rollouts[1] = dataclasses.replace(rollouts[1], routed_experts=claim)
-        found = stacking.check_with_weights(rollouts)
+        found = stacked_validator.check_with_weights(rollouts)
         assert [verdict.reason for verdict in found] == ["ok", "routing", "ok", "ok"], found
 
 
