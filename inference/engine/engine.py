@@ -200,7 +200,9 @@ class Engine(engine_api.Engine):
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
         """Prefills one prompt, sampled later at temperature 1 and seed 0 until a stop id. `existing_prefix` must be None."""
         if existing_prefix is not None:
-            raise NotImplementedError("prefill on an existing prefix is not supported; pass None")
+            raise NotImplementedError(
+                "existing_prefix is set, but prefill after an existing prefix is not supported; pass None"
+            )
         stop_ids, max_len = tuple(self.tokenizer.stop_ids), self.config.max_model_len
         request = request_lib.GenerateRequest((), max_tokens=max_len, stop_ids=stop_ids)
         tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, :max_len]

@@ -36,7 +36,7 @@ NO_AGREEMENT = 2.0**64  # mantissa statistics if no exponent agrees, as in the r
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The largest differences between claimed and recomputed values that a valid proof may have.
+    """The largest differences between claimed and recomputed hidden states with which a TOPLOC proof is accepted.
 
     Counts are per 128 coefficients, and in proportion for shorter proofs.
     """
@@ -58,7 +58,7 @@ THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
 
 @dataclasses.dataclass(frozen=True)
 class ProofResult:
-    """The result of verifying one proof, which covers one chunk of up to 32 hidden states.
+    """The result of verifying one TOPLOC proof, which covers one chunk of up to 32 hidden states.
 
     `reason` is "ok" or the first rule broken, in this order: "empty" (no rows to verify), "count" (not one proof per chunk),
     "length" (not 2 + 2k bytes), "modulus", "coefficient" (not reduced mod p), "non_finite" and "constant" (the verifier's own
@@ -75,7 +75,7 @@ class ProofResult:
 
 
 def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
-    """Returns one proof per chunk of hidden states, from its top k: (indices row * D + column, their bf16 bit patterns).
+    """Returns one proof per chunk of hidden states, from its k largest: (indices row * D + column, their bf16 bit patterns).
 
     The proof is b"" for a chunk with NaN or inf (always in its top k), or if no modulus keeps the indices distinct, which was
     never observed. Every verifier rejects b"" as "length". Nothing is raised: one bad chunk must not affect others.
@@ -112,7 +112,7 @@ def topk_indices(bits_NM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_counting(magnitude_NM, k: int):
-    """Returns the indices of the k largest. A bf16 magnitude is a 15-bit integer, so 15 counting passes find the k-th exactly."""
+    """Returns each row's indices of the k largest. A magnitude has 15 bits, so 15 counting passes find the k-th exactly."""
     magnitude_NM = magnitude_NM.astype(jnp.int32)
 
     def bisect(i, threshold_N1):
@@ -262,7 +262,7 @@ def _interpolate(x_Nk: np.ndarray, y_Nk: np.ndarray) -> np.ndarray:
 
 
 def _evaluate(coefficients_Nj: np.ndarray, powers_Nki: np.ndarray, giant_Nk: np.ndarray) -> np.ndarray:
-    """Evaluates f at k points per row: Horner in x^16 over inner sums of 16 terms, in one exact float64 product."""
+    """Evaluates one polynomial per row at its k points, mod p: Horner in x^16 over sums of 16 terms, exact in float64."""
     N, num = coefficients_Nj.shape
     steps = -(-num // 16)
     padded = np.zeros((N, steps * 16))
@@ -275,7 +275,7 @@ def _evaluate(coefficients_Nj: np.ndarray, powers_Nki: np.ndarray, giant_Nk: np.
 
 
 def _powers(x_Nk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (x^0 .. x^15 in float64 on the last dim, x^16 in uint32), mod p."""
+    """Returns the powers of each x mod p: (x^0 .. x^15 in float64, on a new last dim; x^16 in uint32)."""
     powers = np.empty((*x_Nk.shape, 17), np.uint32)
     powers[..., 0] = 1
     powers[..., 1] = x_Nk % PRIME
@@ -285,10 +285,10 @@ def _powers(x_Nk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _monic_product(x_Nk: np.ndarray) -> np.ndarray:
-    """Returns a_0 .. a_k of prod_i (x - x_i). Coefficients are rows, so that each factor is one in-place shifted add."""
+    """Returns the coefficients a_0 .. a_k, mod p, of prod_i (x - x_i) over the k points x_i of each row."""
     N, k = x_Nk.shape
     negative_kN = ((PRIME - x_Nk) % PRIME).T.copy()
-    a_kN = np.zeros((k + 1, N), np.uint32)
+    a_kN = np.zeros((k + 1, N), np.uint32)  # coefficients are rows, so that each factor is one shifted add in place
     a_kN[k] = 1
     for i in range(k):
         low = k - i  # a_0 of the product of the first i factors

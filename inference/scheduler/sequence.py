@@ -97,7 +97,7 @@ class Sequence:
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
     def finish(self) -> None:
-        """Adds the finished completion to its group. With the last sample, sets the group's future to all completions."""
+        """Adds the finished completion to its request. With the last sample, sets the request's future to all completions."""
         group = self.group
         self.completion.proofs = b"".join(self.proofs)
         if group.request.routed_experts:
