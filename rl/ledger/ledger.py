@@ -168,7 +168,7 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
                     raise ValueError(f"entry {head_seq} does not have the hash of the expected head {head}")
                 good, last = entry.seq + 1, entry.hash
             if head_seq >= good:
-                raise ValueError(f"the ledger has {good} entries and ends before the expected head {head}")
+                raise ValueError(f"the ledger ends after entry {good - 1}, before the expected head {head}")
             storage.check_head(connection, good - 1, last, state.keeper)
     except (ValueError, sqlite3.Error) as error:
         fault = str(error)

@@ -225,6 +225,7 @@ def test_the_file_is_bounded(restart, monkeypatch):
     left = set(again._validator.evidence.tests)
     assert {keys[1].worker, keys[2].worker} < left and len(left) <= 4  # most is known against these two
     monkeypatch.setattr(validator_state, "MAX_BYTES", again._state._num_bytes)
+    monkeypatch.setattr(validator_state, "MAX_FILES", 99)
     sha = stand.put(again, "7.parquet", stand.group(7))
     assert stand.ask(again, "7.parquet", sha).status == "accept"
     assert len(again._state.files) <= 5 and again._state._num_bytes <= validator_state.MAX_BYTES
