@@ -56,7 +56,7 @@ class ModelFlops:
         return self.per_key * read
 
     def forward_flops(self, num_tokens: float, sequence: float) -> float:
-        """Returns the forward FLOPs of `num_tokens` tokens in sequences of length `sequence`; a token reads half on average."""
+        """Returns the forward FLOPs of `num_tokens` tokens; on average, each reads the keys of half a sequence of length `sequence`."""
         return num_tokens * (2 * self.multiplied + self.attention_flops((sequence + 1) / 2))
 
     def model_flops(self, num_tokens: float, sequence: float) -> float:

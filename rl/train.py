@@ -226,7 +226,7 @@ def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: check
 
 @contextlib.contextmanager
 def _timed(times: dict[str, float], part: str):
-    """Adds the metric time/<part>_s: the seconds that the block took."""
+    """Measures the block of a `with` statement: sets times["time/<part>_s"] to its duration in seconds."""
     begun = time.perf_counter()
     yield
     times[f"time/{part}_s"] = time.perf_counter() - begun

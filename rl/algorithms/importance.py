@@ -19,7 +19,7 @@ def log_ratio(logp_BT: Array, old_logp_BT: Array, mask_BT: Array) -> Array:
 
 
 def total(x_BT: Array, mask_BT: Array, denom: Array) -> Array:
-    """The masked sum of x over all tokens, sum_t mask_t x_t / denom; x may be NaN where the mask is 0."""
+    """Returns the sum of x over trained tokens, divided by a count: sum_t mask_t x_t / denom. x may be NaN where the mask is 0."""
     return jnp.sum(jnp.where(mask_BT > 0, x_BT, 0.0) * mask_BT) / denom
 
 

@@ -264,7 +264,7 @@ def dppo_tv(tokens: Tokens, *, low: float, high: float, kl_tau: float) -> Terms:
 
 @ratio_loss
 def ipo(tokens: Tokens, *, bound: float, kl_tau: float) -> Terms:
-    """Equals `dppo_tv` except that the mask ignores the advantage's sign: keep_t = |pi - mu| <= bound. PRIME-RL's `ipo`: bound = 0.1."""
+    """Leaves out tokens whose probability changed by more than `bound` (PRIME-RL: 0.1) in any direction; otherwise equals `dppo_tv`."""
     change_BT = jnp.exp(tokens.logp_BT) - jnp.exp(tokens.behavior_logp_BT)
     return _unless(jnp.abs(change_BT) > bound, tokens, kl_tau)
 

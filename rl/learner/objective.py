@@ -155,7 +155,7 @@ class PolicyLoss:
     extras: tuple[str, ...]  # names of `_EXTRAS` that the function takes
 
     def arguments(self, batch: packing.TrainBatch, counts: Counts) -> dict:
-        """Returns the keyword arguments to call `function` with for one micro-batch."""
+        """Returns the loss function's keyword arguments for one micro-batch: its options, and the counts and arrays that it names."""
         return {name: _EXTRAS[name](batch, counts) for name in self.extras} | dict(self.options)
 
 

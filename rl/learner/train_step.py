@@ -89,7 +89,7 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
 
 
 def gradients(learner: Learner, state: TrainState, micro_batches, first, stride, counts, turn, total):
-    """Adds the gradient and metrics of micro-batch first + turn * stride to `total`. The body of the loop over micro-batches."""
+    """Returns `total`, a (gradient, metrics) pair, plus those of micro-batch first + turn * stride: one turn of the loop over them."""
     i, params, frozen = first + turn * stride, state.params, state.frozen
     if learner.mesh.size > 1:
         # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
@@ -116,9 +116,9 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
 
 
 def update(learner: Learner, state: TrainState, grads, metrics, counts: objective_lib.Counts, is_good=True):
-    """Takes one optimizer step and returns (state, metrics).
+    """Takes one optimizer step along the gradient `grads`, of a batch with these `metrics` and `counts`. Returns (state, metrics).
 
-    The state stays as it is if the gradient is not finite, no token trains, or `is_good` is False.
+    Parameters and optimizer state stay unchanged if the gradient is not finite, no token trains, or `is_good` is False.
     """
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])

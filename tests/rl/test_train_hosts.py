@@ -4,6 +4,7 @@ The oracle is one process with two devices on the same mesh: every number of the
 does not depend on their order.
 """
 
+import functools
 import json
 import os
 import re
@@ -63,9 +64,7 @@ def the_error(results):
     return lines.pop()
 
 
-def curve(workdir):
-    lines = [r for r in metrics.read(workdir / "metrics.jsonl") if r["phase"] in ("warm-up", "rl")]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+curve = functools.partial(tiny_run.curve, phases=("warm-up", "rl"))
 
 
 def wait_for_step(workdir, step, processes, timeout_s=120):

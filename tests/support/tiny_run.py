@@ -47,9 +47,9 @@ def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
     )
 
 
-def curve(workdir) -> list[dict]:
-    """The metrics of RL steps, without those that depend on the clock."""
-    lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == "rl"]
+def curve(workdir, phases=("rl",)) -> list[dict]:
+    """The metrics of the steps of these phases, without those that depend on the clock."""
+    lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] in phases]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 

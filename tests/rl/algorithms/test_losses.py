@@ -287,14 +287,9 @@ def test_value_metrics_and_gradient_equal_the_loops(case):
             assert metrics[key] == pytest.approx(x, rel=1e-5, abs=1e-5), key
         assert 0.05 < metrics["loss/clip_frac"] < 0.95 and metrics["loss/clip_frac_positive"] > 0
 
-    for b, t in np.ndindex(grad.shape):
-        step, sides = 1e-5, []
-        for sign in (1, -1):
-            moved = batch[0].copy()
-            moved[b, t] += sign * step
-            sides.append(oracle(case, [batch], denom, num_streams, [moved])[0])
-        # Central differences of a float64 sum of size 1: (step^2 and 1e-16 / step) x the derivatives, below 1e-8.
-        assert grad[b, t] == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=2e-6), (b, t)
+    expected = difference(lambda logp: oracle(case, [batch], denom, num_streams, [logp])[0], batch[0])
+    # Central differences of a float64 sum of size 1: (step^2 and 1e-16 / step) x the derivatives, below 1e-8.
+    np.testing.assert_allclose(grad, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -395,11 +390,9 @@ def test_on_policy_every_loss_has_the_policy_gradient(case):
     ("A", "ratio", "value", "gradient", "clipped"),
     [
         # A > 0: the ratio counts up to 1.2, so delta never binds.
-        (1.0, 0.5, -0.5, -0.5, 0),
         (1.0, 0.79, -0.79, -0.79, 0),
         (1.0, 1.19, -1.19, -1.19, 0),
         (1.0, 1.21, -1.2, 0.0, 1),
-        (1.0, 3.9, -1.2, 0.0, 1),
         (1.0, 4.1, -1.2, 0.0, 1),
         (2.0, 1e6, -2.4, 0.0, 1),
         # A < 0: no less than 0.8, no more than delta = 4; plain PPO has no upper bound here.
@@ -407,10 +400,8 @@ def test_on_policy_every_loss_has_the_policy_gradient(case):
         (-1.0, 0.79, 0.8, 0.0, 1),
         (-1.0, 0.81, 0.81, 0.81, 0),
         (-1.0, 1.21, 1.21, 1.21, 0),
-        (-1.0, 3.9, 3.9, 3.9, 0),
         (-1.0, 3.999, 3.999, 3.999, 0),
         (-1.0, 4.001, 4.0, 0.0, 1),
-        (-1.0, 4.1, 4.0, 0.0, 1),
         (-2.0, 1e6, 8.0, 0.0, 1),
         (0.0, 4.1, 0.0, 0.0, 0),
     ],

@@ -229,18 +229,11 @@ def test_a_stream_may_fill_a_row_but_not_exceed_it():
 @pytest.mark.parametrize("lengths", [(5, 7, 0), (0, 12), (0, 0)])
 def test_a_branch_of_no_token_takes_no_place(lengths):
     """Also where its row is full; a tree of nothing but such branches trains nothing and is left out."""
-    (tree,) = make_trees([(0, [5, 7])]) if sum(lengths) else make_trees([(3, [1])])
-    (empty,) = make_trees([(3, [0])])
-    whole = [length for length in lengths if length]
-    got = packing.pack(make_trees([(0, whole)]) if whole else [empty], packing.Layout(ROW, 1, 2))
-    padded = packing.Tree(np.zeros((0,), np.int32), ())
-    if whole:
-        (plain,) = make_trees([(0, whole)])
-        branches = iter(plain.branches)
-        padded = packing.Tree(plain.prompt, tuple(next(branches) if n else empty.branches[0] for n in lengths))
-    same = packing.pack([padded], packing.Layout(ROW, 1, 2))
+    (tree,) = make_trees([(0, lengths)])
+    whole = dataclasses.replace(tree, branches=tuple(branch for branch in tree.branches if len(branch.tokens)))
+    got, same = (packing.pack([one], packing.Layout(ROW, 1, 2)) for one in (tree, whole))
     jax.tree.map(np.testing.assert_array_equal, got, same)
-    assert int(same.num_micro_batches) == (1 if whole else 0)
+    assert int(got.num_micro_batches) == (sum(lengths) > 0)
 
 
 def test_a_token_that_nothing_predicts_cannot_train():

@@ -334,9 +334,6 @@ def test_a_config_file_may_bring_its_own_loss():
 def test_an_objective_that_cannot_be_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         objective_lib.Objective(**fields)
-
-
-def test_an_unknown_loss_is_refused():
     with pytest.raises(ValueError, match="loss 'ppo' is unknown; choose one of two_sided_clip, "):
         small.make(loss="ppo", options={})
 
