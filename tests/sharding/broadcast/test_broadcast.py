@@ -617,6 +617,9 @@ def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch, rn
     broadcast.publish(_nudge(params, rng), 1, tmp_path, base=wrong)
     with pytest.raises(broadcast.CorruptSource, match="tensor 'w', chunk 0: version 0 and 1 deltas result in digest"):
         broadcast.pull(tmp_path)
+    narrow = broadcast.Pulled(0, {"w": params["w"].astype(np.float32)}, {}, wrong.digest)
+    with pytest.raises(ValueError, match="lacks chunk 0 of float64 tensor 'w' of base"):
+        broadcast.publish(params, 2, tmp_path, base=narrow)
 
 
 def test_a_chain_of_another_run_is_refused(tmp_path, rng):

@@ -203,6 +203,7 @@ LIES = {
     "tied to another": (lambda m: m["tensors"][2].update(tied_to="b/0"), "'c' is tied to 'b/0'"),
     "tied to a list": (lambda m: m["tensors"][2].update(tied_to=["a"]), "tensors.2.tied_to is"),
     "tied with chunks": (lambda m: m["tensors"][2].update(chunks=["0" * 64]), "has chunks or deltas of its own"),
+    "tied with deltas": (lambda m: m["tensors"][2].update(deltas=[]), "has chunks or deltas of its own"),
     "container": (lambda m: m["containers"].update({"b/..": "list"}), "container name 'b/..'"),
     "container kind": (lambda m: m["containers"].update({"b": "set"}), "unknown kind 'set'"),
     "container is tensor": (lambda m: m["containers"].update({"a": "dict"}), "'a' is also a container"),
