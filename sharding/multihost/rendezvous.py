@@ -37,10 +37,8 @@ def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathli
                 hello = connection.receive(timeout_s=KEY_S + 10)[0]
             except TimeoutError:
                 if time.monotonic() > deadline_s:
-                    found = (
-                        f"host(s) {', '.join(map(str, missing))} of {peers.count} did not connect in {timeout_s:.0f} s"
-                    )
-                    remedy = "start the same command on every host, or correct topology.num_processes"
+                    found = f"host(s) {', '.join(map(str, missing))} did not connect within {timeout_s:.0f} s"
+                    remedy = f"start the same command on every host, or correct topology.num_processes = {peers.count}"
                     raise ValueError(f"{found}; {remedy}") from None
                 continue
             except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser

@@ -66,12 +66,13 @@ class Relay:
         if self.url in upstream:
             raise ValueError(f"upstream {self.url} is this relay itself; give the URL of another one")
         opened = source.open(upstream, trusted_key=trusted_key, options=options)
-        in_place, is_directory = directory is None, isinstance(opened, source.Directory)
-        if in_place and not is_directory:
+        is_directory = isinstance(opened, source.Directory)
+        if directory is None and not is_directory:
             raise ValueError(f"upstream {upstream} is not a directory and cannot be served in place; give --dir")
-        if not in_place and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
+        if directory is not None and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
-        self.store = store_lib.Store(upstream[0] if in_place else directory, in_place=in_place, max_bytes=max_bytes)
+        root = upstream[0] if directory is None else directory
+        self.store = store_lib.Store(root, in_place=directory is None, max_bytes=max_bytes)
         self.mirror = mirror_lib.Mirror(self.store, opened, keep, trusted_key)
         self.counters = collections.Counter()
         self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())

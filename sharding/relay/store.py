@@ -139,8 +139,7 @@ class Store:
         """Completes a version that has all objects of `manifest`: deletes other objects, writes the manifest's bytes, `data`."""
         version = self._version(number)
         with self.lock:
-            missing = [o for o in manifest.objects if version.objects.get(o.path) != o]
-            assert not missing, missing[:3]
+            assert all(version.objects.get(o.path) == o for o in manifest.objects), number
             surplus = version.objects.keys() - {o.path for o in manifest.objects}
             self.num_bytes -= sum(version.objects.pop(path).size for path in surplus)
         if not self.in_place:

@@ -200,7 +200,12 @@ def test_host_0_broadcasts_and_scatters(cases):
         ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
         ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),
         ("disks", 0, "does not see the key of this run in here; give a --workdir that all hosts share", 1),
-        ("missing", 0, "host(s) 1 of 3 did not connect in 2 s; start the same command on every host", 1),
+        (
+            "missing",
+            0,
+            "host(s) 1 did not connect within 2 s; start the same command on every host, or correct topology.num_processes = 3",
+            1,
+        ),
         ("twice", 0, "was started twice; give each host a different topology.process_id", 1),
         ("no_first", 1, "host 0 did not answer at 127.0.0.1:", 1),
     ],
@@ -287,7 +292,7 @@ def test_malformed_messages_are_refused(tmp_path):
 
 @pytest.mark.parametrize("index", [0, 2, -1])
 def test_an_index_that_no_other_host_has_is_refused(tmp_path, index):
-    """Of two hosts, host 0 admits host 1 only."""
+    """Host 0 of two hosts admits host 1 only."""
     peers = transport.Peers(0, 2, names={0: "first"})
     one, other = socket.socketpair()
     with one, other:
