@@ -117,12 +117,8 @@ def packed_rows(branches=True):
             segment_ids_BT[b, at], branch_ids_BT[b, at] = segment, branch
             positions_BT[b, at] = position + np.arange(length)
             column += length
-    return {
-        "tokens_BT": tokens_BT,
-        "positions_BT": positions_BT,
-        "segment_ids_BT": segment_ids_BT,
-        "branch_ids_BT": branch_ids_BT,
-    }
+    rows = dict(tokens_BT=tokens_BT, positions_BT=positions_BT)
+    return rows | dict(segment_ids_BT=segment_ids_BT, branch_ids_BT=branch_ids_BT)
 
 
 WEIGHT_BTV = np.random.default_rng(9).standard_normal((B, T, V)).astype(np.float32) / 16
@@ -487,9 +483,8 @@ def test_splash_lowers_for_tpu():
         return transformer.apply(params, config, tokens_BT)[0].astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(total)).trace(params, tokens_BT).lower(lowering_platforms=("tpu",))
-    assert (
-        lowered.as_text().count("tpu_custom_call") == 3
-    )  # forward, dq and dkv, each a function that every layer calls
+    # Forward, dq and dkv, each a function that every layer calls.
+    assert lowered.as_text().count("tpu_custom_call") == 3
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
@@ -552,10 +547,8 @@ def test_llama3_frequencies(dim, theta, factor, low, high, original):
     want = [wavelength_llama3(theta ** (-2 * i / dim), factor, low, high, original) for i in range(dim // 2)]
     np.testing.assert_allclose(got, want, rtol=1e-6)  # float32
     assert attention_factor == 1.0
-    between = [
-        w for i, w in enumerate(want) if theta ** (-2 * i / dim) / factor < w * 0.999 < theta ** (-2 * i / dim) * 0.99
-    ]
-    assert len(between) >= 3  # the interpolated stretch is not empty
+    plain = theta ** (-2 * np.arange(dim // 2) / dim)
+    assert sum((plain / factor < np.array(want) * 0.999) & (np.array(want) * 0.999 < plain * 0.99)) >= 3  # interpolated
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ HIDDEN_BTD = RNG.standard_normal((B, T, 16)).astype(np.float32)
 TOKENS_BT = RNG.integers(0, 272, (B, T)).astype(np.int32)
 TEMPERATURE_BT = RNG.choice([0.0, 0.6, 1.0, 1.7], (B, T)).astype(np.float32)
 BEFORE_BT = np.tile(np.arange(T) - 1, (B, 1)).astype(np.int32)
-BRANCHED_BT = np.where(RNG.random((B, T)) < 0.4, BEFORE_BT // 2, BEFORE_BT).astype(
-    np.int32
-)  # some columns predict twice
+BRANCHED_BT = np.where(RNG.random((B, T)) < 0.4, BEFORE_BT // 2, BEFORE_BT).astype(np.int32)  # some predict twice
 D_LOGP_BT, D_ENTROPY_BT = RNG.standard_normal((2, B, T)).astype(np.float32)
 
 
@@ -123,9 +121,8 @@ def test_a_mesh_changes_nothing(axes, config):
     specs = {name: transformer.specs(config)[name] for name in params}
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, rules.shardings(specs, mesh))
-        hidden_BTD = jax.device_put(
-            HIDDEN_BTD, jax.NamedSharding(mesh, jax.P(("data", "fsdp", "expert"), "context", None))
-        )
+        layout = jax.NamedSharding(mesh, jax.P(("data", "fsdp", "expert"), "context", None))
+        hidden_BTD = jax.device_put(HIDDEN_BTD, layout)
         options = (("CHUNK_LOGITS", 5 * 128), ("VOCAB_CHUNK", 20), ("entropy_gradient", True))
         got = score(config, placed, hidden_BTD, TEMPERATURE_BT, BRANCHED_BT, (B, T), options)
     assert got[2].keys() == placed.keys()
@@ -139,9 +136,8 @@ def test_bfloat16_accumulates_in_float32():
     params = head_of(UNTIED)
     rounded = {name: np.asarray(jnp.bfloat16(x), np.float32) for name, x in params.items()}
     hidden_BTD = jnp.bfloat16(HIDDEN_BTD)
-    got = score(
-        UNTIED, params, hidden_BTD, TEMPERATURE_BT, None, (B, T), (("CHUNK_LOGITS", 9 * 128), ("VOCAB_CHUNK", 128))
-    )
+    options = (("CHUNK_LOGITS", 9 * 128), ("VOCAB_CHUNK", 128))
+    got = score(UNTIED, params, hidden_BTD, TEMPERATURE_BT, None, (B, T), options)
     expected = oracle(UNTIED, rounded, np.asarray(hidden_BTD, np.float32), BEFORE_BT, entropy_gradient=False)
     assert got[2]["lm_head"].dtype == jnp.float32 and got[3].dtype == jnp.bfloat16
     np.testing.assert_allclose(got[0], expected[0], atol=1e-5)

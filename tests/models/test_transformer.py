@@ -168,11 +168,8 @@ SEQUENCES = ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8], [9], [10, 11, 12, 13])  # c
 
 
 def layout(rows):
-    return {
-        "positions_BT": np.tile(POSITIONS_T, (rows, 1)),
-        "segment_ids_BT": np.tile(SEGMENTS_T, (rows, 1)),
-        "branch_ids_BT": np.tile(BRANCHES_T, (rows, 1)),
-    }
+    columns = {"positions_BT": POSITIONS_T, "segment_ids_BT": SEGMENTS_T, "branch_ids_BT": BRANCHES_T}
+    return {name: np.tile(x_T, (rows, 1)) for name, x_T in columns.items()}
 
 
 def test_packed_sequences_equal_separate_ones():

@@ -132,9 +132,8 @@ def test_greedy_decoding_over_the_cache_follows_transformers(name):
             best = jnp.argmax(transformer.logits(params, config, hidden)[0, 0]).astype(jnp.int32)
             return (jnp.full((1, 1), best), cache), (token_11[0, 0], best, hidden[0, 0])
 
-        cache = jax.tree.map(
-            lambda x: x + 3, kv_cache.create(config, 1, T)
-        )  # columns that were never written weigh nothing
+        # Columns that were never written weigh nothing.
+        cache = jax.tree.map(lambda x: x + 3, kv_cache.create(config, 1, T))
         return jax.lax.scan(step, (jnp.zeros((1, 1), jnp.int32), cache), jnp.arange(T))[1]
 
     tokens_T, best_T, hidden_TD = decode(params, prompt_P)
@@ -315,13 +314,6 @@ def test_gemma_in_the_spelling_of_version_4():
     assert config == hf_config.read(stored("gemma3_text")) and config.layer_pattern == "SSSSSF"
 
 
-def test_a_window_that_is_not_used_is_ignored():
-    plain = stored("qwen2_tied_bf16")
-    assert hf_config.read(plain | {"sliding_window": 32768}) == hf_config.read(plain)
-    used = hf_config.read(plain | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
-    assert used.window == 8 and [used.is_sliding(n) for n in range(2)] == [False, True]
-
-
 def test_what_a_file_leaves_out_is_the_default_of_its_family():
     """Uses the defaults of the config classes of transformers 5."""
     glm, deepseek, oss = (stored(name) for name in ("glm4moe_full", "deepseek_v3", "gpt_oss"))
@@ -338,15 +330,20 @@ def test_what_a_file_leaves_out_is_the_default_of_its_family():
     assert config.rope_original_positions == 4096 and not config.rope_truncate
 
 
-def test_every_layer_of_a_sliding_qwen3_mixture_slides():
-    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+def test_windows_of_qwen():
+    """Unused ones are ignored. In Qwen2 and Qwen3 the layers from `max_window_layers` on slide, in a mixture all layers."""
+    sliding, plain = (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        stored("qwen2_tied_bf16"),
+    )
+    assert hf_config.read(plain | {"sliding_window": 32768}) == hf_config.read(plain)
+    for family in ("qwen2", "qwen3"):
+        dense = plain | {"model_type": family, "num_hidden_layers": 3}
+        config = hf_config.read(dense | sliding)
+        assert config.window == 8 and [config.is_sliding(n) for n in range(3)] == [False, True, True]
+        assert hf_config.read(dense | sliding | {"sliding_window": None}).layer_pattern == "F"
     config = hf_config.read(stored("qwen3moe_mixed") | sliding)
     assert config.window == 8 and all(config.is_sliding(n) for n in range(config.num_layers))
-    dense = stored("qwen2_tied_bf16") | {"model_type": "qwen3", "num_hidden_layers": 3}
-    config = hf_config.read(dense | sliding)
-    assert [config.is_sliding(n) for n in range(3)] == [False, True, True]
-    config = hf_config.read(dense | sliding | {"sliding_window": None})
-    assert config.layer_pattern == "F"
 
 
 def test_an_odd_part_of_a_head_rotates_as_the_next_even_one():
@@ -624,10 +621,8 @@ def test_the_command(tmp_path, capsys):
     assert commands.run("models.hf", "convert", source, out, "--dtype", "float32") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert (
-        commands.run("models.hf", "compare", source, out) == 0
-        and "26 of 26 parameters are equal" in capsys.readouterr().out
-    )
+    assert commands.run("models.hf", "compare", source, out) == 0
+    assert "26 of 26 parameters are equal" in capsys.readouterr().out
     rewrite(tmp_path / "out", lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1})
     assert commands.run("models.hf", "compare", source, out) == 1 and "final_norm" in capsys.readouterr().out
     assert commands.run("models.hf", "convert", source, out) == 1 and "not an empty folder" in capsys.readouterr().err
