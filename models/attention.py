@@ -132,9 +132,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
         wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(mesh_lib.platform(), "xla")
     problems = [text for applies, text in reasons[wanted] if applies]
     if problems and implementation != "auto":
-        raise ValueError(
-            f"model.attention = {implementation!r} cannot run here: {problems[0]}; set model.attention to 'auto' or 'xla'"
-        )
+        raise ValueError(f"model.attention = {implementation!r} cannot run: {problems[0]}; set it to 'auto' or 'xla'")
     return "xla" if problems else wanted
 
 

@@ -20,9 +20,7 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     if path.is_dir():
         return path
     if not is_id(path_or_repo):
-        raise ValueError(
-            f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id such as 'Qwen/Qwen3-0.6B'"
-        )
+        raise ValueError(f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id like 'Qwen/Qwen3-0.6B'")
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
     try:

@@ -114,9 +114,7 @@ def _read_deepseek_v3(hf: dict) -> dict:
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = stated.get("rope_type") or stated.get("type")
     if kind in ("linear", "llama3") and stated.get("mscale_all_dim"):  # transformers sharpens by it
-        raise ValueError(
-            f"mscale_all_dim with rope_type {kind!r} in config.json is not supported; use rope_type 'yarn'"
-        )
+        raise ValueError(f"mscale_all_dim with rope_type {kind!r} in config.json is not supported; use 'yarn'")
     return {"head_dim": nope + rope_dim, "rope_dim": rope_dim}
 
 

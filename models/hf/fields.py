@@ -26,7 +26,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or default
     if not isinstance(stated, dict):
         raise ValueError(
-            f"rope_scaling {stated!r} in config.json is not an object: write it as {{'rope_type': 'yarn', ...}}"
+            f"rope_scaling {stated!r} in config.json is not an object: write {{'rope_type': {stated!r}, ...}}"
         )
     local = stated.get("sliding_attention") or {}
     if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):
@@ -59,9 +59,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
     if kind == "llama3":
         return fields | {ours: float(need(stated, name, where)) for name, ours in SCALING[kind].items()}
     if stated.get("attention_factor") == 0:
-        raise ValueError(
-            "attention_factor 0 in config.json would erase all keys; remove it, and it is derived from the factor"
-        )
+        raise ValueError("attention_factor 0 in config.json would erase all keys; remove it to derive it from factor")
     fields |= {ours: float(stated[name]) for name, ours in SCALING[kind].items() if stated.get(name)}
     return fields | {"rope_truncate": bool(stated.get("truncate", True))}
 
