@@ -194,7 +194,8 @@ class Mirror:
             self.upstream.read(number, entry, [data])
         elif (self._store.root / journal.dirname(number) / entry.path).stat().st_size != entry.size:
             # The publisher hashed it: only an unfinished file is detected.
-            raise journal.CorruptSource(f"object {entry.path} of version {number} does not have {entry.size} bytes")
+            found = f"object {entry.path} of version {number} does not have {entry.size} bytes"
+            raise journal.CorruptSource(f"{found}: publish the version again")
         try:
             self._store.add(number, entry, data)
         except OSError as error:

@@ -169,7 +169,8 @@ class Store:
         with self.lock:
             used = self.num_bytes + self._reserved_bytes
             if self._max_bytes is not None and used + len(data) > self._max_bytes:
-                raise OSError(errno.EDQUOT, f"{name}: {len(data)} bytes more would exceed max_bytes {self._max_bytes}")
+                most = f"{len(data)} bytes more would exceed --max_bytes {self._max_bytes}"
+                raise OSError(errno.EDQUOT, f"object {name} is not stored: {most}; raise it, or lower --keep")
             self._reserved_bytes += len(data)
         try:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +264,7 @@ def _append(path: pathlib.Path, line: bytes) -> None:
         end = file.tell()
         try:
             if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, f"{path}: no space for a line")
+                raise OSError(errno.ENOSPC, f"no disk space for a line of {path}; free some")
         except OSError:
             file.truncate(end)  # an incomplete line would make the following ones unreadable
             raise
