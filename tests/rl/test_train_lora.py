@@ -12,12 +12,10 @@ from rl.experiment import experiment
 from rl.learner import lora, train_step
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
-from tests.support import tiny_run
+from tests.support import small_learner, tiny_run
 
 pytestmark = pytest.mark.slow
 FIELDS = {"lora.rank": 4, "lora.alpha": 8.0, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 0}
-PRODUCTS = {"q": "dr,rhc->dhc", "k": "dr,rhc->dhc", "v": "dr,rhc->dhc", "o": "hcr,rd->hcd"}
-PRODUCTS |= {"gate": "dr,rf->df", "up": "dr,rf->df", "down": "fr,rd->fd"}
 
 
 def test_adapters_train_publish_resume_and_export(tmp_path):
@@ -35,11 +33,13 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
     state = saved_state(resumed / "checkpoints", step=4)
     frozen, adapters = leaves(state.frozen), leaves(state.params)
     assert_same(frozen, base)  # b began at 0, so that version 0 is the base; and the base stayed
-    assert {name.rpartition("/")[2] for name in base if not np.array_equal(base[name], last[name])} == set(PRODUCTS)
+    assert {name.rpartition("/")[2] for name in base if not np.array_equal(base[name], last[name])} == set(
+        small_learner.PRODUCTS
+    )
     for name, kernel in frozen.items():
-        if (kind := name.rpartition("/")[2]) in PRODUCTS:
+        if (kind := name.rpartition("/")[2]) in small_learner.PRODUCTS:
             a, b = (adapters[f"{name}/{part}"].astype(np.float64) for part in "ab")
-            kernel = kernel + 8.0 / 4 * np.einsum(PRODUCTS[kind], a, b)
+            kernel = kernel + 8.0 / 4 * np.einsum(small_learner.PRODUCTS[kind], a, b)
         np.testing.assert_allclose(last[name], kernel, atol=1e-6, err_msg=name)  # one float32 sum of size 1
 
     argv = [*tiny_run.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]

@@ -20,6 +20,8 @@ MOE = dataclasses.replace(
 )
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}
 ROW = 16
+PRODUCTS = {"q": "dr,rhc->dhc", "k": "dr,rhc->dhc", "v": "dr,rhc->dhc", "o": "hcr,rd->hcd"}  # A, B of LoRA -> change
+PRODUCTS |= {"gate": "dr,rf->df", "up": "dr,rf->df", "down": "fr,rd->fd"}
 
 SGD = optax.sgd(0.1, momentum=0.9)  # after one step its trace is the gradient itself
 

@@ -16,15 +16,8 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import small_learner, tiny
 
-MODEL = tiny.model(
-    vocab_size=64,
-    num_heads=8,
-    num_kv_heads=4,
-    num_experts=4,
-    experts_per_token=2,
-    expert_ffn_dim=32,
-    first_dense_layers=1,
-)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 32, "first_dense_layers": 1}
+MODEL = tiny.model(vocab_size=64, num_heads=8, num_kv_heads=4, **EXPERTS)
 CONFIG = lora.LoraConfig(rank=2, alpha=6.0)
 SPECS = transformer.specs(MODEL)
 
@@ -33,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 def draw(specs, seed):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda s: (rng.standard_normal(s.shape) * 0.2 + (len(s.shape) == 1)).astype(np.float32),
-        specs,
-        is_leaf=rules.is_spec,
-    )
+
+    def one(spec):
+        return (rng.standard_normal(spec.shape) * 0.2 + (len(spec.shape) == 1)).astype(np.float32)
+
+    return jax.tree.map(one, specs, is_leaf=rules.is_spec)
 
 
 def leaves(tree):
@@ -48,16 +41,7 @@ def test_merge_adds_the_product_at_every_target():
     """Compares with a loop over experts, inputs, outputs and ranks for each way a kernel is laid out."""
     params, adapters = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
     merged = leaves(lora.merge(params, adapters, SPECS, CONFIG))
-    product = {  # a, b -> change, by the letters of the kernel
-        "q": "dr,rhc->dhc",
-        "k": "dr,rhc->dhc",
-        "v": "dr,rhc->dhc",
-        "o": "hcr,rd->hcd",
-        "gate": "dr,rf->df",
-        "up": "dr,rf->df",
-        "down": "fr,rd->fd",
-    }
-    changed = 0
+    product, changed = small_learner.PRODUCTS, 0
     for where, before in leaves(params).items():
         name = where.split("'")[-2]
         if name not in product:
@@ -86,10 +70,8 @@ def test_a_fresh_adapter_changes_no_bit():
 
 def test_only_targets_are_adapted_and_wrong_ones_are_refused():
     some = lora.specs(SPECS, dataclasses.replace(CONFIG, targets=("q", "router")))
-    assert {where.split("'")[-4] for where in leaves(jax.tree.map(lambda s: 0, some, is_leaf=rules.is_spec))} == {
-        "q",
-        "router",
-    }
+    adapted = leaves(jax.tree.map(lambda s: 0, some, is_leaf=rules.is_spec))
+    assert {where.split("'")[-4] for where in adapted} == {"q", "router"}
     for changes, words in (
         ({"targets": ("q", "w_q")}, ("'w_q'", "no such parameter")),
         ({"targets": ("q_norm",)}, ("'q_norm'", "not a matrix")),
