@@ -45,7 +45,7 @@ class InferenceServer:
     store: weights_lib.Store
     model_name: str = "policy"
     key: str | None = None  # hex of the public key that must sign weights; None accepts any
-    have: broadcast.Pulled | None = None  # the version in use, which deltas can be applied to
+    have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is not from `weights`
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def update(self, version: int | None, source: str | None = None) -> int:
@@ -72,14 +72,12 @@ class InferenceServer:
                 version = broadcast.latest(root)
                 if version is None and source is not None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
-            if version is None or (version == self.scheduler.version and source is None):
+            if version is None or (source is None and self.have is not None and version == self.have.version):
                 return self.scheduler.version
             if source is None and not isinstance(root, source_lib.Directory):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
             pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
-            version = self._swap(pulled.params, pulled.version)
-            self.have = pulled if source is None else None
-            return version
+            return self._swap(pulled.params, pulled.version, pulled if source is None else None)
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
         """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
@@ -127,9 +125,11 @@ class InferenceServer:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         return self._swap(_load_folder(folder, self.store), self.scheduler.version + 1 if version is None else version)
 
-    def _swap(self, params: transformer.Params, version: int) -> int:
+    def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
-        return self.scheduler.update(self.store.keep(params), version).result()
+        version = self.scheduler.update(self.store.keep(params), version).result()
+        self.have = pulled
+        return version
 
 
 def start(

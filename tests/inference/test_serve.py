@@ -220,7 +220,9 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
 def test_a_scheduler_that_stopped_is_503(weights, server):
     scheduler = scheduler_lib.Scheduler(server.engine, server.engine.load_params(), 0)
     scheduler.close()
-    app = serve.make_app(inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store))
+    stopped = inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store)
+    stopped.have = broadcast.pull(str(weights), 0)
+    app = serve.make_app(stopped)
 
     async def exchange():
         async with serving.client(app) as client:
@@ -278,6 +280,12 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
     publish(tmp_path, 7)  # another root, by name
     assert update(weight_dir=str(tmp_path)).json()["version"] == 7
     assert answer()["policy_versions"] == [[7, 8]]
+    assert "no version 7" in refused(update(version=7), 500)  # the server's own broadcast has none
+    assert update(version=1).json()["version"] == 1 and answer() == after
+    folder = tmp_path / "model"
+    hf.save(folder, MODEL, jax.jit(transformer.init, static_argnums=1)(jax.random.key(9), MODEL))
+    assert update(weight_dir=str(folder), version=1).json()["version"] == 1 and answer() != after
+    assert update(version=1).json()["version"] == 1 and answer() == after
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
