@@ -27,6 +27,7 @@ class _LongPrompt:
     """A prompt that is prefilled chunk by chunk. `cache` and `experts` cover its first `num_done` tokens."""
 
     group: sequence_lib.SequenceGroup
+    num_cached: int  # tokens found in the prefix cache
     cache: kv_cache.Cache | None
     num_done: int
     experts: tuple[jax.Array, ...]
@@ -100,7 +101,7 @@ class PrefillQueue:
         if long.num_done == len(tokens):
             prefix = _one_prompt(tokens, long.cache, long.experts)
             self._prefixes.add(tokens, prefix, 0)
-            self._make_ready(long.group, prefix, 0)
+            self._make_ready(long.group, prefix, 0, long.num_cached)
             self._long = None
 
     def _prefill(self) -> bool:
@@ -117,8 +118,7 @@ class PrefillQueue:
             elif is_long:
                 self._start_long(group)
             elif found := self._prefixes.find(tokens):
-                self._count(group, found.num_tokens)
-                self._make_ready(group, found.prefix, found.row)
+                self._make_ready(group, found.prefix, found.row, found.num_tokens)
             elif tokens in rows:
                 rows[tokens].append(group)
             elif bucket in (None, own := config.bucket(len(tokens))):
@@ -133,8 +133,7 @@ class PrefillQueue:
             for row, (tokens, groups) in enumerate(rows.items()):
                 self._prefixes.add(tokens, prefix, row)
                 for group in groups:
-                    self._count(group, 0 if group is groups[0] else len(tokens))
-                    self._make_ready(group, prefix, row)
+                    self._make_ready(group, prefix, row, 0 if group is groups[0] else len(tokens))
         self._waiting = rest  # last: if the engine raises, the requests are still here, and are failed with all others
         return len(self._ready) > num_ready
 
@@ -143,26 +142,24 @@ class PrefillQueue:
         tokens = group.request.tokens
         found = self._prefixes.find(tokens)
         num_done = found.num_tokens if found else 0
-        self._count(group, num_done)
         if found is None:
-            self._long = _LongPrompt(group, None, 0, ())
+            self._long = _LongPrompt(group, 0, None, 0, ())
         elif num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
-            self._make_ready(group, _one_prompt(tokens, found.prefix.cache, found.prefix.experts), 0)
+            self._make_ready(group, _one_prompt(tokens, found.prefix.cache, found.prefix.experts), 0, num_done)
         else:  # a copy, because the next chunks are written into it while others may find the original
             cache = jax.tree.map(jax.numpy.copy, found.prefix.cache)
             num_chunks = num_done // self._engine.config.prefill_chunk
-            self._long = _LongPrompt(group, cache, num_done, found.prefix.experts[:num_chunks])
+            self._long = _LongPrompt(group, num_done, cache, num_done, found.prefix.experts[:num_chunks])
 
-    def _count(self, group: sequence_lib.SequenceGroup, num_cached: int) -> None:
-        num_tokens, group.num_cached = len(group.request.tokens), num_cached
-        self._stats["prefix_queries"] += num_tokens
+    def _make_ready(
+        self, group: sequence_lib.SequenceGroup, prefix: decode_state.Prefix, row: int, num_cached: int
+    ) -> None:
+        group.prefix, group.row, group.prompt_version, group.num_cached = prefix, row, self._version, num_cached
+        tokens = group.request.tokens
+        self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached
-        self._stats["prompt_tokens"] += num_tokens - num_cached
-
-    def _make_ready(self, group: sequence_lib.SequenceGroup, prefix: decode_state.Prefix, row: int) -> None:
-        group.prefix, group.row, group.prompt_version = prefix, row, self._version
+        self._stats["prompt_tokens"] += len(tokens) - num_cached
         if group.request.prompt_logprobs:
-            tokens = group.request.tokens
             tokens_1T = _pad([tokens], 1, self._engine.config.bucket(len(tokens)))
             group.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
         self._ready.append(group)

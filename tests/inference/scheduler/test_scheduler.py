@@ -434,6 +434,7 @@ def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
     scheduler._engine.prefill_chunk = slow
     (got,) = scheduler.submit(Request(TURN[:60], max_tokens=5)).result(WAIT_S)
     assert seen == [0, 16, 0, 16, 32, 48] and got.prompt_version == 1 and set(got.versions) == {1}
+    assert scheduler.stats["prompt_tokens"] == scheduler.stats["prefix_queries"] == 60
     fresh = chunked()
     fresh.update(params(1), 1).result(WAIT_S)
     assert fresh.submit(Request(TURN[:60], max_tokens=5)).result(WAIT_S) == [got]
