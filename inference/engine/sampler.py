@@ -130,7 +130,7 @@ def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     kth_B = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, axis=-1)
     in_k_BV = sorted_BV >= kth_B
     probs_BV = jax.nn.softmax(jnp.where(in_k_BV, sorted_BV, -jnp.inf), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # mass of strictly better entries
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # mass of the entries sorted before each
     # top_p 1 is off and cuts nothing: float32 rounds the mass before the tail of a peaked row up to 1.
     in_p_BV = (before_BV < sampling.top_p[:, None]) | (sampling.top_p >= 1.0)[:, None]
     kept_BV = in_k_BV & in_p_BV & (probs_BV >= sampling.min_p[:, None] * probs_BV[:, :1])
