@@ -92,7 +92,7 @@ def train(
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
                     values["loss/held_out"] = hosts.broadcast(_nll(learner, state.params, held_out))
                     patience = patience.after(values["loss/held_out"])
-                values["optimizer/learning_rate"] = float(rate(step - 1))
+                values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun
                 writer.write(step, "warm-up", values)
                 shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}

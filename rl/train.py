@@ -121,7 +121,9 @@ def train(
                 with timed("eval"):
                     if is_scored and not is_last:
                         score(step)
-                values["optimizer/learning_rate"] = float(rate((step - 1) * exp.objective.optimizer_steps))
+                values["optimizer/learning_rate"] = float(
+                    jax.device_get(rate((step - 1) * exp.objective.optimizer_steps))
+                )
                 step_s = time.perf_counter() - begun
                 times |= {"time/step_s": step_s, "time/tokens_per_s": batch.metrics["rollout/num_tokens"] / step_s}
                 values |= batch.metrics | times
