@@ -63,12 +63,15 @@ def start_rollout_system(
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     """
     config = experiment.config
-    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait), None
+    stack = contextlib.ExitStack()
+    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack), None
     if config.trust.bands:
         tolerance, bands = verifier.load_bands(config.trust.bands)
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
-    validator = verifier.Validator(experiment.model, verifier.published(weights), rules, evidence)
+    keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
+    params = verifier.published(str(weights), keep=keep, key=run_directory.public_key(workdir))
+    validator = verifier.Validator(experiment.model, params, rules, evidence)
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
@@ -86,7 +89,7 @@ def start_rollout_system(
         # Before `serve`: workers that are already running ask for them immediately.
         rollouts.servers = config.topology.servers
     url = rollouts.serve()
-    with contextlib.ExitStack() as stack:
+    with stack:
 
         def start(name: str, command: list[str]) -> _Child:
             return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
@@ -128,8 +131,8 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
-    if (workdir / "weights.key").exists():
-        command += ["--weights_key", run_directory.signing_key(workdir).worker]
+    if key := run_directory.public_key(workdir):
+        command += ["--weights_key", key]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
     command += ["--routed_experts"] * engine.routed_experts

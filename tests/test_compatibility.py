@@ -121,7 +121,7 @@ def make_validator(workdir, bands=None):
     exp = calibrate.load_experiment(str(workdir))
     tolerance, limits = verifier.load_bands(bands) if bands else (rules_lib.Tolerance.of(exp.config.trust), None)
     rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
-    weights = verifier.published(workdir / "weights")
+    weights = verifier.published(str(workdir / "weights"))
     return verifier.Validator(exp.model, weights, rules, evidence_log.EvidenceLog(limits)), exp
 
 

@@ -96,6 +96,11 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
     return rollout_lib.WorkerKey.load(file)
 
 
+def public_key(workdir: pathlib.Path) -> str | None:
+    """Returns the public half of the run's `signing_key` as hex, or None if the work directory has no such key."""
+    return signing_key(workdir).worker if (workdir / "weights.key").exists() else None
+
+
 def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
     """Returns the path of a local worker's private key, which the worker generates; moves an older run's key out of `logs/`."""
     file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"

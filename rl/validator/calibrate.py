@@ -32,6 +32,7 @@ from models import transformer
 from rl import envs, worker
 from rl.envs import scorer
 from rl.experiment import experiment as experiment_lib
+from rl.experiment import workdir as run_directory
 from rl.protocol import task_schedule
 from rl.verification import checks, sequential_test, verifier
 from rl.verification import rules as rules_lib
@@ -192,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")
-    get = verifier.published(weights)
+    get = verifier.published(str(weights), key=run_directory.public_key(pathlib.Path(args.workdir)))
     validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(exp.config))
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in args.variants:

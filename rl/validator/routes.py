@@ -88,14 +88,15 @@ def serve(args: argparse.Namespace) -> int:
         tolerance, bands = verifier.load_bands(args.bands)
     else:
         tolerance, bands = rules_lib.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
+    stack = contextlib.ExitStack()
     validator = verifier.Validator(
         experiment.model,
-        verifier.published(pathlib.Path(weights), keep=config.rl.max_lag + 2),
-        dataclasses.replace(verifier.rules_of(config, experiment.tokenizer), tolerance=tolerance),
+        verifier.published(weights, keep=config.rl.max_lag + 2, key=run_directory.public_key(workdir)),
+        dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance),
         evidence_log.EvidenceLog(bands),
     )
     secret = run_directory.secret(workdir, config.seed)
-    with contextlib.ExitStack() as stack:
+    with stack:
         ledger = None
         if args.ledger:
             ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, rollout_lib.WorkerKey.load(args.key)))

@@ -68,9 +68,11 @@ class EvidenceLog:
                 self._seen.add(step, tuple(entry))
 
     def _mark(self, stream: str, rollout: rollout_lib.Rollout) -> bool:
-        """Marks a rollout's sample as counted. Returns False if `count_once` is set and the sample was counted before."""
+        """Marks a rollout's sample as counted. Returns False if it was counted before. Without `count_once`, returns True and marks nothing."""
+        if not self._count_once:
+            return True
         item = rollout.step, (stream, rollout.worker, rollout.task.group, rollout.sample)
-        if self._count_once and item in self._seen:
+        if item in self._seen:
             return False
         self._seen.add(*item)
         return True

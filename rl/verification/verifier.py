@@ -9,6 +9,7 @@ group, which is rejected with its worst member, since advantages compare its mem
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -34,6 +35,10 @@ from sharding import broadcast
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
+
+
+class WeightsUnavailable(ValueError):
+    """The weights of a policy version that a rollout names cannot be loaded."""
 
 
 class Validator:
@@ -114,13 +119,19 @@ class Validator:
         return _first_reason(self.check_with_weights(rollouts))
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
-        """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises ValueError or OSError if weights are missing."""
-        return replay_lib.replay(self.model, self._weights, self.rules, rollouts)
+        """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""
+        return replay_lib.replay(self.model, self._load, self.rules, rollouts)
+
+    def _load(self, version: int) -> transformer.Params:
+        try:
+            return self._weights(version)
+        except (ValueError, OSError) as error:
+            raise WeightsUnavailable(str(error)) from error
 
     def _check_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         try:
             replayed = self.replay(rollouts)
-        except (ValueError, OSError) as error:
+        except WeightsUnavailable as error:  # any other error is a bug, which must not be blamed on the weights
             if len(rollouts) == 1:
                 return [checks.Verdict("weights", f"a version that it names is not available ({error})")]
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
@@ -132,30 +143,36 @@ def _first_reason(found: Sequence[checks.Verdict]) -> str | None:
     return next((str(verdict) for verdict in found if not verdict.accepted), None)
 
 
-def published(root: pathlib.Path, *, keep: int = 4) -> Callable[[int], transformer.Params]:
-    """Returns a function from policy version to params, which pulls and verifies weights published in `root`; caches `keep` versions."""
+def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:
+    """Returns a function from policy version to params, which pulls and verifies weights published in `root`; caches `keep` versions.
+
+    `root` is a directory or a URL, as for `broadcast.pull`. `key` is the public key that must have signed them; None accepts any.
+    """
     cached: dict[int, transformer.Params] = {}
 
     def weights(version: int) -> transformer.Params:
         if version not in cached:
-            params = jax.tree.map(jnp.asarray, broadcast.pull(str(root), version).params)
-            while len(cached) >= keep:  # before it is added: a rollout may name a version older than all of these
+            while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                 del cached[min(cached)]
-            cached[version] = params
+            cached[version] = jax.tree.map(jnp.asarray, broadcast.pull(root, version, key=key).params)
         return cached[version]
 
     return weights
 
 
-def rules_of(config, tokenizer, on_error: Callable[[str], None] = scorer.print_error) -> rules_lib.Rules:
+def rules_of(
+    config, tokenizer, on_error: Callable[[str], None] = scorer.print_error, stack: contextlib.ExitStack | None = None
+) -> rules_lib.Rules:
     """Returns all rules of a run from its resolved config. The run's environment makes the tasks, prompts, and rewards.
 
-    `on_error` is called with a line of text if completions cannot be scored.
+    `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score.
     """
     options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
     limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_children=MAX_SCORERS)
     scores = scorer.Scorer(config.env.name, options, config.seed, **limits, on_error=on_error)
+    if stack is not None:
+        stack.callback(scores.close)
 
     @functools.lru_cache(1024)  # a batch of 256 rollouts needs the same 32 tasks 256 times
     def task(group: task_schedule.Group) -> tuple[environment.Task, list[int]]:

@@ -1,6 +1,7 @@
 """The service with a real validator and a ledger: verdicts on files, and the HTTP routes."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,6 +17,8 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
+from rl.envs import scorer
+from rl.experiment import workdir as run_directory
 from rl.ledger import balances, events
 from rl.ledger import ledger as ledger_lib
 from rl.validator import routes
@@ -23,6 +26,7 @@ from rl.validator import service as service_lib
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import checks
+from sharding import broadcast
 from sharding.system import sockets as listening
 from tests.support import commands, doubles
 
@@ -252,7 +256,7 @@ def test_the_routes(service):
 def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
     exp = doubles.experiment(prompts=2)
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
-    closed = []
+    closed, pulled, key = [], [], run_directory.signing_key(tmp_path).worker
 
     def run(sockets):
         sockets[0].close()
@@ -261,9 +265,13 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
     server = types.SimpleNamespace(run=run)
     monkeypatch.setattr(routes.web, "server", lambda app: server)
     monkeypatch.setattr(routes.validator_service.Service, "close", lambda self: closed.append(self))
-    assert (
-        commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--port", "0")
-        == 0
-    )
-    assert len(closed) == 1
-    closed[0]._state.close()
+    monkeypatch.setattr(scorer.Scorer, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(broadcast, "pull", lambda *args, **options: pulled.append((args, options)))
+    options = {"workdir": tmp_path, "rollouts": tmp_path, "port": 0, "weights": "http://relay:1"}
+    assert commands.run("rl.validator", "serve", *(f"--{name}={value}" for name, value in options.items())) == 0
+    service, scores = closed
+    assert isinstance(scores, scorer.Scorer)
+    service._state.close()
+    with contextlib.suppress(AttributeError):  # what was pulled has no params here
+        service._validator._weights(3)
+    assert pulled == [(("http://relay:1", 3), {"key": key})]

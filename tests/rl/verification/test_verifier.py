@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -353,15 +354,31 @@ def test_a_few_wrong_tokens_can_be_allowed():
 
 
 def test_published_weights_are_verified_and_a_few_are_kept(tmp_path, monkeypatch):
+    key, other = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
     for version in range(4):
-        broadcast.publish(params(version), version, str(tmp_path))
-    pulled, pull = [], broadcast.pull
-    monkeypatch.setattr(broadcast, "pull", lambda root, version: (pulled.append(version), pull(root, version))[1])
-    get = verifier.published(tmp_path, keep=2)
+        broadcast.publish(params(version), version, str(tmp_path), broadcast.PublishOptions(key=key.private))
+    pulled, kept, pull = [], [], broadcast.pull
+
+    def pull_and_count(root, version, **options):
+        pulled.append((version, sum(array() is not None for array in kept)))
+        return pull(root, version, **options)
+
+    monkeypatch.setattr(broadcast, "pull", pull_and_count)
+    get = verifier.published(str(tmp_path), keep=2, key=key.worker)
     for version in (0, 1, 0, 2, 1, 0):
-        np.testing.assert_array_equal(get(version)["embed"], params(version)["embed"])
-    assert pulled == [0, 1, 2, 0]  # 2 put out 0, the oldest
+        found = get(version)["embed"]
+        np.testing.assert_array_equal(found, params(version)["embed"])
+        kept.append(weakref.ref(found))
+        del found
+    assert [version for version, _ in pulled] == [0, 1, 2, 0]  # 2 put out 0, the oldest
+    assert max(others for _, others in pulled) == 1
     assert check(honest(), weights=get) is None
+    forged = verifier.published(str(tmp_path), key=other.worker)
+    assert check(honest(), weights=forged).startswith("weights: a version that it names is not available (")
+    with pytest.raises(ValueError, match="^a bug$"):  # of the replay itself, which is not blamed on the weights
+        monkeypatch.setattr(replay_lib, "recompute", lambda *args: (_ for _ in ()).throw(ValueError("a bug")))
+        check(honest(), weights=get)
+    monkeypatch.undo()
     missing = "weights: a version that it names is not"
     assert check(edited("versions", slice(30, None), 10), weights=get).startswith(missing)
     for file in (tmp_path / "v00000003").rglob("*"):
