@@ -25,7 +25,7 @@ class Worker:
     stake: int = 0
     slashed: int = 0
     ejected: bool = False
-    num_checked: int = 0  # submissions that were replayed and accepted
+    num_checked: int = 0  # accepted submissions of which at least one group was replayed
     num_accepted: int = 0
     num_invalidated: int = 0  # submissions with units taken back
     num_slashes: int = 0

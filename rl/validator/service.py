@@ -6,7 +6,8 @@
    file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
    reply is the current status, as for `GET /status/<file>` and `/statusgroup/<file>`; repeating a request changes nothing.
 2. A few threads, which workers share fairly, run all checks that need no weights. One thread decides. It replays every rollout whose
-   group is complete, but a worker of reputation r (rl/ledger/balances.py) only with probability max(MIN_RATE, 1 - r).
+   group is complete, but a group of a worker of reputation r (rl/ledger/balances.py) only with probability max(MIN_RATE, 1 - r).
+   The draw depends on the task alone: neither the choice of files nor another attempt changes it.
 3. The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
    validator's own fault, missing weights included: submit the file again), or unknown.
 4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back
@@ -60,7 +61,7 @@ class Service:
       validator: the checks, with access to the published weights.
       root: directory of the rollout files.
       newest: returns the newest published policy version, or -1 if none exists.
-      secret: key of the random draw of the requests to replay.
+      secret: key of the random draw of the groups to replay.
       state: the decisions of earlier services on this run; `close` closes it.
       ledger: the ledger to write verdicts to, opened with its keeper's key, or None for no ledger; the caller closes it.
       slash: stake to take from a worker for an offense; 0 takes none.
@@ -258,7 +259,7 @@ class Service:
         for one in rollouts:  # by worker: a worker cannot spoil or complete another's group
             by_group[one.rollout.step, one.rollout.task.group, one.rollout.worker].append(one)
         groups = list(by_group.values())
-        checked = self._judge_rollouts(groups, newest, request)
+        self._judge_rollouts(groups, newest)
         # A group is rejected with its worst member. While a group is incomplete or weights are missing, nothing is accepted.
         for group in groups:
             worst = max(one.rank for one in group)
@@ -266,7 +267,7 @@ class Service:
                 one.group_rank = worst
         least = max((one.rank for one in rollouts if one.rank < validator_status.REJECT), default=0)
         for number, part in itertools.groupby(rollouts, key=lambda one: one.file):
-            status = validator_status.of_file(self._validator.model, list(part), least, checked)
+            status = validator_status.of_file(self._validator.model, list(part), least)
             if works is not None and status.status == "accept":
                 status = validator_status.with_units(status, works[request[number]].units)
             statuses[number] = status
@@ -281,8 +282,8 @@ class Service:
             decided[number] = dataclasses.replace(decided[number], tasks=_tasks(members))
         return decided, accepted, {one.rollout.worker for one in rollouts}
 
-    def _judge_rollouts(self, groups: list[list[Checked]], newest: int, request: Request) -> bool:
-        """Completes the verdicts of all groups in place: repeats, whole groups, claims, and a replay. Returns True if it replayed."""
+    def _judge_rollouts(self, groups: list[list[Checked]], newest: int) -> None:
+        """Completes the verdicts of all groups in place: repeats, whole groups, claims, and a replay of the drawn groups."""
         for group in groups:
             for one in group:
                 self._check_repeat(one, newest)
@@ -293,13 +294,12 @@ class Service:
                 for one in group:
                     one.verdict = whole
         if any(0 < one.rank < validator_status.REJECT for group in groups for one in group):
-            return False
+            return
         _update([one for group in groups if _is_good(group) for one in group], self._validator.evidence.add_claims)
-        good = [one for group in groups if _is_good(group) for one in group]
-        # By the reputation of those that signed: a forged rollout in a good worker's name must not spare the others the replay.
-        checked = any(self._is_drawn(worker, request) for worker in {one.rollout.worker for one in good})
-        if checked:
-            _update(good, self._validator.check_with_weights)
+        drawn = [one for group in groups if _is_good(group) and self._is_drawn(group[0].rollout) for one in group]
+        for one in drawn:
+            one.is_replayed = True
+        _update(drawn, self._validator.check_with_weights)
         accepted = set()
         for group in filter(_is_good, groups):
             task = group[0].rollout.step, group[0].rollout.task.group
@@ -307,7 +307,6 @@ class Service:
                 for one in group:
                     one.verdict = checks.Verdict("duplicate", "the request has another worker's group of this task")
             accepted.add(task)
-        return checked
 
     def _check_repeat(self, one: Checked, newest: int) -> None:
         """Rejects a rollout that repeats accepted work. A policy version not published here yet gets the verdict "weights" (no fault)."""
@@ -320,13 +319,13 @@ class Service:
         elif one.verdict.reason == "versions" and newest < (version := int(rollout.versions.max())) < rollout.step:
             one.verdict = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
 
-    def _is_drawn(self, worker: str, request: Request) -> bool:
-        """Returns True if a request is to be replayed: drawn by the worker's reputation with a secret that workers do not have."""
+    def _is_drawn(self, rollout: rollout_lib.Rollout) -> bool:
+        """Returns True if a rollout's group is to be replayed: drawn by its worker's reputation, with a secret that workers do not have."""
         if self._ledger is None:
             return True
-        rate = max(MIN_RATE, 1 - self._ledger.refresh().reputation(worker))
-        digest = hashlib.sha256("".join(request).encode()).digest()
-        number = int.from_bytes(hmac.new(self._secret, digest, hashlib.sha256).digest()[:8], "big")
+        rate = max(MIN_RATE, 1 - self._ledger.refresh().reputation(rollout.worker))
+        digest = hmac.digest(self._secret, f"{rollout.step}/{rollout.task.group}".encode(), "sha256")
+        number = int.from_bytes(digest[:8], "big")
         return number < rate * 2**64
 
     def _settle(self, shas: Sequence[str], files: list[Status]) -> None:

@@ -29,6 +29,7 @@ class Checked:
     file: int  # its number in the request
     verdict: checks.Verdict = checks.OK
     group_rank: int = 0  # that of its group's worst member
+    is_replayed: bool = False
 
     @property
     def rank(self) -> int:
@@ -46,7 +47,7 @@ class Status:
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)  # by index, of the rollouts or files at fault
     input_flops: int = 0
     output_flops: int = 0
-    checked: bool = False  # replayed
+    checked: bool = False  # at least one of its groups was replayed
     signers: tuple[str, ...] = ()
     tasks: str = ""  # of a final file: tasks that must not be repeated (rl/ledger/task_ranges.py)
 
@@ -75,7 +76,7 @@ def of_work(work: balances.Work) -> Status | None:
     return None
 
 
-def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: int, checked: bool) -> Status:
+def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: int) -> Status:
     """Combines the verdicts of a file's rollouts into the file's status: the worst of them, and at least as bad as RANKS[`least`]."""
     worst = max(least, *(one.group_rank for one in rollouts))
     own = [str(one.verdict).removeprefix(f"{PARTIAL}: ") for one in rollouts if worst and one.rank == worst]
@@ -89,7 +90,7 @@ def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: i
         {i: faults[i] for i in sorted(listed)},
         sum(prompt for prompt, _ in flops),
         sum(output for _, output in flops),
-        checked,
+        any(one.is_replayed for one in rollouts),
         tuple(sorted({one.rollout.worker for one in rollouts})),
     )
 

@@ -195,13 +195,12 @@ def test_files_of_a_group_are_judged_together(service):
 
 
 def test_good_repute_is_replayed_less(service, monkeypatch):
-    assert all(service._is_drawn(doubles.NODE.worker, (str(i),)) for i in range(64))
+    rollouts = [dataclasses.replace(batch()[0], step=step) for step in range(2000)]
+    assert all(map(service._is_drawn, rollouts))
     monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9)
-    drawn = sum(service._is_drawn(doubles.NODE.worker, (str(i),)) for i in range(2000))
-    assert 150 < drawn < 250  # a tenth: 200 +- 3.7 standard errors
+    assert 150 < sum(map(service._is_drawn, rollouts)) < 250  # a tenth: 200 +- 3.7 standard errors
     monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999)
-    drawn = sum(service._is_drawn(doubles.NODE.worker, (str(i),)) for i in range(2000))
-    assert 60 < drawn < 140  # never below MIN_RATE
+    assert 60 < sum(map(service._is_drawn, rollouts)) < 140  # never below MIN_RATE
 
 
 def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):

@@ -17,6 +17,7 @@ import pytest
 from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
+from rl.ledger import balances
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
 from rl.protocol import task_schedule
@@ -298,6 +299,25 @@ def test_simultaneous_askers_get_one_verdict(service):
             assert set(said) <= {"pending", "accept"}
     concurrent.futures.wait(list(service._futures.values()), WAIT_S)
     assert service.counts == {"accept": 2} and len(service._futures) == 2 and unharmed(service, KEY)
+
+
+def test_a_drawn_group_is_replayed_in_any_file(tmp_path, monkeypatch):
+    """Its weights are gone: no choice of files, no other bytes, and no other worker of the same repute gets it accepted."""
+    monkeypatch.setattr(balances.State, "reputation", lambda self, worker: 0.5)
+    make_ledger(tmp_path)
+    service = start(
+        tmp_path, rules=dataclasses.replace(RULES, groups=lambda step: [prescribed(step, g) for g in range(8)])
+    )
+    service._validator.verdict = lambda rollout: checks.Verdict("weights", "cleaned away")
+    drawn, other, *spared = sorted(range(8), key=lambda g: not service._is_drawn(group(g)[0]))
+    assert service._is_drawn(group(other)[0]) and not any(service._is_drawn(group(g)[0]) for g in spared[-2:])
+    for number, company in enumerate([[drawn], [drawn, other], *([drawn, g] for g in spared)]):
+        sha = put(service, f"{number}.parquet", [one for g in company for one in group(g)])
+        assert ask(service, f"{number}.parquet", sha).status == "crashed"
+    assert ask(service, "o.parquet", put(service, "o.parquet", group(drawn, OTHER), OTHER)).status == "crashed"
+    status = ask(service, "s.parquet", put(service, "s.parquet", group(spared[-1])))
+    assert status.status == "accept" and not status.checked
+    close(service)
 
 
 # ---- our own faults --------------------------------------------------------------------------------------------------
