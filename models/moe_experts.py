@@ -130,13 +130,23 @@ def _evenly(run, mesh, x_BTD, *choice_BTX) -> jax.Array:
 
 
 def _by_chunks(run, x_BTD, weights_BTX, experts_BTX) -> jax.Array:
-    """Calls `run` on chunks of at most `ROWS` assignments, which the backward pass recomputes."""
+    """Calls `run` on chunks of at most `ROWS` assignments, which the backward pass recomputes.
+
+    The chunks are equal without padding if less than twice the fewest chunks suffice; otherwise the last one is padded.
+    """
     B, T, X = experts_BTX.shape
-    num_chunks = next(n for n in range(-(-B * T * X // ROWS), B * T + 1) if B * T % n == 0)
+    least = -(-B * T // (ROWS // X))
+    num_chunks = next((n for n in range(least, 2 * least) if B * T % n == 0), least)
     if num_chunks == 1:
         return run(x_BTD, weights_BTX, experts_BTX)
-    chunks = [x.reshape(num_chunks, 1, -1, x.shape[-1]) for x in (x_BTD, weights_BTX, experts_BTX)]
-    return jax.lax.map(lambda chunk: jax.checkpoint(run)(*chunk), chunks).reshape(x_BTD.shape)
+
+    def split(x):
+        padded = jnp.pad(x.reshape(B * T, -1), ((0, -B * T % num_chunks), (0, 0)))
+        return padded.reshape(num_chunks, 1, -1, x.shape[-1])
+
+    chunks = [split(x) for x in (x_BTD, weights_BTX, experts_BTX)]
+    out = jax.lax.map(lambda chunk: jax.checkpoint(run)(*chunk), chunks)
+    return out.reshape(-1, x_BTD.shape[-1])[: B * T].reshape(x_BTD.shape)
 
 
 def _run_all(x_BTD, weights_BTX, experts_BTX, *, params, config, first_expert: jax.Array | int = 0) -> jax.Array:

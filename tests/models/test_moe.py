@@ -279,6 +279,17 @@ def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, travel, monkeypatc
     same_on_mesh(sizes, GPT_OSS, lambda *_: whole)
 
 
+def test_a_prime_number_of_tokens_is_padded_to_few_parts(monkeypatch):
+    """47 tokens, at most 5 at a time: 10 parts of 5, not 47 of one."""
+    args = draw(1, 47, D), params_of(GPT_OSS), GPT_OSS, draw(1, 47, D, seed=2)
+    whole, run_all, sizes = run(*args)[:2], moe_experts._run_all, set()
+    monkeypatch.setattr(moe_experts, "ROWS", 15)
+    monkeypatch.setattr(moe_experts, "_run_all", lambda x, *a, **k: sizes.add(x.shape) or run_all(x, *a, **k))
+    got = jax.jit(functools.partial(run.__wrapped__), static_argnums=2)(*args)[:2]
+    assert sizes == {(1, 5, D)}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got, whole)
+
+
 @pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
 def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
     """All 192 assignments go to one device, which holds rows for 1.25 x 24 at a time: none is dropped."""
