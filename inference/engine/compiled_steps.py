@@ -118,36 +118,13 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts = carry
-        hidden_B1D, cache, routing = transformer.extend(
-            params,
-            model,
-            state.token[:, None],
-            state.position[:, None],
-            state.cache,
-            # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
-            kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
-        )
-        logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
-        logp_BV = sampler.scores(logits_BV, state.request.sampling)
-        token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
-        active, generated = state.active, state.generated + state.active
-        stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
-        full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
-        goes_on_B = active & ~stopped_B & ~full_B
-        new_state = state.replace(
-            cache=cache,
-            token=jnp.where(active, token_B, state.token),
-            position=state.position + goes_on_B,
-            generated=generated,
-            active=goes_on_B,
-            ring=window.write(state.ring, hidden_B1D[:, 0], state.generated, active),
-        )
+        new_state, logits_BV, logp_BV, token_B, logp_B, routing = _step(model, max_len, params, state)
         return (
             step + 1,
-            decode_state.placed(new_state),
-            tokens.at[:, step].set(jnp.where(active, token_B, 0)),
-            valid.at[:, step].set(active.astype(jnp.int32)),
-            logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
+            new_state,
+            tokens.at[:, step].set(jnp.where(state.active, token_B, 0)),
+            valid.at[:, step].set(state.active.astype(jnp.int32)),
+            logps.at[:, step].set(jnp.where(state.active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
             experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]) if routed else None,
         )
@@ -161,16 +138,45 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
     carry = (jnp.int32(0), decode_state.placed(state), blank, blank, zeros, extras, experts)
     _, state, tokens, valid, logps, extras, experts = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    is_finished_2B, window_2B, rows_2B = window.finished(start.generated, state.generated, start.active & ~state.active)
-    proofs = window.reduce(state.ring, is_finished_2B & state.request.want_proof[None], window_2B, rows_2B)
+    is_finished_B2, *windows = window.finished(start.generated, state.generated, start.active & ~state.active)
+    proofs = window.reduce(state.ring, is_finished_B2 & state.request.want_proof[:, None], *windows)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, tuple(x_2Bk.swapaxes(0, 1) for x_2Bk in proofs), experts
+    return state, data, extras, proofs, experts
 
 
 @jax.jit
 def join(results):
     """Concatenates the results of `generate` for several sub-batches, without the states, along the slot axis."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
+
+
+def _step(model, max_len, params, state):
+    """Decodes one token per active slot; returns (new state, logits [B, V], log-probs [B, V], tokens, their log-probs, routing)."""
+    hidden_B1D, cache, routing = transformer.extend(
+        params,
+        model,
+        state.token[:, None],
+        state.position[:, None],
+        state.cache,
+        # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
+        kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
+    )
+    logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
+    logp_BV = sampler.scores(logits_BV, state.request.sampling)
+    token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
+    active, generated = state.active, state.generated + state.active
+    stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)
+    full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
+    goes_on_B = active & ~stopped_B & ~full_B
+    new_state = state.replace(
+        cache=cache,
+        token=jnp.where(active, token_B, state.token),
+        position=state.position + goes_on_B,
+        generated=generated,
+        active=goes_on_B,
+        ring=window.write(state.ring, hidden_B1D[:, 0], state.generated, active),
+    )
+    return decode_state.placed(new_state), logits_BV, logp_BV, token_B, logp_B, routing
 
 
 def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):

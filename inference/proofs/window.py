@@ -38,19 +38,19 @@ def write(ring_B2WD: jax.Array, hidden_BD: jax.Array, row_B: jax.Array, where_B:
 def finished(before_B: jax.Array, after_B: jax.Array, ended_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the proof windows to reduce after a decode call in which sequences grew from `before_B` to `after_B` rows.
 
-    Returns (is_finished, window index, number of rows), [2, B] each. Row 0 is the window that the call completed (at most one),
-    row 1 the partly filled last window of a sequence that ended (`ended_B`).
+    Returns (is_finished, window index, number of rows), [B, 2] each. Column 0 is the window that the call completed (at most one),
+    column 1 the partly filled last window of a sequence that ended (`ended_B`).
     """
-    window_2B = jnp.stack([after_B // WINDOW - 1, after_B // WINDOW])
-    rows_2B = jnp.stack([jnp.full_like(after_B, WINDOW), after_B % WINDOW])
-    is_finished_2B = jnp.stack([after_B // WINDOW > before_B // WINDOW, ended_B & (after_B % WINDOW > 0)])
-    return is_finished_2B, window_2B, rows_2B
+    window_B2 = jnp.stack([after_B // WINDOW - 1, after_B // WINDOW], axis=1)
+    rows_B2 = jnp.stack([jnp.full_like(after_B, WINDOW), after_B % WINDOW], axis=1)
+    is_finished_B2 = jnp.stack([after_B // WINDOW > before_B // WINDOW, ended_B & (after_B % WINDOW > 0)], axis=1)
+    return is_finished_B2, window_B2, rows_B2
 
 
-def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array, rows_2B: jax.Array):
-    """Reduces finished windows to their top k values: returns (indices int32, bits uint16) [2, B, k], zeros for other windows."""
-    _, B = is_finished_2B.shape
-    is_finished, window, rows = is_finished_2B.reshape(-1), window_2B.reshape(-1), rows_2B.reshape(-1)
+def reduce(ring_B2WD: jax.Array, is_finished_B2: jax.Array, window_B2: jax.Array, rows_B2: jax.Array):
+    """Reduces finished windows to their top k values: returns (indices int32, bits uint16) [B, 2, k], zeros for other windows."""
+    B, _ = is_finished_B2.shape
+    is_finished, window, rows = is_finished_B2.reshape(-1), window_B2.reshape(-1), rows_B2.reshape(-1)
     size = -(-2 * B // GROUP) * GROUP
     order = jnp.nonzero(is_finished, size=size, fill_value=2 * B)[0]
     k = min(TOP, WINDOW * ring_B2WD.shape[-1])
@@ -59,11 +59,11 @@ def reduce(ring_B2WD: jax.Array, is_finished_2B: jax.Array, window_2B: jax.Array
     def group(i, out):
         at = jax.lax.dynamic_slice(order, (i * GROUP,), (GROUP,))
         # A barrier, because libtpu 0.0.42 aborts if the gather of single rows is fused with its consumers.
-        tops = jax.lax.optimization_barrier(top_values(ring_B2WD, at % B, window[at], rows[at]))
+        tops = jax.lax.optimization_barrier(top_values(ring_B2WD, at // 2, window[at], rows[at]))
         return tuple(x.at[at].set(top, mode="drop") for x, top in zip(out, tops, strict=True))
 
     num_groups = -(-is_finished.sum() // GROUP)
-    return tuple(x.reshape(2, B, k) for x in jax.lax.fori_loop(0, num_groups, group, out))
+    return tuple(x.reshape(B, 2, k) for x in jax.lax.fori_loop(0, num_groups, group, out))
 
 
 def top_values(ring_B2WD: jax.Array, slot_N: jax.Array, window_N: jax.Array, rows_N: jax.Array):
