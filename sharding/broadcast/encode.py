@@ -38,6 +38,20 @@ class HostCopy:
         return self.chunks[t.name, number]
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A version to be written: as a snapshot if `writes_arrays`, and as deltas if `before`, their base's manifest, is given."""
+
+    version: int
+    leaves: dict[str, Any]
+    containers: dict[str, str]
+    tensors: list[manifest.Tensor]  # without digests
+    metadata: dict
+    before: manifest.Manifest | None = None
+    old_chunk: OldChunk | None = None
+    writes_arrays: bool = True
+
+
 @dataclasses.dataclass
 class HostPart:
     """The part of a published version that one host wrote: its objects, and the digests and patches of its chunks.
@@ -89,92 +103,25 @@ def tree_chunks(params: Any) -> OldChunk:
     return chunk
 
 
-def write_chunks(
-    out: destination.Directory | destination.Bucket,
-    leaves: dict[str, Any],
-    tensors: Sequence[manifest.Tensor],
-    old_chunk: OldChunk | None,
-    copy: HostCopy | None,
-    writes_arrays: bool,
-) -> HostPart:
-    """Encodes and writes this host's chunks of `leaves` to `out`, and returns their digests, patches and objects.
-
-    `tensors` describe the leaves, without digests. If `old_chunk` is given, writes deltas from the chunks it returns. If
-    `writes_arrays`, writes a snapshot. `copy`, if given, receives the bytes of the chunks.
-    """
-    untied = [t for t in tensors if t.tied_to is None]
-    part = HostPart({t.name: [] for t in untied}, [])
-    patches: list[tuple[str, int, str, bytes]] = []  # of the next object of deltas: tensor, chunk number, digest, patch
-
-    def add(entry: journal.Object) -> None:
-        part.objects.append(entry)
-        out.note(entry)
-
-    def put(path: str, data: bytes) -> None:
-        out.put(path, [data])
-        add(journal.Object(path, len(data), digests.of(data)))
-
-    def flush() -> None:
-        offset = 0
-        for name, number, digest, patch in patches:
-            part.chunks[name].append((number, digest, (len(part.objects), offset, len(patch))))
-            offset += len(patch)
-        if patches:
-            path = f"deltas/{jax.process_index():05d}-{len(part.objects):06d}.bin"
-            put(path, b"".join(patch for _, _, _, patch in patches))
-            patches.clear()
-
-    def encode(t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region):
-        values = chunks.padded_bytes(array, region, t.chunk)
-        checksum, digest = chunks.encoded_digest(values)
-        if writes_arrays:
-            out.put(path, [values.data, checksum])
-        patch = None
-        if old_chunk is not None:
-            patch = delta.encode(old_chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
-        if copy is not None:
-            if (t.name, number) in copy.chunks:
-                np.copyto(copy.chunks[t.name, number], values)
-            else:
-                copy.chunks[t.name, number] = values.copy()
-        return t.name, number, journal.Object(path, len(values) + len(checksum), digest), patch
-
-    def jobs(pool: futures.Executor) -> Iterator[assemble.Job]:
-        for t, start, values in _prefetched(leaves, untied):
-            array = chunks.to_host(values)
-            del values  # a cast is freed on the device
-            for number, path, region in _chunks_of(t, start, array.shape):
-                call = functools.partial(encode, t, number, path, array, region)
-                yield t.chunk_bytes, lambda call=call: (future := pool.submit(call), [future])
-
-    if jax.process_index() == 0 and writes_arrays:
+def write_chunks(out: destination.Directory | destination.Bucket, plan: Plan, copy: HostCopy | None) -> HostPart:
+    """Writes this host's chunks of a version to `out`, and returns what it wrote. `copy`, if given, receives their bytes."""
+    untied = [t for t in plan.tensors if t.tied_to is None]
+    writer = _Writer(out, plan, copy, HostPart({t.name: [] for t in untied}, []))
+    if jax.process_index() == 0 and plan.writes_arrays:
         for t in untied:
-            put(f"tensors/{t.name}/zarr.json", manifest.zarr_json(t))
-    num_bytes = 0
+            writer.put(f"tensors/{t.name}/zarr.json", manifest.zarr_json(t))
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS, "weights") as pool:
-        for future in assemble.in_order(jobs(pool)):
-            name, number, entry, patch = future.result()
-            if writes_arrays:
-                add(entry)
-            if patch is None:
-                part.chunks[name].append((number, entry.digest, None))
-                continue
-            patches.append((name, number, entry.digest, patch))
-            num_bytes += len(patch)
-            if num_bytes >= DELTA_OBJECT_BYTES:
-                flush()
-                num_bytes = 0
-    flush()
-    return part
+        for future in assemble.in_order(_jobs(pool, _prefetched(plan.leaves, untied), writer.encode)):
+            writer.add(*future.result())
+    writer.flush()
+    return writer.part
 
 
-def merge(
-    tensors: Sequence[manifest.Tensor], parts: Sequence[HostPart], has_deltas: bool
-) -> tuple[manifest.Tensor, ...]:
-    """Returns `tensors` with the digests and patches that all hosts wrote. Patches then index the hosts' joined objects."""
+def merge(plan: Plan, parts: Sequence[HostPart]) -> tuple[manifest.Tensor, ...]:
+    """Returns the plan's tensors with the digests and patches of all hosts. Patches then index the hosts' joined objects."""
     num_before = list(itertools.accumulate((len(part.objects) for part in parts), initial=0))
     merged = []
-    for t in tensors:
+    for t in plan.tensors:
         if t.tied_to is None:
             rows = []
             for part, before in zip(parts, num_before, strict=False):
@@ -182,10 +129,76 @@ def merge(
                     rows.append((number, digest, None if patch is None else (patch[0] + before, *patch[1:])))
             rows.sort(key=lambda row: row[0])
             assert [row[0] for row in rows] == list(range(len(rows))), f"chunks of {t.name}"
-            deltas = tuple(patch for _, _, patch in rows) if has_deltas else None
+            deltas = tuple(patch for _, _, patch in rows) if plan.before is not None else None
             t = dataclasses.replace(t, chunks=tuple(digest for _, digest, _ in rows), deltas=deltas)
         merged.append(t)
     return tuple(merged)
+
+
+@dataclasses.dataclass
+class _Writer:
+    """Encodes chunks in many threads, and adds them to `part`, the journal and objects of deltas in one."""
+
+    out: destination.Directory | destination.Bucket
+    plan: Plan
+    copy: HostCopy | None
+    part: HostPart
+    patches: list[tuple[str, int, str, bytes]] = dataclasses.field(default_factory=list)  # of the next object of deltas
+    num_bytes: int = 0  # of them
+
+    def encode(self, t: manifest.Tensor, number: int, path: str, array: np.ndarray, region: chunks.Region) -> tuple:
+        """Returns (tensor name, chunk number, object, patch or None) of a chunk. Writes the object if it is of a snapshot."""
+        values = chunks.padded_bytes(array, region, t.chunk)
+        checksum, digest = chunks.encoded_digest(values)
+        if self.plan.writes_arrays:
+            self.out.put(path, [values.data, checksum])
+        patch = None
+        if self.plan.old_chunk is not None:
+            patch = delta.encode(self.plan.old_chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
+        if self.copy is not None:
+            if (t.name, number) in self.copy.chunks:
+                np.copyto(self.copy.chunks[t.name, number], values)
+            else:
+                self.copy.chunks[t.name, number] = values.copy()
+        return t.name, number, journal.Object(path, len(values) + len(checksum), digest), patch
+
+    def add(self, name: str, number: int, entry: journal.Object, patch: bytes | None) -> None:
+        if self.plan.writes_arrays:
+            self.note(entry)
+        if patch is None:
+            self.part.chunks[name].append((number, entry.digest, None))
+            return
+        self.patches.append((name, number, entry.digest, patch))
+        self.num_bytes += len(patch)
+        if self.num_bytes >= DELTA_OBJECT_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        offset = 0
+        for name, number, digest, patch in self.patches:
+            self.part.chunks[name].append((number, digest, (len(self.part.objects), offset, len(patch))))
+            offset += len(patch)
+        if self.patches:
+            path = f"deltas/{jax.process_index():05d}-{len(self.part.objects):06d}.bin"
+            self.put(path, b"".join(patch for *_, patch in self.patches))
+        self.patches, self.num_bytes = [], 0
+
+    def put(self, path: str, data: bytes) -> None:
+        self.out.put(path, [data])
+        self.note(journal.Object(path, len(data), digests.of(data)))
+
+    def note(self, entry: journal.Object) -> None:
+        self.part.objects.append(entry)
+        self.out.note(entry)
+
+
+def _jobs(pool: futures.Executor, shards: Iterator[tuple], encode: Callable[..., tuple]) -> Iterator[assemble.Job]:
+    for t, start, values in shards:
+        array = chunks.to_host(values)
+        del values  # a cast is freed on the device
+        for number, path, region in _chunks_of(t, start, array.shape):
+            call = functools.partial(pool.submit, encode, t, number, path, array, region)
+            yield t.chunk_bytes, lambda call=call: (future := call(), [future])
 
 
 def _prefetched(

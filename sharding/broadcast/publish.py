@@ -7,6 +7,7 @@ Each host writes its own chunks (`sharding/broadcast/encode.py`). The first host
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import os
@@ -25,7 +26,6 @@ from sharding.format import chunks, manifest
 from sharding.multihost import transport
 
 Manifest = manifest.Manifest
-Base = assemble.Pulled | encode.HostCopy  # an older version that deltas are computed from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,84 +69,15 @@ class Publisher:
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
         """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises ValueError or OSError."""
-        base, self._copy = self._copy, None  # after an error the copy may be partly the new version: not kept
-        copy = None if self._snapshot_every == 1 else base or encode.HostCopy()
+        copy = self._copy or (encode.HostCopy() if self._snapshot_every > 1 else None)
+        self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
-        written = self._write(params, version, base, metadata, snapshot, copy)
+        plan = _plan(params, version, self._options, metadata)
+        written = _publish(plan, self._root, self._options, copy=copy, snapshot=snapshot)
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
-        return written
-
-    def _write(
-        self, params, version: int, base: Base | None, metadata: dict | None, snapshot=False, copy=None
-    ) -> Manifest:
-        """Publishes a version: deltas from `base` if possible, and a snapshot if not, or if `snapshot`. `copy` receives the chunks."""
-        root, options = self._root, self._options
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
-        metadata = json.loads(manifest.canonical(metadata or {}))  # raises before any work if it is not JSON
-        if not isinstance(metadata, dict):
-            raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
-        leaves, containers, ties = encode.named_leaves(params)
-        tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
-        num_hosts, is_first = jax.process_count(), jax.process_index() == 0
-        with contextlib.closing(destination.create(root, version)) as out:
-            with _stage(version, root, options.keep):
-                if is_first:
-                    out.lock()
-                    _check_is_newer(root, version)
-                    out.begin()
-            try:
-                with _stage(version, root, options.keep):
-                    before = None if base is None else _base_manifest(root, version, base, leaves, tensors)
-                    old_chunk = None
-                    if base is not None and before is not None:
-                        pairs = zip(tensors, before.tensors, strict=True)
-                        tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in pairs]
-                        old_chunk = base.chunk if isinstance(base, encode.HostCopy) else encode.tree_chunks(base.params)
-                    elif copy is not None:
-                        copy.chunks.clear()
-                    writes_arrays = before is None or snapshot
-                    part = encode.write_chunks(out, leaves, tensors, old_chunk, copy, writes_arrays)
-                    if num_hosts > 1:
-                        out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
-                with _stage(version, root, options.keep):
-                    parts = [part]
-                    if num_hosts > 1:
-                        parts = [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(num_hosts)]
-                    merged = encode.merge(tensors, parts, before is not None)
-                    written = Manifest(
-                        version=version,
-                        base=None if before is None or writes_arrays else before.version,
-                        delta_of=None if before is None else before.version,
-                        encodings=tuple(
-                            name for name, used in (("xor", before is not None), ("zarr3", writes_arrays)) if used
-                        ),
-                        digest_before=None if before is None else before.digest,
-                        digest_after=manifest.digest(merged),
-                        tensors=merged,
-                        objects=tuple(o for part in parts for o in part.objects),
-                        containers=containers,
-                        metadata=metadata,
-                        run=options.run,
-                        public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
-                    )
-                    if is_first:
-                        data = manifest.encode(written, options.key)
-                        for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
-                            out.note(entry)  # two hosts must not append to one file of a network drive
-                        out.finish(data)
-            except BaseException:
-                if is_first:
-                    out.abort()
-                raise
-            if is_first:
-                for i in range(num_hosts) if num_hosts > 1 else ():
-                    out.delete(_part_name(i))  # every host has read them
-                for old in _unneeded(root, options.keep):
-                    destination.remove(root, old)
         return written
 
 
@@ -177,7 +108,7 @@ def publish(
       ValueError: params, version, base or metadata that cannot be published; nothing was written.
       OSError: no space left, or another host failed; the version was deleted.
     """
-    return Publisher(root, options)._write(params, version, base, metadata)
+    return _publish(_plan(params, version, options, metadata), root, options, base=base)
 
 
 def tree_digest(params: Any) -> str:
@@ -194,6 +125,48 @@ def tree_digest(params: Any) -> str:
 
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS) as pool:
         return manifest.digest(tuple(pool.map(describe, leaves)))
+
+
+def _plan(params: Any, version: int, options: PublishOptions, metadata: dict | None) -> encode.Plan:
+    """Returns the plan that writes a snapshot. Raises ValueError, before any work, if something cannot be published."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
+    metadata = json.loads(manifest.canonical(metadata or {}))  # raises if it is not JSON
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
+    leaves, containers, ties = encode.named_leaves(params)
+    tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
+    return encode.Plan(version, leaves, containers, tensors, metadata)
+
+
+def _publish(plan: encode.Plan, root, options: PublishOptions, base=None, copy=None, snapshot=False) -> Manifest:
+    """Publishes a version: deltas from `base` or `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`."""
+    stage = functools.partial(_stage, plan.version, root, options.keep)
+    num_hosts, is_first = jax.process_count(), jax.process_index() == 0
+    with contextlib.closing(destination.create(root, plan.version)) as out:
+        with stage():
+            if is_first:
+                out.lock()
+                _check_is_newer(root, plan.version)
+                out.begin()
+        try:
+            with stage():
+                plan = _plan_deltas(plan, root, base, copy, snapshot)
+                part = encode.write_chunks(out, plan, copy)
+                if num_hosts > 1:
+                    out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
+            with stage():
+                written = _finish(out, plan, options, part)
+        except BaseException:
+            if is_first:
+                out.abort()
+            raise
+        if is_first:
+            for i in range(num_hosts) if num_hosts > 1 else ():
+                out.delete(_part_name(i))  # every host has read them
+            for old in _unneeded(root, options.keep):
+                destination.remove(root, old)
+    return written
 
 
 @contextlib.contextmanager
@@ -225,27 +198,65 @@ def _check_is_newer(root: str | os.PathLike, version: int) -> None:
         raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
 
 
-def _base_manifest(root, version: int, base: Base, leaves: dict, tensors: list[manifest.Tensor]) -> Manifest | None:
+def _plan_deltas(plan: encode.Plan, root, base: assemble.Pulled | None, copy, snapshot: bool) -> encode.Plan:
+    """Returns `plan` with deltas from `base` or `copy`, and a snapshot if `snapshot`; unchanged if there are no such deltas."""
+    older = base or (copy and copy.written)
+    before = older and _base_manifest(root, plan, older)
+    if before is None:
+        if copy is not None:
+            copy.chunks.clear()
+        return plan
+    tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in zip(plan.tensors, before.tensors, strict=True)]
+    old_chunk = copy.chunk if base is None else encode.tree_chunks(base.params)
+    return dataclasses.replace(plan, tensors=tensors, before=before, old_chunk=old_chunk, writes_arrays=snapshot)
+
+
+def _base_manifest(root, plan: encode.Plan, base: assemble.Pulled | Manifest) -> Manifest | None:
     """Returns the manifest of `base`, or None if a snapshot is needed. Raises ValueError if `base` is not an older version."""
-    before = base.written if isinstance(base, encode.HostCopy) else base
-    assert before is not None  # a Publisher fills in its copy's manifest
-    number, digest = before.version, before.digest
-    if number >= version:
-        raise ValueError(f"base is version {number}, not older than version {version}: pass an older base, or None")
+    number, before = base.version, base
+    if number >= plan.version:
+        raise ValueError(f"base is version {number}, not older than {plan.version}: pass an older base, or None")
     if number not in _versions(root):
         return None
     if isinstance(before, assemble.Pulled):
         with contextlib.closing(source_lib.open(root)) as opened:
             before = assemble.load(opened, number)
-    if before.digest != digest:  # it was removed and published again
+    if before.digest != base.digest:  # it was removed and published again
         return None
-    old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, tensors))
+    old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
     bad = sorted(name for name in old | new if old.get(name) != new.get(name))
     if bad:
-        raise ValueError(
-            f"tensor {bad[0]!r} has another shape, dtype or tie than in base version {number}: pass no base"
-        )
-    return before if all(chunks.fits(b.chunk, leaves[b.name]) for b in before.tensors) else None
+        raise ValueError(f"tensor {bad[0]!r} has another shape, dtype or tie than base version {number}: pass no base")
+    return before if all(chunks.fits(b.chunk, plan.leaves[b.name]) for b in before.tensors) else None
+
+
+def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPart) -> Manifest:
+    """Merges the parts of all hosts into the manifest and returns it. The first host writes it."""
+    parts, before = [part], plan.before
+    if jax.process_count() > 1:
+        parts = [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(jax.process_count())]
+    merged = encode.merge(plan, parts)
+    encodings = (("xor", before is not None), ("zarr3", plan.writes_arrays))
+    written = Manifest(
+        version=plan.version,
+        base=None if before is None or plan.writes_arrays else before.version,
+        delta_of=None if before is None else before.version,
+        encodings=tuple(name for name, used in encodings if used),
+        digest_before=None if before is None else before.digest,
+        digest_after=manifest.digest(merged),
+        tensors=merged,
+        objects=tuple(o for part in parts for o in part.objects),
+        containers=plan.containers,
+        metadata=plan.metadata,
+        run=options.run,
+        public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
+    )
+    if jax.process_index() == 0:
+        data = manifest.encode(written, options.key)
+        for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
+            out.note(entry)  # two hosts must not append to one file of a network drive
+        out.finish(data)
+    return written
 
 
 def _part_name(process: int) -> str:
