@@ -93,6 +93,7 @@ class Relays:
             if not wait_s and not grace_given and self._any_alive():
                 until_s, grace_given = time.monotonic() + 0.5, True  # for the others; a relay that hangs gets no more
         if not self._any_alive():
+            self._manifests.clear()  # meanwhile a version may become another one
             raise journal.Unavailable(f"no relay replies ({self._selector.reasons()}): start one, or use another relay")
         listing = self._union()
         with self._lock:  # a version that was deleted and comes back may be another one

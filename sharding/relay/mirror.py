@@ -15,7 +15,7 @@ import errno
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from sharding.download import source
 from sharding.format import journal
@@ -76,6 +76,8 @@ class Mirror:
                     return
                 self.is_upstream_alive = not isinstance(error, journal.Unavailable | FileNotFoundError)
                 self._note(error)
+                self._confirmed.clear()  # meanwhile the upstream may publish a number again
+                self._manifests.clear()
                 self._stop.wait(pause_s)
                 pause_s, idle = min(2 * pause_s, 2.0), True
                 self._store.recovered()
@@ -98,7 +100,7 @@ class Mirror:
         self._drop(listing)
         return moved
 
-    def _try(self, step, number: int, *args) -> bool:
+    def _try(self, step: Callable[..., bool], number: int, *args) -> bool:
         """Returns step(number, ...) for one version. After an error, reports it and returns False: other versions go on."""
         try:
             return step(number, *args)
@@ -106,12 +108,14 @@ class Mirror:
             self._note(error)
             return False
 
-    def _confirm(self, number: int) -> None:
-        """Deletes a version if its upstream manifest differs: a learner that resumed publishes a number again."""
-        if self.upstream.manifest(number)[0] != self._store.manifest(number):
+    def _confirm(self, number: int) -> bool:
+        """Deletes a version, and returns True, if its upstream manifest differs: a resumed learner publishes a number again."""
+        differs = self.upstream.manifest(number)[0] != self._store.manifest(number)
+        if differs:
             self._store.remove(number)
             self._count("replaced_versions")
         self._confirmed.add(number)
+        return differs
 
     def _download_order(self, listing: journal.Listing) -> list[int]:
         """Returns the missing versions: newest first, each after the bases its deltas need, up to `keep` versions."""

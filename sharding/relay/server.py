@@ -154,7 +154,7 @@ class Relay:
         if match is None or headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return client.answer(400, b"only GET and HEAD without a body are supported\n")
         method, target, minor = match.groups()
-        wait_s = self._throttle.request(client.address)
+        wait_s = self._throttle.book_request(client.address)
         if method not in ("GET", "HEAD"):
             return client.answer(405, b"GET or HEAD\n", {"Allow": "GET, HEAD"})
         client.is_head = method == "HEAD"
@@ -215,7 +215,7 @@ class Relay:
         step = SLICE_BYTES if self._throttle.is_limited else max(1, stop - start)
         while start < stop and has_body:
             count = min(step, stop - start)
-            wait_s = self._throttle.wait_s(client.address, count) if self._throttle.is_limited else 0.0
+            wait_s = self._throttle.book_bytes(client.address, count) if self._throttle.is_limited else 0.0
             if wait_s > 0:
                 self._count("throttled_ms", round(1000 * wait_s))
                 time.sleep(wait_s)

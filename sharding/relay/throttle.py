@@ -78,15 +78,14 @@ class Throttle:
             self._clients[_key(address)].num_connections -= 1
             self.num_connections -= 1
 
-    def request(self, address: str) -> float:
+    def book_request(self, address: str) -> float:
         """Counts a request and returns 0; above the client's rate, returns the seconds until it may be repeated."""
         with self._lock:
             budget = self._clients[_key(address)].requests
             most_s = max(BURST_REQUESTS / budget.rate, BURST_S)
-            ahead_s = budget.book(1, self._clock(), most_s)
-            return ahead_s if ahead_s > most_s else 0.0
+            return max(0.0, budget.book(1, self._clock(), most_s) - most_s)
 
-    def wait_s(self, address: str, num_bytes: int) -> float:
+    def book_bytes(self, address: str, num_bytes: int) -> float:
         """Counts `num_bytes` to the client at `address`; returns the seconds to sleep before sending them."""
         with self._lock:
             now_s = self._clock()
