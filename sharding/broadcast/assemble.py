@@ -113,7 +113,7 @@ def make_plan(
             break
         text = f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it: publish a snapshot"
         journal.require(len(chain) <= MAX_CHAIN, text)
-        assert last.delta_of is not None  # a version without a base, or with deltas
+        assert last.delta_of is not None  # without deltas it is a snapshot, at which the loop has ended
         try:
             before = load(source, last.delta_of, key)
             _check_continues(last, before)

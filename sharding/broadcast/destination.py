@@ -33,7 +33,7 @@ def remove(root: str | os.PathLike, version: int) -> None:
 
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:
-    """Returns the version that must be read before `version`, or None for a snapshot. Reads 64 bytes of the manifest."""
+    """Returns the version that must be read before `version`, or None for a snapshot. A bucket sends the whole manifest."""
     head = create(root, version).get("manifest.json", 64)
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
@@ -83,8 +83,8 @@ class Directory:
         if self._journal is not None:
             self._journal.write(json.dumps(vars(entry)).encode() + b"\n")
 
-    def get(self, path: str, limit: int = -1) -> bytes:
-        """Returns the bytes of the file `path` of this version, at most the first `limit`; all if -1."""
+    def get(self, path: str, limit: int | None = None) -> bytes:
+        """Returns the bytes of the file `path` of this version, at most the first `limit`; all if None."""
         with open(self._directory / path, "rb") as file:
             return file.read(limit)
 
@@ -141,14 +141,24 @@ class Bucket:
         """Writes the bytes `manifest` as manifest.json, which makes this version visible to readers."""
         self.put("manifest.json", [manifest])
 
-    def lock(self, *_) -> None:
-        """Does nothing: a bucket has no lock, no journal, and nothing to close."""
+    def lock(self) -> None:
+        """Does nothing: a bucket has no lock."""
 
-    note = close = lock
+    def note(self, entry: journal.Object) -> None:
+        """Does nothing: a bucket has no journal."""
+
+    def close(self) -> None:
+        """Does nothing: there is nothing to close."""
+
+    def begin(self) -> None:
+        """Deletes what an earlier publisher left of this version."""
+        self.remove()
+
+    def abort(self) -> None:
+        """Deletes this unfinished version after an error."""
+        self.remove()
 
     def remove(self) -> None:
         """Deletes this version, or its leftovers. Deletes the manifest first, which hides the version from readers."""
         self.delete("manifest.json")
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
-
-    begin = abort = remove

@@ -80,17 +80,18 @@ def parse_journal(data: bytes) -> tuple[list[Object], int]:
     try:
         lines = map(json.loads, data[:end].splitlines())
         return [_OBJECT.validate_python(Object(**line), strict=True) for line in lines], end
-    except pydantic.ValidationError as error:
-        raise CorruptSource(f"a line of the journal (objects.jsonl) is malformed: {reason(error)}") from error
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: too many fields, or too few
-        raise CorruptSource(f"a line of the journal (objects.jsonl) is not JSON of an object: {error}") from error
+        raise malformed("a line of the journal (objects.jsonl)", error) from error
 
 
-def reason(error: pydantic.ValidationError) -> str:
-    """Returns the first mistake that pydantic found in untrusted JSON, as one line: the field, its value, the rule."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(map(str, first["loc"])) or "it"
-    return f"{field} is {str(first['input'])[:200]!r}: {first['msg'].removeprefix('Value error, ')}"
+def malformed(what: str, error: Exception) -> CorruptSource:
+    """Returns the error for untrusted JSON, called `what`: the first mistake that pydantic or the parser found, and a remedy."""
+    text = f"{type(error).__name__}: {str(error)[:200]}"
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"])) or "it"
+        text = f"{field} is {str(first['input'])[:200]!r}: {first['msg'].removeprefix('Value error, ')}"
+    return CorruptSource(f"{what} is malformed: {text}; read it from another relay, or publish the version again")
 
 
 def require(condition: bool, message: str) -> None:

@@ -163,10 +163,8 @@ def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = 
         return _parse(data, version, trusted_key)
     except journal.CorruptSource:
         raise
-    except pydantic.ValidationError as error:
-        raise journal.CorruptSource(f"manifest is malformed: {journal.reason(error)}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise journal.CorruptSource(f"manifest is malformed: {type(error).__name__}: {str(error)[:200]}") from error
+        raise journal.malformed("manifest", error) from error
 
 
 def canonical(value: Any) -> bytes:
