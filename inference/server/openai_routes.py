@@ -10,6 +10,7 @@ Left out, and rejected: penalties, JSON and grammar modes, forced tool choice, e
 """
 
 import asyncio
+import collections
 import dataclasses
 import itertools
 import json
@@ -166,9 +167,10 @@ class _TextFormat:
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer, body, request: request_lib.GenerateRequest):
         self._tokenizer, self.body, self.request = tokenizer, body, request
         self._in_reasoning = tokenizer.opens_reasoning(request.tokens)
-        self._streams = [tokenizer.text_stream(structured=self.is_chat) for _ in range(request.num_samples)]
-        self._texts = [""] * request.num_samples
-        self._sent = [parsers.Parsed(None, "", ())] * request.num_samples
+        # By sample index; filled by a stream alone.
+        self._streams = collections.defaultdict(lambda: tokenizer.text_stream(structured=self.is_chat))
+        self._texts = collections.defaultdict(str)
+        self._sent = collections.defaultdict(lambda: parsers.Parsed(None, "", ()))
 
     def choice(self, completion: request_lib.Completion) -> dict:
         parsed = self._parse(self._tokenizer.decode(completion.tokens), True)

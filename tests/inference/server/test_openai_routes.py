@@ -281,12 +281,22 @@ def test_tokens_in_chat_out(ask):
         ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
         ({"top_logprobs": 3}, "top_logprobs = 3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in 0..20"),
+        ({"n": 10**30}, "n must be in 1..1024"),  # before anything is made for each sample
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_rejected_fields(ask, fields, words, stream):
     """A stream that cannot begin is refused by its status, as any request."""
     assert words in chat(ask, 400, **fields, stream=stream)["error"]["message"]
+
+
+@pytest.mark.parametrize("token", [-1, 2**40])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/tokens"])
+def test_a_prompt_of_unknown_ids_is_rejected_before_it_is_decoded(ask, path, token):
+    name = "prompt" if path == "/v1/completions" else "tokens"
+    reply = ask(path, {name: [token]})
+    assert reply.status_code == 400, reply.text
+    assert f"token id {token} is outside the vocabulary" in reply.json()["error"]["message"]
 
 
 def test_an_unknown_route_and_a_wrong_method_get_json(ask):
