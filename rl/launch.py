@@ -31,7 +31,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import orchestrator
-from rl.verification import evidence_log, verifier
+from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 
 START_TIMEOUT_S = 600.0
@@ -76,8 +76,8 @@ def start_rollout_system(
         config,
         workdir,
         credit=experiment.credit,
-        check_with_weights=_on_device(config.trust.device, validator.reject_with_weights, num_hosts),
-        check_without_weights=validator.reject_without_weights,
+        check_group_with_weights=_on_device(config.trust.device, validator.check_group_with_weights, num_hosts),
+        check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
         on_wait=on_wait,
@@ -105,7 +105,8 @@ def start_rollout_system(
             command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
             command += ["--port", str(config.topology.relay_port), "--trusted_key", key]
             options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key}"
-            options += " --routed_experts" * experiment.engine.routed_experts
+            if experiment.engine.routed_experts:
+                options += " --routed_experts"
             on_wait(f"servers elsewhere: python -m inference.serve {options} --port PORT")
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
             _await_servers(config.topology.servers, on_wait)
@@ -113,14 +114,16 @@ def start_rollout_system(
         yield rollouts
 
 
-def _on_device(device: str, check: orchestrator.CheckWithWeights, num_hosts: int) -> orchestrator.CheckWithWeights:
+def _on_device(
+    device: str, check: orchestrator.CheckGroupWithWeights, num_hosts: int
+) -> orchestrator.CheckGroupWithWeights:
     """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check
     cpu = jax.local_devices(backend="cpu")[0]
     mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh
 
-    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
+    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> checks.Verdict:
         with jax.default_device(cpu), jax.set_mesh(mesh):
             return check(rollouts)
 
@@ -135,7 +138,8 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
         command += ["--weights_key", key]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
-    command += ["--routed_experts"] * engine.routed_experts
+    if engine.routed_experts:
+        command += ["--routed_experts"]
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     return command

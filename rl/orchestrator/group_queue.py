@@ -111,9 +111,8 @@ class GroupQueue:
 
     def recheck(self, worker: str) -> list[Entry]:
         """Moves the eligible training groups of `worker` that were never replayed to CHECKING; returns their entries."""
-        sought = (State.ELIGIBLE, worker, "train", False)
-        entries = self.entries.values()
-        found = [e for e in entries if (e.state, e.worker, e.group.split, e.is_replayed) == sought]
+        eligible = [e for e in self.entries.values() if e.state is State.ELIGIBLE and e.worker == worker]
+        found = [e for e in eligible if e.group.split == "train" and not e.is_replayed]
         for entry in found:
             _move(entry, State.CHECKING)
         return found

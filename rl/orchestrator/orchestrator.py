@@ -42,9 +42,9 @@ from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-CheckWithWeights = Callable[[Sequence[rollout_lib.Rollout]], "str | None"]  # group -> the reason to reject it, or None
-# (group, split) -> the same, and the samples that are worth 0 because their reward could not be recomputed in time.
-CheckWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], "tuple[str | None, Collection[int]]"]
+CheckGroupWithWeights = Callable[[Sequence[rollout_lib.Rollout]], checks.Verdict]
+# (group, split) -> its verdict, and the samples that are worth 0 because their reward could not be recomputed in time.
+CheckGroupWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Collection[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Batch:
 class Orchestrator:
     """Serves groups to workers over HTTP, has their rollouts checked, and returns batches. All methods are thread-safe.
 
-    Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `check_with_weights` replays a group, in one thread;
-    `check_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the validator's evidence
+    Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `check_group_with_weights` replays a group, in one
+    thread; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the validator's evidence
     against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed:
     workers must not know it. `on_wait` receives a status line for people every `WAIT_NOTICE_S` seconds of waiting.
     """
@@ -71,14 +71,15 @@ class Orchestrator:
         workdir: pathlib.Path,
         *,
         credit: credit_lib.Credit,
-        check_with_weights: CheckWithWeights,
-        check_without_weights: CheckWithoutWeights = lambda rollouts, split: (None, ()),
+        check_group_with_weights: CheckGroupWithWeights,
+        check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, ()),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
-        self._check_with_weights, self._check_without_weights = check_with_weights, check_without_weights
+        self._check_group_with_weights = check_group_with_weights
+        self._check_group_without_weights = check_group_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
         self.servers: Sequence[str] = ()  # URLs of the inference servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
@@ -112,16 +113,18 @@ class Orchestrator:
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
-        self._opened_step = step
-        if state:
-            self._health.restore(state["standing"])
-            self._states[step] = state
+        with self._changed:
+            self._opened_step = step
+            if state:
+                self._health.restore(state["standing"])
+                self._states[step] = state
 
     # Called by the learner.
 
     def publish(self, version: int) -> None:
         """Makes the servers load policy `version`, which is published already, in the background; then further batches open."""
-        self._announced = version
+        with self._changed:
+            self._announced = version
         self._updater.submit(self._guarded, self._update_servers, version)
 
     def next_batch(self, step: int) -> Batch:
@@ -139,7 +142,8 @@ class Orchestrator:
 
     def state(self, step: int) -> dict:
         """Returns the marks against workers at the return of batch `step`, as JSON for `resume`; {} if it is not one of the last two."""
-        return self._states.get(step, {})
+        with self._changed:
+            return self._states.get(step, {})
 
     def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
         """Blocks until workers have submitted the held-out rollouts of policy `version`; returns one list of rollouts per task."""
@@ -160,6 +164,8 @@ class Orchestrator:
     def describe(self) -> dict:
         """Returns the reply to `GET /run`: the run's environment, tokenizer, servers, and sampling settings."""
         config = self._config
+        with self._changed:
+            version = self._version
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": config.tokenizer,
@@ -167,7 +173,7 @@ class Orchestrator:
             "servers": list(self.servers),
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
-            "step": self._version,
+            "step": version,
         }
 
     def lease(self, worker: str, capacity: int) -> list[task_schedule.Group]:
@@ -249,7 +255,7 @@ class Orchestrator:
                 return self._not_leased(rollouts)
             verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._announced))
             if not verdict.accepted:
-                return _known(self._reject(key, str(verdict)))
+                return _known(self._reject(key, verdict))
         return self._checkers.submit(holder, self._guarded, self._check, key)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):
@@ -259,11 +265,12 @@ class Orchestrator:
 
     def _check(self, key: group_queue.Key) -> str:
         """Checks a submitted group without weights; then accepts it, rejects it, or queues its replay. Returns the reply."""
-        entry = self._queue.entries[key]
-        reason, timed_out = self._check_without_weights(entry.rollouts, key[0])
         with self._changed:
-            if reason is not None:
-                return self._reject(key, reason)
+            entry = self._queue.entries[key]
+        verdict, timed_out = self._check_group_without_weights(entry.rollouts, key[0])
+        with self._changed:
+            if not verdict.accepted:
+                return self._reject(key, verdict)
             entry.timed_out = frozenset(timed_out)
             if key[0] == "train" and (entry.is_drawn or self._health.is_suspect(entry.worker)):
                 self._queue.check(key)
@@ -273,33 +280,34 @@ class Orchestrator:
 
     def _replay(self, key: group_queue.Key) -> None:
         """Replays a group in state CHECKING, then accepts or rejects it."""
-        rollouts = self._queue.entries[key].rollouts
-        reason = self._check_with_weights(rollouts)
-        if reason is not None and reason.startswith("weights:"):  # of a published version: our own fault
-            found = f"the validator cannot replay group {'/'.join(map(str, key))}: {reason}"
+        with self._changed:
+            rollouts = self._queue.entries[key].rollouts
+        verdict = self._check_group_with_weights(rollouts)
+        if verdict.reason == "weights":  # of a published version: our own fault
+            found = f"the validator cannot replay group {'/'.join(map(str, key))}: {verdict}"
             self.fail(ValueError(f"{found}; check the published weights of the run"))
             return
         with self._changed:
             self._counts["checked"] += len(rollouts)
-            if reason is None:
+            if verdict.accepted:
                 self._accept(key)
             else:
-                self._reject(key, reason, by_replay=True)
+                self._reject(key, verdict, by_replay=True)
 
     def _accept(self, key: group_queue.Key) -> str:
         entry = self._queue.entries[key]
         self._queue.accept(key)
         self._counts["accepted"] += len(entry.rollouts) if key[0] == "train" else 0
-        self._health.delivered(entry.worker, key)
+        self._health.accepted(entry.worker, key)
         self._changed.notify_all()
         return "accepted"
 
-    def _reject(self, key: group_queue.Key, reason: str, *, by_replay: bool = False) -> str:
+    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, by_replay: bool = False) -> str:
         """Reopens a group and counts it against its worker; a failed replay also rechecks its accepted groups. Returns the reply."""
         entry = self._queue.requeue(key)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
-        self._counts[f"refused_{reason.split(':')[0]}"] += 1
+        self._counts[f"refused_{verdict.reason}"] += 1
         self._health.rejected(worker, by_replay=by_replay)
         if by_replay:
             for suspect in self._queue.recheck(worker):
@@ -307,11 +315,11 @@ class Orchestrator:
                 self._replayer.submit(self._guarded, self._replay, suspect.group.key)
         if self._health.is_banned(worker) and not self._health.has_others(worker, time.monotonic()):
             found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
-            last = f"the last reason, for group {group.group} of step {group.step}: {reason}"
+            last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
             remedy = "Look at that worker and its server, or raise trust.max_attempts"
             self.fail(ValueError(f"{found}; {last}. {remedy}"))
         self._changed.notify_all()
-        return f"refused: {reason}"
+        return f"refused: {verdict}"
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""

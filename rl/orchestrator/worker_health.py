@@ -77,7 +77,7 @@ class WorkerHealth:
         self._workers[worker].num_halvings = min(self._workers[worker].num_halvings + 1, MOST_HALVINGS)
         self._expired_with[key] = worker
 
-    def delivered(self, worker: str, key: tuple) -> None:
+    def accepted(self, worker: str, key: tuple) -> None:
         """Records that a group of this worker was accepted, which undoes one halving."""
         self._workers[worker].num_halvings = max(self._workers[worker].num_halvings - 1, 0)
         self._expired_with.pop(key, None)

@@ -133,8 +133,9 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
     if np.any(np.diff(versions) < 0):
         return Verdict("versions", "they decrease along the sequence")
-    bounds = [] if rules.newest is None else [rules.newest]
-    newest = min(bounds + [group.step - 1] * (group.split == "train"), default=math.inf)
+    newest = math.inf if rules.newest is None else rules.newest
+    if group.split == "train":
+        newest = min(newest, group.step - 1)
     high = int(versions.max())
     detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"
     return _accept_if(high <= newest, "versions", detail)

@@ -128,7 +128,10 @@ def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout
     mixed = []
     for i, rollout in enumerate(rollouts):
         versions = np.unique(writers(rollout))
-        (by_version.setdefault(int(versions[0]), []) if len(versions) == 1 else mixed).append(i)
+        if len(versions) == 1:
+            by_version.setdefault(int(versions[0]), []).append(i)
+        else:
+            mixed.append(i)
     for version, members in sorted(by_version.items()):
         _replay_packed(model, weights(version), filters, [rollouts[i] for i in members], members, out)
     if mixed:

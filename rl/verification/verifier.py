@@ -4,7 +4,7 @@
 2. `check_with_weights`: one replay (rl/verification/replay.py) with the published weights of every version that the rollouts name.
 3. Rollouts that pass are added to the sequential test of their worker (rl/verification/evidence_log.py), where small deviations add up.
 
-The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator takes one reason per
+The rules are in rl/verification/checks.py. A validation service takes the verdicts per rollout; an orchestrator takes one verdict per
 group, which is rejected with its worst member, since advantages compare its members.
 """
 
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,24 +99,24 @@ class Validator:
             out += self._check_batch(rest[:num])
         return out
 
-    def reject_without_weights(
+    def check_group_without_weights(
         self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
-    ) -> tuple[str | None, frozenset[int]]:
+    ) -> tuple[checks.Verdict, frozenset[int]]:
         """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
 
-        Returns (reason, timed_out): `reason` is why the group is rejected, or None; `timed_out` are the samples whose reward our
-        scorer could not recompute in time. A timeout does not reject the group: it sets that sample's reward to 0, as it does
+        Returns (verdict on the group, timed_out): `timed_out` are the samples whose reward our scorer could not recompute in time. A timeout does not reject the group: it sets that sample's reward to 0, as it does
         when the worker's own scorer times out.
         """
         found = self.check_without_weights(rollouts, split=split)
         timed_out = frozenset(r.sample for r, v in zip(rollouts, found, strict=True) if v.reason == "unscored")
-        if reason := _first_reason([verdict for verdict in found if verdict.reason != "unscored"]):
-            return reason, frozenset()
-        return _first_reason(self.evidence.add_claims(rollouts)) if split == "train" else None, timed_out
+        verdict = _first_rejection(one for one in found if one.reason != "unscored")
+        if not verdict.accepted:
+            return verdict, frozenset()
+        return _first_rejection(self.evidence.add_claims(rollouts)) if split == "train" else verdict, timed_out
 
-    def reject_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
-        """Replays a group that passed `reject_without_weights`. Returns the reason to reject the group, or None to accept it."""
-        return _first_reason(self.check_with_weights(rollouts))
+    def check_group_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> checks.Verdict:
+        """Replays a group that passed `check_group_without_weights`. Returns the verdict on the group."""
+        return _first_rejection(self.check_with_weights(rollouts))
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
         """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""
@@ -139,8 +139,8 @@ class Validator:
         return [self.evidence.add_replay(one) if verdict.accepted else verdict for one, verdict in judged]
 
 
-def _first_reason(found: Sequence[checks.Verdict]) -> str | None:
-    return next((str(verdict) for verdict in found if not verdict.accepted), None)
+def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
+    return next((verdict for verdict in found if not verdict.accepted), checks.OK)
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:

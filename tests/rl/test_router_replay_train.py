@@ -56,7 +56,12 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     )
     exp = experiment.resolve(config)
     orchestrator = orchestrator_lib.Orchestrator(
-        exp.config, tmp_path, credit=exp.credit, check_with_weights=lambda rollouts: None, secret=b"s", on_wait=print
+        exp.config,
+        tmp_path,
+        credit=exp.credit,
+        check_group_with_weights=lambda rollouts: checks.OK,
+        secret=b"s",
+        on_wait=print,
     )
     assert orchestrator.describe()["router_replay"] is True
     group = task_schedule.train_groups(exp.config, 1)[0]

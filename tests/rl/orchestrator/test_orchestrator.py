@@ -4,6 +4,7 @@ No model and no server here: rollouts are written by hand, and `publish` has no 
 recomputed from their definition.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -26,14 +27,37 @@ from rl.orchestrator import group_queue
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
+from rl.verification import checks
 from tests.support import proxy
 from tests.support.groups import answers
 
 KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
 WAIT_S = 60
+SAMPLING = checks.Verdict("sampling", "3 of 12 tokens")
 SECRET = b"secret"
 GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under seed 0: grain's shuffle of 2^30 tasks
 GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
+
+
+class Locked(orchestrator_lib.Orchestrator):
+    """Fails on an access of its own to a group, and on a change, without the lock that guards them."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._queue.entries = LockedEntries()
+        self._queue.entries.is_owned = self._changed._is_owned
+
+    def __setattr__(self, name, value):
+        assert not hasattr(self, "_updater") or name in ("_web", "_thread", "servers") or self._changed._is_owned(), (
+            name
+        )
+        super().__setattr__(name, value)
+
+
+class LockedEntries(collections.OrderedDict):
+    def __getitem__(self, key):
+        assert self.is_owned(), key
+        return super().__getitem__(key)
 
 
 def resolve(**changes):
@@ -57,11 +81,11 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: None, screen=None, hooks=None, **changes):
-        exp, hooks = resolve(**changes), dict(hooks or {}, check_with_weights=check)
+    def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, **changes):
+        exp, hooks = resolve(**changes), dict(hooks or {}, check_group_with_weights=check)
         if screen:
-            hooks["check_without_weights"] = screen
-        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
+            hooks["check_group_without_weights"] = screen
+        made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         return made[-1]
 
     yield make
@@ -99,6 +123,15 @@ def entries(orchestrator):
 
 def num_eligible(orchestrator):
     return orchestrator._queue.count()[group_queue.State.ELIGIBLE]
+
+
+def requeue(orchestrator, key):
+    with orchestrator._changed:
+        orchestrator._queue.requeue(key)
+
+
+def is_drawn(orchestrator, group):
+    return orchestrator._queue.entries.get(group.key).is_drawn
 
 
 def held_out_is_open(orchestrator):
@@ -199,7 +232,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
     time.sleep(0.6)
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
-    orchestrator._queue.requeue(("train", 1, 2))
+    requeue(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
     # The first worker comes too late; the second's answer counts.
@@ -289,7 +322,7 @@ def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
 
 def test_what_was_not_leased_or_is_there_already(make):
     blocked = threading.Event()
-    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and None, trust__check_fraction=1.0)
+    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and checks.OK, trust__check_fraction=1.0)
     publish(orchestrator, 0)
     unleased = task_schedule.train_groups(orchestrator._config, 1)[0]
     assert submit(orchestrator, answers(unleased)).startswith("refused: not leased")
@@ -355,12 +388,12 @@ def test_the_verdict_of_the_check_is_honoured(make):
     def check(rollouts):
         seen.append(rollouts[0].task.group)
         assert [r.task.group for r in rollouts] == [seen[-1]] * 2
-        return verdicts.pop(seen[-1], None)
+        return verdicts.pop(seen[-1], checks.OK)
 
     orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
     publish(orchestrator, 0)
     (drawn,) = (entry.group.key for entry in entries(orchestrator) if entry.is_drawn)
-    verdicts[drawn[2]] = "sampling: 3 of 12 tokens"
+    verdicts[drawn[2]] = SAMPLING
     groups = sorted(lease(orchestrator), key=lambda group: group.key == drawn)  # the drawn one last
     assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "checking"]
     checked(orchestrator)
@@ -380,11 +413,11 @@ def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
 
     def check(rollouts):
         replayed.append(rollouts[0].task.group)
-        return "sampling: 3 of 12 tokens" if len(replayed) == 1 else None
+        return SAMPLING if len(replayed) == 1 else checks.OK
 
     orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
     publish(orchestrator, 0)
-    drawn, *others = sorted(lease(orchestrator), key=lambda group: not orchestrator._queue.entries[group.key].is_drawn)
+    drawn, *others = sorted(lease(orchestrator), key=lambda group: not is_drawn(orchestrator, group))
     assert submit(orchestrator, answers(drawn)) == "checking"
     checked(orchestrator)
     later(orchestrator.evaluate, 0)
@@ -412,23 +445,24 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
         if found:
             return found.pop()
         assert go_on.wait(WAIT_S)
+        return checks.OK
 
     orchestrator = make(
-        check=check, screen=lambda rollouts, split: (None, {0}), rl__max_lag=2, trust__check_fraction=0.3
+        check=check, screen=lambda rollouts, split: (checks.OK, {0}), rl__max_lag=2, trust__check_fraction=0.3
     )
     publish(orchestrator, 0)
     groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
-    *early, drawn = sorted(lease(orchestrator), key=lambda group: orchestrator._queue.entries[group.key].is_drawn)
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: is_drawn(orchestrator, group))
     for group in groups:
         submit(orchestrator, answers(group), OTHER)
     for group in early:
         assert submit(orchestrator, answers(group)) == "accepted"
     checked(orchestrator)
     first = orchestrator.next_batch(1).metrics
-    found.append("sampling: 3 of 12 tokens")
+    found.append(SAMPLING)
     go_on.clear()
     assert submit(orchestrator, answers(drawn)) == "checking"
-    proxy.wait_until(lambda: not orchestrator._queue.num_eligible([group.key for group in early]))
+    proxy.wait_until(lambda: num_eligible(orchestrator) == 3)  # those of batch 2
     second = orchestrator.next_batch(2).metrics
     assert min(second.values()) >= 0 and second["trust/num_called_back"] == 4
     go_on.set()
@@ -465,8 +499,8 @@ def test_every_group_is_screened_and_nobody_waits_for_it(make):
         if len(seen) == 1:
             begun.set()
             assert go_on.wait(WAIT_S)
-            return "reward: 0.5 was claimed", ()
-        return None, ()
+            return checks.Verdict("reward", "0.5 was claimed"), ()
+        return checks.OK, ()
 
     orchestrator = make(screen=screen, trust__check_fraction=0.4)  # two of three
     publish(orchestrator, 0)
@@ -490,7 +524,7 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
         if rollouts[0].worker == KEY.worker:
             begun.release()
             assert go_on.wait(WAIT_S)
-        return None, ()
+        return checks.OK, ()
 
     orchestrator = make(screen=screen, rl__prompts_per_step=12)
     url = orchestrator.serve()
@@ -540,12 +574,12 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
 
 def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
     """However often: a slow task ends no run. The files keep the signed rewards; a group refused otherwise loses the note."""
-    refusals = ["sampling: not what the seed draws"]
+    refusals = [SAMPLING]
 
     def screen(rollouts, split):
         if refusals:
             return refusals.pop(), ()
-        return None, {0} if split == "held_out" else {1} if rollouts[0].task.group != 2 else ()
+        return checks.OK, {0} if split == "held_out" else {1} if rollouts[0].task.group != 2 else ()
 
     orchestrator = make(screen=screen, trust__max_attempts=2, evaluation__num_tasks=1)
     publish(orchestrator, 0)
@@ -589,7 +623,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
         assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
     for entry in entries(first):  # as if the leases had expired, without a mark for it
         if entry.state is group_queue.State.LEASED:
-            first._queue.requeue(entry.group.key)
+            requeue(first, entry.group.key)
     for group in lease(first, key=OTHER)[:3]:
         submit(first, answers(group), OTHER)
     first.next_batch(1)
@@ -619,7 +653,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
 def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
     def check(rollouts):
         if message.startswith("weights"):
-            return message
+            return checks.Verdict(*message.split(": "))
         raise ValueError(message)
 
     orchestrator = make(check=check, trust__check_fraction=1.0)
@@ -735,7 +769,7 @@ def test_a_failure_elsewhere_wakes_who_waits(make):
 
 
 def test_held_out_tasks_come_first_and_are_kept_apart(make):
-    orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: "toploc: never")
+    orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: checks.Verdict("toploc"))
     publish(orchestrator, 0)
     waiting = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))

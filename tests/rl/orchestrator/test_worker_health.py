@@ -24,7 +24,7 @@ def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
     for _ in range(40):
         health.expired("slow", KEY)
     assert health.room("slow", 0, 16, 2.0) == 1  # a chance is left
-    health.delivered("slow", KEY)
+    health.accepted("slow", KEY)
     assert health.may_lease("slow", KEY, 2.0)
     assert health.room("slow", 0, 16, 12.0) == 16  # the other has not asked for longer than a lease lasts
 

@@ -22,9 +22,9 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from rl.verification import checks, sequential_test, verifier
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
-from rl.verification import sequential_test, verifier
 from sharding import broadcast
 from tests.support import bare_rules, doubles, tiny
 
@@ -92,7 +92,8 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
 def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
     """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
-    return verifier.Validator(MODEL, weights, rules).reject_with_weights(rollouts)
+    verdict = verifier.Validator(MODEL, weights, rules).check_group_with_weights(rollouts)
+    return None if verdict.accepted else str(verdict)
 
 
 def replay(rollouts):
@@ -417,11 +418,11 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
 
     assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
-    assert validator.reject_without_weights(claims(1)) == (None, {1})
-    assert validator.reject_with_weights(claims(1)) is None and len(asked) == 1
-    reason, timed_out = validator.reject_without_weights(claims(1, 3))  # the other claim is false, and found
-    assert reason.startswith("reward: ") and "is 0.5, recomputed" in reason and not timed_out
-    assert validator.reject_without_weights(claims(1), "held_out")[0] is not None  # it is not a held-out group
+    assert validator.check_group_without_weights(claims(1)) == (checks.OK, {1})
+    assert validator.check_group_with_weights(claims(1)).accepted and len(asked) == 1
+    verdict, timed_out = validator.check_group_without_weights(claims(1, 3))  # the other claim is false, and found
+    assert verdict.reason == "reward" and "is 0.5, recomputed" in verdict.detail and not timed_out
+    assert not validator.check_group_without_weights(claims(1), "held_out")[0].accepted  # it is not a held-out group
 
 
 def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
@@ -429,8 +430,8 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     first, second = list(batch()[:8]), list(batch()[8:])
 
     def bring(validator, group):
-        assert validator.reject_without_weights(group) == (None, frozenset())
-        assert validator.reject_with_weights(group) is None
+        assert validator.check_group_without_weights(group) == (checks.OK, frozenset())
+        assert validator.check_group_with_weights(group).accepted
 
     whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
     for group in (first, second, first):  # the last as after a stale batch
