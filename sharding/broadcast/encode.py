@@ -94,10 +94,8 @@ def tree_chunks(params: Any) -> OldChunk:
     def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
         values = chunks.host_chunk(leaves[t.name], t, t.region(number))
         if values is None:
-            text = (
-                f"this host lacks chunk {number} of {t.dtype} tensor {t.name!r} of base: pull it with params' shardings"
-            )
-            raise ValueError(text)
+            text = f"this host lacks chunk {number} of {t.dtype} tensor {t.name!r} of base"
+            raise ValueError(f"{text}: pull it with params' shardings")
         return values
 
     return chunk

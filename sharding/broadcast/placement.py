@@ -71,10 +71,8 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
     def check(name: str, leaf: Any) -> None:
         is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
         if not is_abstract and not isinstance(leaf, jax.sharding.Sharding):
-            text = (
-                f"leaf {name!r} of shardings is a {type(leaf).__name__}: pass a Sharding, or ShapeDtypeStruct with one"
-            )
-            raise ValueError(text)
+            text = f"leaf {name!r} of shardings is a {type(leaf).__name__}"
+            raise ValueError(f"{text}: pass a Sharding, or ShapeDtypeStruct with one")
 
     leaves, _ = tree.flatten(shardings, check)
     unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))

@@ -48,9 +48,8 @@ class PublishOptions:
         if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
             raise ValueError(f"dtype {self.dtype!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
-            raise ValueError(
-                f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters: shorten it"
-            )
+            text = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters: shorten it"
+            raise ValueError(text)
 
 
 class Publisher:
@@ -236,12 +235,11 @@ def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPa
     if jax.process_count() > 1:
         parts = [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(jax.process_count())]
     merged = encode.merge(plan, parts)
-    encodings = (("xor", before is not None), ("zarr3", plan.writes_arrays))
     written = Manifest(
         version=plan.version,
         base=None if before is None or plan.writes_arrays else before.version,
         delta_of=None if before is None else before.version,
-        encodings=tuple(name for name, used in encodings if used),
+        encodings=tuple(name for name, used in (("xor", before is not None), ("zarr3", plan.writes_arrays)) if used),
         digest_before=None if before is None else before.digest,
         digest_after=manifest.digest(merged),
         tensors=merged,

@@ -255,10 +255,8 @@ class Relays:
     def read(self, version: int, entry: journal.Object, into: Sequence[memoryview]) -> None:
         """Fills the buffers `into` with the verified object `entry`. Raises CorruptSource, FileNotFoundError or Unavailable."""
         target = range_get.Target(into, entry)
-        good = entry.size > 0 or entry.digest == digests.of()
-        journal.require(
-            good, f"empty object {entry.path} of version {version} has digest {entry.digest}, not of 0 bytes"
-        )
+        text = f"empty object {entry.path} of version {version} has digest {entry.digest}, not of 0 bytes"
+        journal.require(entry.size > 0 or entry.digest == digests.of(), text)
         with self._concurrency.slot():
             self._read(version, entry, target)
 

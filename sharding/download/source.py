@@ -154,18 +154,14 @@ class Directory(_Storage):
                     position += n
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
-                text = (
-                    f"{full.parent} was deleted while it was read: pull the newest version, or let publishers keep more"
-                )
-                raise FileNotFoundError(text) from error
+                text = f"{full.parent} was deleted while it was read"
+                raise FileNotFoundError(f"{text}: pull the newest version, or let publishers keep more") from error
             raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
         self._counters["num_bytes"] += entry.size
         actual = digests.of(*target.views)
         self._counters["num_bad_objects"] += actual != entry.digest
-        good = actual == entry.digest
-        journal.require(
-            good, f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
-        )
+        text = f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
+        journal.require(actual == entry.digest, text)
 
     def _new_entries(self, version: int) -> list[journal.Object]:
         position, line = self._cursors.get(version, (0, b""))

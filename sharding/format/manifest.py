@@ -325,10 +325,8 @@ def _check_objects(m: Manifest) -> None:
                 expected.append(journal.Object(path, t.chunk_bytes + CRC_BYTES, chunk_digest))
         for index, offset, size in filter(None, t.deltas or ()):
             inside = index < len(m.objects) and offset + size <= m.objects[index].size
-            inside = inside and m.objects[index].path.startswith("deltas/")
-            _require(
-                inside, f"a delta of tensor {t.name!r} at {[index, offset, size]} is outside every object of deltas"
-            )
+            text = f"a delta of tensor {t.name!r} at {[index, offset, size]} is outside every object of deltas"
+            _require(inside and m.objects[index].path.startswith("deltas/"), text)
             used[m.objects[index].path] += size
     for needed in expected:
         _require(needed == objects.get(needed.path), f"a tensor needs {needed}, not {objects.get(needed.path)}")

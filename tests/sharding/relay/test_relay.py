@@ -243,22 +243,6 @@ def test_false_versions_do_not_displace_real_ones(pub, tmp_path):
             proxy.wait_until(proxy.holds(relay, 1, 2), timeout_s=20)
 
 
-def test_one_of_two_upstreams_serves_wrong_bytes(pub, tmp_path):
-    objects = proxy.contents(0)
-    proxy.publish(pub, 0, objects)
-    shutil.copytree(pub, tmp_path / "bad")
-    path = tmp_path / "bad/v00000000/tensors/t4/c.0"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with (
-        proxy.running(tmp_path / "bad") as liar,
-        proxy.running(pub) as origin,
-        proxy.running([liar.url, origin.url], tmp_path / "a", options=FAST, trusted_key=TRUSTED) as relay,
-    ):
-        proxy.wait_until(proxy.holds(relay, 0))
-        assert get(relay, "/v00000000/tensors/t4/c.0")[1] == objects["tensors/t4/c.0"]
-        assert relay.mirror.upstream.stats()["relays"][origin.url]["num_lies"] == 0
-
-
 def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
     """kill -9 in the midst of a version; one object rots on the disk before the restart."""
     objects = proxy.contents(0, sizes=(100_000,) * 40)
@@ -666,55 +650,3 @@ def test_half_an_object_is_never_exposed(tmp_path, monkeypatch, module, name):
         assert held.has(3, good) and held.num_bytes == 1000
         held.remove(3)
         assert held.num_bytes == 0
-
-
-# ---- in a run --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_server_after_two_relays_follows_the_learner(pub, tmp_path):
-    """The chain of topology.mode = "remote" works: a learner's directory, an origin, two relays in a row, and an inference server.
-
-    The second version is deltas. The server answers as one that gets the same weights from memory.
-    """
-    import dataclasses
-
-    import jax
-    from cryptography.hazmat.primitives.asymmetric import ed25519
-
-    from inference.engine import engine as engine_lib
-    from inference.scheduler import scheduler as scheduler_lib
-    from inference.server import inference_server
-    from models import transformer
-    from sharding import broadcast
-    from tests.support import tiny
-
-    model, key = tiny.model(), ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-    config = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=4)
-    metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
-    first, second = (transformer.init(jax.random.key(seed), model) for seed in (0, 1))
-    broadcast.publish(first, 0, pub, broadcast.PublishOptions(key=key), metadata=metadata)
-    request = scheduler_lib.GenerateRequest(tokens=tuple(b"hello"), max_tokens=8, seed=1)
-
-    def answer(server):
-        (completion,) = server.scheduler.submit(request).result(60)
-        return completion.tokens, completion.logprobs
-
-    with (
-        proxy.running(pub) as origin,
-        proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED) as a,
-        proxy.running(a.url, tmp_path / "b", trusted_key=TRUSTED) as b,
-    ):
-        server = inference_server.start(b.url, config)
-        try:
-            before = answer(server)
-            broadcast.publish(
-                second, 1, pub, broadcast.PublishOptions(key=key), base=broadcast.pull(pub, 0), metadata=metadata
-            )
-            assert broadcast.wait_for(b.url, 1, timeout_s=20) == 1
-            assert server.update(1) == 1
-            after = answer(server)
-            server.scheduler.update(second, 2).result(60)
-            assert after == answer(server) != before
-        finally:
-            server.close()
