@@ -63,10 +63,8 @@ def _on_torus(shape: list[int], devices) -> np.ndarray:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
-        text = (
-            f"mesh {_format(shape)} cannot be laid out on the torus {torus}: axes must be products of dims; {_REMEDY}"
-        )
-        raise ValueError(text) from None
+        text = f"mesh {_format(shape)} cannot be laid out on the torus {torus}"
+        raise ValueError(f"{text}: axes must be products of dims; {_REMEDY}") from None
 
 
 def _fill(shape: list[int], num_devices: int) -> list[int]:

@@ -104,9 +104,8 @@ class ObjectDownload:
             self._num_missing[get.relay] += 1
             if all(self._num_missing[relay] >= 2 for relay in self.selector.relays):
                 urls = self.selector.urls()
-                raise FileNotFoundError(
-                    f"{self.path} is on none of the relays {urls}, perhaps deleted: pull the newest version"
-                )
+                text = f"{self.path} is on none of the relays {urls}, perhaps deleted: pull the newest version"
+                raise FileNotFoundError(text)
         rival, get.rival = get.rival, None
         if rival is not None:
             rival.rival = None

@@ -228,12 +228,10 @@ def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifes
     _check_origin(body, trusted_key)
     manifest = _MANIFEST.validate_json(data, strict=True)
     same = canonical(_to_json(manifest) | {"own_digest": body["own_digest"]}) == data
-    _require(
-        same, "manifest is not canonical JSON: it has spaces, unsorted keys, or a field twice, too many or too few"
-    )
-    _require(
-        version in (None, manifest.version), f"manifest is of version {manifest.version}, not of version {version}"
-    )
+    text = "manifest is not canonical JSON: it has spaces, unsorted keys, or a field twice, too many or too few"
+    _require(same, text)
+    text = f"manifest is of version {manifest.version}, not of version {version}"
+    _require(version in (None, manifest.version), text)
     _check_lineage(manifest)
     for t in manifest.tensors:
         _check_tensor(t, "xor" in manifest.encodings)
