@@ -19,11 +19,9 @@ WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, r
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the required command-line flags `--config` and, unless `needs_workdir` is False, `--workdir`."""
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
-    names = ["config"]
     if needs_workdir:
         flags.DEFINE_string("workdir", None, WORKDIR_HELP, flag_values=values)
-        names.append("workdir")
-    for name in names:
+    for name in ("config", "workdir") if needs_workdir else ("config",):
         flags.mark_flag_as_required(name, flag_values=values)
         values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module
 

@@ -101,9 +101,8 @@ class Ledger(contextlib.AbstractContextManager):
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
-                            raise ValueError(
-                                f"event {event.kind} of {event.node[:16]} is refused: {reason}; correct the event or leave it out"
-                            )
+                            found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
+                            raise ValueError(f"{found}; correct the event or leave it out")
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
@@ -144,9 +143,8 @@ class Ledger(contextlib.AbstractContextManager):
         try:
             yield
         except ValueError as error:
-            raise ValueError(
-                f"ledger {self._path} is bad at entry {self._next}: {error}; restore a copy that rl.ledger verify accepts"
-            ) from error
+            found = f"ledger {self._path} is bad at entry {self._next}: {error}"
+            raise ValueError(f"{found}; restore a copy that rl.ledger verify accepts") from error
 
 
 def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:

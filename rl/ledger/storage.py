@@ -118,14 +118,12 @@ def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> N
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
         raise ValueError("the ledger must have exactly one head, the signed number and hash of its last entry")
     _, head_seq, head_hash, signature = rows[0]
-    if not isinstance(head_hash, bytes) or not rollout_lib.signed(
-        keeper, signature, _head_message(head_seq, head_hash)
-    ):
+    is_hash = isinstance(head_hash, bytes)
+    if not is_hash or not rollout_lib.signed(keeper, signature, _head_message(head_seq, head_hash)):
         raise ValueError("the ledger's head is not signed by the keeper")
     if (head_seq, head_hash) != (seq, hash_):
-        raise ValueError(
-            f"entries are missing or were added: by the ledger's signed head, entry {head_seq} is the last"
-        )
+        found = "entries are missing or were added"
+        raise ValueError(f"{found}: by the ledger's signed head, entry {head_seq} is the last")
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:

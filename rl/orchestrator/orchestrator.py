@@ -215,11 +215,8 @@ class Orchestrator:
             if self.servers:
                 asyncio.run(load())
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            self.fail(
-                ValueError(
-                    f"an inference server did not load policy version {version}: {error}; read the log of that server"
-                )
-            )
+            found = f"an inference server did not load policy version {version}: {error}"
+            self.fail(ValueError(f"{found}; read the log of that server"))
             return
         with self._changed:
             self._version = version

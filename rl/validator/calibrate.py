@@ -211,9 +211,8 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
     if not measured:
-        raise ValueError(
-            f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices; add one that needs fewer"
-        )
+        found = f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices"
+        raise ValueError(f"{found}; add one that needs fewer")
     variants = {name: dataclasses.asdict(m) for name, m in measured.items()}
     about = {"version": version, "backend": jax.devices()[0].device_kind, "variants": variants}
     verifier.save_bands(args.out, *limits(list(measured.values())), about)

@@ -105,9 +105,8 @@ class Service:
         """
         are_hashes = all(isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas)
         if not are_hashes or not 0 < len(shas) <= MAX_GROUP_FILES:
-            raise ValueError(
-                f"file_sha must be a SHA-256 as 64 lower-case hex digits, for 1 to {MAX_GROUP_FILES} files; correct it"
-            )
+            rule = f"file_sha must be a SHA-256 as 64 lower-case hex digits, for 1 to {MAX_GROUP_FILES} files"
+            raise ValueError(f"{rule}; correct it")
         if len(set(shas)) < len(shas):
             raise ValueError("file_shas names one file twice; list each hash once")
         names = rollout_files.group_names(name, len(shas)) if group else [name]

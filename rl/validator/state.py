@@ -61,9 +61,8 @@ class State:
                 stack.callback(self.close)
                 self._open(identity)
             except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"validator state {path} cannot be opened: {error}; stop the validator that uses it, or give another --state"
-                ) from error
+                remedy = "stop the validator that uses it, or give another --state"
+                raise ValueError(f"validator state {path} cannot be opened: {error}; {remedy}") from error
             stack.pop_all()
 
     def close(self) -> None:

@@ -60,15 +60,14 @@ class Rules:
     def of(cls, config) -> "Rules":
         """Returns the rules that follow from a resolved config alone: enough for `checks.AT_LEASE` and for a replay."""
         steps = range(1, config.rl.num_steps + 1)
+        groups = functools.lru_cache(16)(lambda step: task_schedule.train_groups(config, step) if step in steps else [])
         return cls(
             env=config.env.name,
             env_seed=config.seed,
             vocab_size=config.model.vocab_size,
             max_model_len=config.inference.max_model_len,
             max_tokens=config.sampling.max_tokens,
-            groups=functools.lru_cache(16)(
-                lambda step: task_schedule.train_groups(config, step) if step in steps else []
-            ),
+            groups=groups,
             filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
             tolerance=Tolerance.of(config.trust),
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),

@@ -144,10 +144,7 @@ def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:
-    """Returns a function from policy version to params, which pulls and verifies weights published in `root`; caches `keep` versions.
-
-    `root` is a directory or a URL, as for `broadcast.pull`. `key` is the public key that must have signed them; None accepts any.
-    """
+    """Returns a function from policy version to params: pulls it from `root` (directory or URL), signed by `key` (None: by any); caches `keep` versions."""
     cached: dict[int, transformer.Params] = {}
 
     def weights(version: int) -> transformer.Params:

@@ -203,15 +203,6 @@ def test_good_repute_is_replayed_less(service, monkeypatch):
     assert 60 < sum(map(service._is_drawn, rollouts)) < 140  # never below MIN_RATE
 
 
-def test_a_fault_of_ours_is_a_crash_of_that_file_alone(service, monkeypatch):
-    sha = put(service, "a.parquet", batch())
-    with monkeypatch.context() as patch:
-        patch.setattr(service._validator, "check_without_weights", lambda *args, **options: 1 / 0)
-        status = ask(service, "a.parquet", [sha])
-    assert status.status == "crashed" and "ZeroDivisionError" in status.reason
-    assert ask(service, "b.parquet", [put(service, "b.parquet", batch())]).status == "accept"
-
-
 def test_the_routes(service):
     sock = listening.listen("127.0.0.1", 0)
     server = web.server(routes.make_app(service))

@@ -170,9 +170,11 @@ def unharmed(service, key):
 
 def test_claimed_units_are_held_against_each_file_in_any_company(service):
     greedy = put(service, "a-0.parquet", group(0), units=2**53)
-    stray = put(service, "a-1.parquet", group(1, OTHER), None)
-    with pytest.raises(ValueError, match=f"{stray} is not work of this ledger"):
+    stray = put(service, "a-1.parquet", group(2, OTHER, step=2), None)
+    with pytest.raises(ValueError, match=f"{stray} is not work of this ledger; append its submit event first"):
         service.submit("a-0.parquet", [greedy, stray], group=True)
+    assert put(service, "a-1.parquet", group(2, OTHER, step=2), OTHER) == stray
+    assert ask(service, "a-1.parquet", stray, group=False).status == "accept"
     honest = put(service, "b-1.parquet", group(1, OTHER, length=9), OTHER)
     (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
     status = ask(service, "b-0.parquet", greedy, honest)
@@ -261,14 +263,6 @@ def test_a_file_is_judged_once_under_any_name_and_route(service):
         status = ask(service, f"{name}.parquet", *shas, group=is_group)
         assert status.status == "accept" and status.output_flops == sum(paid(service, s) for s in shas) > 0
     assert unharmed(service, KEY)
-
-
-def test_work_that_is_not_submitted_yet_is_not_judged(service):
-    sha = put(service, "a.parquet", group(0), None)
-    with pytest.raises(ValueError, match="append its submit event first"):
-        service.submit("a.parquet", [sha])
-    put(service, "a.parquet", group(0))
-    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))
 
 
 def test_a_status_is_that_of_its_own_route(service):
@@ -369,14 +363,17 @@ def test_what_became_final_while_it_was_looked_over_stays_so(service):
 
 def test_weights_that_cannot_be_had_cost_nobody_anything(service):
     sha = put(service, "a.parquet", group(0))
-    for fault in (
-        lambda rollout: checks.Verdict("weights", "v3 was cleaned away"),
-        lambda rollout: (_ for _ in ()).throw(ConnectionError("no relay answers")),
+    check = service._validator.check_without_weights
+    for name, fault, reason in (
+        ("verdict", lambda rollout: checks.Verdict("weights", "v3 was cleaned away"), "v3 was cleaned away"),
+        ("verdict", lambda rollout: (_ for _ in ()).throw(ConnectionError("no relay answers")), "ConnectionError"),
+        ("check_without_weights", lambda rollouts, newest: 1 / 0, "ZeroDivisionError"),
     ):
-        service._validator.verdict = fault
-        assert ask(service, "a.parquet", sha).status == "crashed"
+        setattr(service._validator, name, fault)
+        status = ask(service, "a.parquet", sha)
+        assert status.status == "crashed" and reason in status.reason
         assert unharmed(service, KEY) and service._ledger.state.works[sha].status == "pending"
-    service._validator.verdict = lambda rollout: checks.OK
+    service._validator.verdict, service._validator.check_without_weights = lambda rollout: checks.OK, check
     assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha)  # handed in again
 
 
