@@ -36,7 +36,7 @@ class Counts(struct.PyTreeNode):
 
     tokens: jax.Array  # that train
     positions: jax.Array  # that are not padding
-    trains_any: jax.Array  # bool: True if any token has a weight in any component
+    trained: jax.Array  # tokens with a weight in any component
     denom: jax.Array
     streams: jax.Array
     ce: jax.Array
@@ -176,6 +176,7 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
         raise ValueError(f"loss {loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
     function: Callable = losses.LOSSES[loss] if isinstance(loss, str) else loss
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", "given")
+    # A decorated loss may take keywords of its own and pass others on to the function that it wraps: both are known.
     signatures = (inspect.signature(function, follow_wrapped=follow) for follow in (True, False))
     known = {p.name: p for s in signatures for p in s.parameters.values() if p.kind is p.KEYWORD_ONLY}
     own = {n: p for n, p in known.items() if n not in _EXTRAS}
@@ -202,8 +203,8 @@ def count(micro_batches: MicroBatches, first, stride) -> Counts:
     ce, ref_kl = (mine(jnp.zeros(()) if x is None else x) for x in (batch.ce_weight, batch.ref_kl_weight))
     return Counts(
         tokens,
-        divergences.count(mine(batch.segment_ids)),
-        (tokens > 0) | jnp.any(ce != 0) | jnp.any(ref_kl != 0),
+        jnp.maximum(jnp.sum(mine(batch.segment_ids) != 0, dtype=jnp.float32), 1.0),
+        jnp.sum((mask != 0) | (ce != 0) | (ref_kl != 0), dtype=jnp.float32),
         jnp.maximum(tokens, 1.0),
         jnp.maximum(streams, 1.0),
         divergences.count(ce),

@@ -88,15 +88,24 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
         return state.replace(step=state.step + 1, opt_state=opt_state), metrics
 
 
-def gradients(learner: Learner, state: TrainState, micro_batches, first, stride, counts, turn, total):
-    """Returns `total`, a (gradient, metrics) pair, plus those of micro-batch first + turn * stride: one turn of the loop over them."""
-    i, params, frozen = first + turn * stride, state.params, state.frozen
-    if learner.mesh.size > 1:
-        # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
-        # keep the whole model in memory. After a barrier with the turn's number they are not.
-        (params, frozen), i = jax.lax.optimization_barrier(((params, frozen), i))
+def _accumulation(learner, state, micro_batches, first, stride, counts):
+    """Returns the arguments of a `fori_loop` that sums gradients and metrics over the used micro-batches first, first + stride, ...
+
+    One program serves any number of micro-batches. The caller runs the loop, so that a user's loss is a frame nearer to it.
+    """
     gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
-    return jax.tree.map(jnp.add, total, gradient(params, frozen, micro_batches[i], counts))
+    one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, state.frozen, one, counts))
+
+    def gradients(turn, total):
+        i, params, frozen = first + turn * stride, state.params, state.frozen
+        if learner.mesh.size > 1:
+            # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
+            # keep the whole model in memory. After a barrier with the turn's number they are not.
+            (params, frozen), i = jax.lax.optimization_barrier(((params, frozen), i))
+        return jax.tree.map(jnp.add, total, gradient(params, frozen, micro_batches[i], counts))
+
+    return 0, (micro_batches.batch.num_micro_batches - first + stride - 1) // stride, gradients, zeros
 
 
 def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatches, counts: objective_lib.Counts):
@@ -120,9 +129,9 @@ def update(learner: Learner, state: TrainState, grads, metrics, counts: objectiv
 
     Parameters and optimizer state stay unchanged if the gradient is not finite, no token trains, or `is_good` is False.
     """
-    norm = optax.tree.norm(grads)
+    metrics, norm = dict(metrics), optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/total"])
-    keeps = is_good & finite & counts.trains_any  # without a token, momentum alone must move nothing
+    keeps = is_good & finite & (counts.trained > 0)  # without a token, momentum alone must move nothing
     updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     if (load_LE := metrics.pop("moe/load", None)) is not None:
@@ -172,7 +181,8 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
 
     @functools.partial(jax.jit, out_shardings=_shardings(learner))
     def create(key, params):
-        trained, frozen = transformer.init(key, learner.model) if params is None else params, {}
+        trained = transformer.init(key, learner.model) if params is None else params
+        frozen = {}
         if learner.lora:
             specs = _trained_specs(learner.model, learner.lora)
             trained, frozen = lora_lib.init(jax.random.fold_in(key, 1), specs), trained
@@ -241,23 +251,12 @@ def _between_memories(opt_state, layout, kind: str):
     return jax.tree.map(move, opt_state, layout)
 
 
-def _accumulation(learner, state, micro_batches, first, stride, counts):
-    """Returns the arguments of a `fori_loop` that sums gradients and metrics over the used micro-batches first, first + stride, ...
-
-    One program serves any number of micro-batches.
-    """
-    gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
-    one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, state.frozen, one, counts))
-    num_turns = (micro_batches.batch.num_micro_batches - first + stride - 1) // stride
-    return 0, num_turns, functools.partial(gradients, learner, state, micro_batches, first, stride, counts), zeros
-
-
 def _several_optimizer_steps(learner, state, micro_batches):
-    """Takes up to `objective.optimizer_steps` steps, at most one per micro-batch. Returns (new state, metrics averaged over tokens).
+    """Takes up to `objective.optimizer_steps` steps, at most one per micro-batch. Returns (new state, mean metrics).
 
     Step k of n takes the micro-batches k, k + n, ...: neighbors have rows of similar length, and so every step gets
-    long and short rows. After a step whose gradient was not finite, no further step is applied.
+    long and short rows. After a step whose gradient was not finite, no further step is applied. Metrics are means over
+    the tokens that any component trains.
     """
     most = learner.objective.optimizer_steps
     stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
@@ -268,8 +267,9 @@ def _several_optimizer_steps(learner, state, micro_batches):
         counts = objective_lib.count(micro_batches, k, stride)
         grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
         after, metrics = update(learner, before, grads, metrics, counts, is_good)
-        weighted = jax.tree.map(lambda x: x * counts.tokens, metrics) | {"loss/num_tokens": counts.tokens}
-        return (after.params, after.opt_state, is_good & (metrics["loss/skipped"] == 0)), weighted
+        weighted = jax.tree.map(lambda x: x * counts.trained, metrics)
+        is_good &= metrics["loss/skipped"] == 0
+        return (after.params, after.opt_state, is_good), (weighted, counts.trained, counts.tokens)
 
     def add(k, carry_and_total):
         carry, weighted = step(k, carry_and_total[0])
@@ -277,9 +277,8 @@ def _several_optimizer_steps(learner, state, micro_batches):
 
     carry = state.params, state.opt_state, jnp.array(True)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry)[1])
-    (params, opt_state, _), total = jax.lax.fori_loop(0, stride, add, (carry, zeros))
-    tokens = total.pop("loss/num_tokens")
-    metrics = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1.0), total) | {"loss/num_tokens": tokens}
+    (params, opt_state, _), (total, trained, tokens) = jax.lax.fori_loop(0, stride, add, (carry, zeros))
+    metrics = jax.tree.map(lambda x: x / jnp.maximum(trained, 1.0), total) | {"loss/num_tokens": tokens}
     taken = stride.astype(jnp.float32)
     metrics |= {"loss/optimizer_steps": taken, "loss/optimizer_steps_missing": most - taken}
     return state.replace(params=params, opt_state=opt_state), metrics

@@ -21,7 +21,7 @@ def draw():
 
 def counts(mask):
     one = np.float32(1)
-    return objective_lib.Counts(mask.sum(), one, True, mask.sum(), one, one, one)
+    return objective_lib.Counts(mask.sum(), one, mask.sum(), mask.sum(), one, one, one)
 
 
 @pytest.mark.parametrize("name", ["sampler", "reference"])
