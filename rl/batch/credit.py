@@ -86,6 +86,7 @@ class Credit:
                 ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
                 routed_experts=own_TLX,
             )
-            key = (prompt_PLX is not None and prompt_PLX.tobytes()) if self.share_prompts else number
+            prompt_experts = b"" if prompt_PLX is None else prompt_PLX.tobytes()
+            key = prompt_experts if self.share_prompts else number
             trees.setdefault(key, (prompt_PLX, []))[1].append(branch)
         return [packing.Tree(group[0].tokens[:start], tuple(own), prompt) for prompt, own in trees.values()]

@@ -47,7 +47,7 @@ class RouterReplay:
         """Returns the reason why a rollout lacks routed experts or has them in the wrong shape, or None. Constant time."""
         claim_TLX = rollout.routed_experts
         if claim_TLX is None:
-            return "it has no routed experts, which this run replays; start its server with --routed_experts"
+            return "it lacks routed experts, which this run replays; start its server with --routed_experts"
         if not self.moe_layers:
             return "it has routed experts, but this model has none"
         expected = (len(rollout.tokens) - 1, self.num_layers, self.experts_per_token)

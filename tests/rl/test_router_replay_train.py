@@ -75,7 +75,7 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     rows = np.stack([rng.permutation(4)[:2] for _ in range(4 * exp.model.num_layers)])
     rows = rows.reshape(4, -1, 2).astype(np.uint8)
     assert refusal(rows) == refusal(None, "held_out") == "ok"
-    assert refusal(None).startswith("routing: it has no routed experts")
+    assert refusal(None).startswith("routing: it lacks routed experts")
     assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
     orchestrator._updater.shutdown()
     orchestrator._checkers.close()

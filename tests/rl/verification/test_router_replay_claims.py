@@ -129,7 +129,7 @@ def changed(at, value):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "it has no routed experts"),
+        (None, "it lacks routed experts"),
         (claim(layers=2), "expected [9, 3, 2] of rows, layers and experts per token, got [9, 2, 2]"),
         (np.concatenate([claims.good_claim()] * 2, axis=2), "got [9, 3, 4]"),
         (changed((4, 2), (1, 5)), "expert 5 is not one of the model's 5"),
