@@ -26,7 +26,7 @@ from rl import launch, report
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.learner import train_step
-from rl.orchestrator import orchestrator
+from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -37,11 +37,11 @@ NUM_SAMPLES_SHOWN = 12
 
 def held_out(
     exp: experiment.Experiment,
-    rollouts: orchestrator.Orchestrator,
-    version: int,
+    orchestrator: orchestrator_lib.Orchestrator,
     workdir: pathlib.Path,
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
+    version: int,
     changed: dict | None = None,
 ) -> float:
     """Samples held-out tasks with a policy version that the servers run, saves scores and samples for the report. Returns avg@k.
@@ -50,7 +50,7 @@ def held_out(
     """
     begun = time.perf_counter()
     progress.note(f"evaluating version {version} on {exp.config.evaluation.num_tasks} held-out tasks")
-    groups = rollouts.evaluate(version)
+    groups = orchestrator.evaluate(version)
     result = scores(groups)
     samples = [_shown(exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
     entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
@@ -158,8 +158,8 @@ def main() -> None:
         options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
         broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as rollouts:
-            held_out(exp, rollouts, step, workdir, writer, progress, changed)
+        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as orchestrator:
+            held_out(exp, orchestrator, workdir, writer, progress, step, changed)
     if changed:
         path = workdir / "other_evaluations.json"
         progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")

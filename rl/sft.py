@@ -40,8 +40,8 @@ from sharding.multihost import hosts as hosts_lib
 
 def train(
     exp: experiment.Experiment,
-    workdir: pathlib.Path,
     mesh: jax.sharding.Mesh,
+    workdir: pathlib.Path,
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
@@ -55,17 +55,7 @@ def train(
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
     num_steps, every = config.warmup.num_steps, config.checkpoint.every
     with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
-        restored = checkpointer.restore(train_step.abstract_state(learner))
-        if restored:
-            start, state, host = restored
-            patience = Patience(**host)
-        else:
-            params = None
-            if config.init_from:
-                check_initial(exp)
-                params = reference.load(config.init_from, exp.model, mesh)
-            start, state = 0, train_step.init_state(jax.random.key(config.seed), learner, params)
-            patience = Patience(limit=config.warmup.patience)
+        start, state, patience = _restore_or_init(exp, learner, checkpointer)
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
@@ -104,6 +94,19 @@ def train(
         if patience.is_over:
             progress.say(f"stopped at step {step}: {patience.num_worse} held-out losses not below {patience.best:.4g}")
     return state.params
+
+
+def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.Checkpointer):
+    """Restores the newest checkpoint, or makes the state of step 0. Returns (step, train state, patience)."""
+    if restored := checkpointer.restore(train_step.abstract_state(learner)):
+        step, state, host = restored
+        return step, state, Patience(**host)
+    params = None
+    if exp.config.init_from:
+        check_initial(exp)
+        params = reference.load(exp.config.init_from, exp.model, learner.mesh)
+    state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
+    return 0, state, Patience(limit=exp.config.warmup.patience)
 
 
 def check_initial(exp: experiment.Experiment) -> None:
@@ -340,7 +343,7 @@ def main() -> None:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)
-            train(exp, workdir, mesh, writer, progress, hosts)
+            train(exp, mesh, workdir, writer, progress, hosts)
             progress.say(f"checkpoint: {workdir / 'warmup'}")
 
 

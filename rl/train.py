@@ -17,6 +17,7 @@ import functools
 import pathlib
 import time
 from concurrent import futures
+from typing import Any
 
 import jax
 from absl import flags
@@ -54,40 +55,27 @@ def train(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
-    config, num_steps, weights = exp.config, exp.config.rl.num_steps, workdir / "weights"
+    config, num_steps = exp.config, exp.config.rl.num_steps
     learner, layout = exp.learner(mesh), exp.rollout_layout(mesh)
-    step_fn, rate = train_step.jit_train_step(learner), optimizers.learning_rate(exp.optimizer)
+    step_fn = train_step.jit_train_step(learner)
     progress, writer = metrics.of_host(workdir, hosts)
     publisher = _publisher(exp, workdir, hosts)
 
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
-        keep, every = config.checkpoint.keep, config.checkpoint.every
-        checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", keep=keep, every=every, hosts=hosts)
+        checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **config.checkpoint.to_dict(), hosts=hosts)
         stack.enter_context(checkpointer)
-        warm_up = functools.partial(sft.train, exp, workdir, mesh, writer, progress, hosts)
+        warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
-        state, start, known = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
-        writer.truncate("rl", start)
-        if hosts.is_first:
-            _forget_versions(weights, start)
-        hosts.broadcast()
+        state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
+        _forget_after(start, workdir, writer, hosts)
         publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
-        if hosts.is_first:
-            progress.note("starting the inference server and its workers")
-            system = launch.start_rollout_system(exp, workdir, weights, start, progress.say, hosts.count, known)
-            rollouts = stack.enter_context(system)
-        # The step is compiled while the first score and the first batch are made.
-        compiler = futures.ThreadPoolExecutor(1)
-        stack.callback(compiler.shutdown, wait=False)
-        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
+        orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts))
+        compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
-
-        def score(step):
-            checkpointer.score(step, evaluate.held_out(exp, rollouts, step, workdir, writer, progress))
-
-        if hosts.is_first and start < num_steps and _is_scored(config, start) and not evaluate.is_done(workdir, start):
-            score(start)
+        score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
+        if orchestrator and _is_scored(config, start) and not evaluate.is_done(workdir, start):
+            checkpointer.score(start, score(start))
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
@@ -95,47 +83,40 @@ def train(
         adviser = diagnostics.Adviser()
         with progress.phase("rl", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
-                begun, is_last, is_scored = time.perf_counter(), step == num_steps, _is_scored(config, step)
-                timed = functools.partial(_timed, times := {})
-                with timed("wait"):
-                    batch = rollouts.next_batch(step) if hosts.is_first else None
-                with timed("train_step"):
+                begun, is_scored = time.perf_counter(), _is_scored(config, step)
+                times: dict[str, float] = {}
+                rate = optimizers.next_rate(exp.optimizer, state.opt_state)
+                with _timed(times, "wait"):
+                    batch = orchestrator.next_batch(step) if orchestrator else None
+                with _timed(times, "train_step"):
                     packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
                     if reference is not None:
                         packed = packed.replace(ref_logp=reference(packed))
                     with jax.transfer_guard("disallow"):
                         state, step_metrics = step_fn(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    if bad := hosts.broadcast(diagnostics.not_finite(values)):
-                        before = {"step": step - 1, "rollouts": rollouts.state(step - 1) if hosts.is_first else {}}
-                        _stop(step, f"{bad} is {values[bad]}", exp, packed, state, before, checkpointer, workdir, hosts)
-                with timed("publish"):
+                    _check_finite(step, values, packed, state, orchestrator, checkpointer, workdir, hosts)
+                with _timed(times, "publish"):
                     publisher.publish(train_step.policy(learner, state), step, metadata=exp.broadcast_metadata)
-                    if hosts.is_first:
-                        rollouts.publish(step)
-                with timed("checkpoint"):
-                    host_state = {"step": step, "rollouts": rollouts.state(step) if hosts.is_first else {}}
-                    checkpointer.save(step, state, host_state, force=is_scored or is_last)
+                    if orchestrator:
+                        orchestrator.publish(step)
+                with _timed(times, "checkpoint"):
+                    checkpointer.save(step, state, _host_state(step, orchestrator), force=is_scored)
                 if batch is None:  # not the first host
                     continue
-                with timed("eval"):
-                    if is_scored and not is_last:
-                        score(step)
-                values["optimizer/learning_rate"] = float(
-                    jax.device_get(rate((step - 1) * exp.objective.optimizer_steps))
-                )
-                step_s = time.perf_counter() - begun
-                times |= {"time/step_s": step_s, "time/tokens_per_s": batch.metrics["rollout/num_tokens"] / step_s}
-                values |= batch.metrics | times
-                values |= diagnostics.derived(values)
-                values |= diagnostics.of_groups(batch.groups, step=step, max_tokens=config.sampling.max_tokens)
+                with _timed(times, "eval"):
+                    if is_scored and step < num_steps:
+                        checkpointer.score(step, score(step))
+                times["time/step_s"] = time.perf_counter() - begun
+                values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
                 writer.write(step, "rl", values)
                 bar.update(step, _shown(values))
                 if line := adviser.after(step, values):
                     progress.say(line)
-        if not hosts.is_first:
+        if orchestrator is None:
             return None
-        score(num_steps)
+        if start < num_steps:
+            checkpointer.score(num_steps, score(num_steps))
     path = report.write(workdir)
     progress.say(*evaluate.summary(workdir), f"report: {path}")
     return path
@@ -198,31 +179,66 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
     return state, 0, None
 
 
-def _forget_versions(weights: pathlib.Path, start: int) -> None:
-    """Deletes published weight versions from `start` (the checkpoint's step) on: a power failure may have torn the newest."""
-    for version in broadcast.versions(str(weights)) if weights.exists() else ():
+def _forget_after(start: int, workdir: pathlib.Path, writer: metrics.MetricsWriter, hosts: hosts_lib.Hosts) -> None:
+    """Deletes metrics after the checkpoint's step `start`, and weight versions from it on: a power failure may have torn the newest."""
+    writer.truncate("rl", start)
+    weights = workdir / "weights"
+    for version in broadcast.versions(str(weights)) if hosts.is_first and weights.exists() else ():
         if version >= start:
             broadcast.remove(str(weights), version)
+    hosts.broadcast()
+
+
+def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict | None, progress, hosts) -> Any:
+    """Returns a context that runs the rollout system and yields its orchestrator, or on hosts other than the first yields None."""
+    if not hosts.is_first:
+        return contextlib.nullcontext()
+    progress.note("starting the inference server and its workers")
+    return launch.start_rollout_system(exp, workdir, workdir / "weights", start, progress.say, hosts.count, saved)
+
+
+def _compile_in_background(learner, batch, stack: contextlib.ExitStack) -> futures.Future:
+    """Starts to compile the train step, while the first score and the first batch are made."""
+    compiler = futures.ThreadPoolExecutor(1)
+    stack.callback(compiler.shutdown, wait=False)
+    return compiler.submit(train_step.compile_train_step, learner, batch)
+
+
+def _host_state(step: int, orchestrator) -> dict:
+    """Returns a checkpoint's state besides arrays: the step, and on the first host the orchestrator's state after it."""
+    return {"step": step, "rollouts": orchestrator.state(step) if orchestrator else {}}
+
+
+def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
+    """Returns all metrics of a step: of the train step (`learned`), its batch and the clock, and those derived from them."""
+    per_s = batch.metrics["rollout/num_tokens"] / times["time/step_s"]
+    values = learned | batch.metrics | times | {"time/tokens_per_s": per_s}
+    values |= diagnostics.derived(values)
+    return values | diagnostics.of_groups(batch.groups, step=step, max_tokens=exp.config.sampling.max_tokens)
 
 
 def _is_scored(config, step: int) -> bool:
-    """Returns True if the held-out tasks are scored after `step` by the config's interval; step 0 always is."""
-    return step == 0 or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
+    """Returns True if the held-out tasks are scored after `step` by the config's interval; the first and last step always are."""
+    return step in (0, config.rl.num_steps) or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
-def _stop(step, reason: str, exp, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
-    """Saves the failed batch, and the state before it if one optimizer step was taken, for a replay; then raises ValueError."""
+def _check_finite(step, values, packed, state, orchestrator, checkpointer: checkpoint.Checkpointer, workdir, hosts):
+    """Raises ValueError if a metric is not finite; saves the batch for a replay, and the state before it if `update` refused it."""
+    if not (bad := hosts.broadcast(diagnostics.not_finite(values))):
+        return
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
     checkpointer.wait()
-    if exp.objective.optimizer_steps == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
+    if values["loss/skipped"] == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
+        host_state = _host_state(step - 1, orchestrator)
         checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state, force=True)
         checkpointer.wait()
     raise ValueError(
-        f"{reason} at step {step}; nothing of this step was published. Its batch is {workdir / 'failed_batch.npz'}, its "
-        f"rollouts are in {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step "
-        f"{checkpointer.latest_step()}; look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
+        f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is "
+        f"{workdir / 'failed_batch.npz'}, its rollouts are in {workdir / 'rollouts' / f'step_{step}'}, the last good "
+        f"checkpoint is step {checkpointer.latest_step()}; look at the rollouts, or start another --workdir with a lower "
+        f"optimizer.learning_rate"
     )
 
 

@@ -114,6 +114,12 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
+def next_rate(config: OptimizerConfig, opt_state: optax.OptState) -> float:
+    """Returns the learning rate of the next update. Refused updates do not count, so only the optimizer's state has its number."""
+    (_, schedule), *_ = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")  # Muon has two, with one count
+    return float(jax.device_get(learning_rate(config)(int(jax.device_get(schedule.count)))))
+
+
 def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
     """Returns True if a parameter is a matrix that Muon orthogonalizes: any matrix but the embedding and the output head."""
     return rules.is_matrix(spec) and "vocab" not in spec.logical_axes

@@ -243,13 +243,13 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
     exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=4, warmup__eval_tasks=2, **rates))
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress()
-    params = sft.train(exp, tmp_path, mesh, writer, progress)
+    params = sft.train(exp, mesh, tmp_path, writer, progress)
     lines = metrics.read(tmp_path / "metrics.jsonl")
     losses = {line["step"]: line["loss/held_out"] for line in lines if "loss/held_out" in line}
     assert list(losses) == list(range(4, lines[-1]["step"] + 1, 4)) and lines[-1]["step"] < 80
     best = min(losses, key=losses.get)
     assert lines[-1]["step"] == best + 8 and lines[-1]["loss/total"] < 0.5 * lines[0]["loss/total"]
-    again = sft.train(exp, tmp_path, mesh, writer, progress)
+    again = sft.train(exp, mesh, tmp_path, writer, progress)
     writer.close()
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert len(metrics.read(tmp_path / "metrics.jsonl")) == len(lines)
@@ -278,7 +278,7 @@ def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_step, "jit_train_step", timed_step)
     exp, mesh = experiment.resolve(config_of(warmup__num_steps=2)), mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress(clock=clock)
-    sft.train(exp, tmp_path, mesh, writer, progress)
+    sft.train(exp, mesh, tmp_path, writer, progress)
     writer.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiling the warm-up step" and lines[1].endswith("1.00 s/step  eta 0:01"), lines
@@ -295,7 +295,7 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
     exp, mesh = experiment.resolve(config), mesh_lib.create({"fsdp": 8})
     (tmp_path / "run").mkdir()
     writer = metrics.MetricsWriter(tmp_path / "run")
-    found = sft.train(exp, tmp_path / "run", mesh, writer, metrics.Progress(active=False))
+    found = sft.train(exp, mesh, tmp_path / "run", writer, metrics.Progress(active=False))
     writer.close()
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert found["layers"]["000"]["mlp"]["gate"].sharding.spec[0] == "fsdp"

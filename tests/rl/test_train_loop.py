@@ -6,6 +6,7 @@ import traceback
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -14,24 +15,27 @@ from configs import quickstart
 from rl import launch, train
 from rl.batch import packing
 from rl.learner import train_step
+from rl.reporting import metrics
+from sharding import checkpoint
 from tests.support import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Rollouts:
-    """An orchestrator's methods as the loop calls them: two groups of two samples a step."""
+    """An orchestrator's methods as the loop calls them: two groups of two samples a step, in step 1 with equal rewards."""
 
-    def __init__(self, credit):
-        self.credit = credit
+    def __init__(self, credit, evaluated):
+        self.credit, self._evaluated = credit, evaluated
 
     def next_batch(self, step):
-        groups = [[self._rollout(reward) for reward in (0.0, 1.0)] for _ in range(2)]
+        groups = [[self._rollout(reward) for reward in (0.0, float(step > 1))] for _ in range(2)]
         trees, _ = self.credit.assign(groups)
         values = {"rollout/num_tokens": 16.0, "rollout/reward": 0.5}
         return types.SimpleNamespace(trees=trees, groups=groups, metrics=values)
 
     def evaluate(self, version):
+        self._evaluated.append(version)
         return [[self._rollout(1.0)]]
 
     def state(self, step):
@@ -47,11 +51,15 @@ class Rollouts:
 
 @pytest.fixture
 def run_main(tmp_path, monkeypatch):
-    """Returns a function that runs `rl.train.main` with a loss of its own, two steps, and no process but this one."""
+    """Returns a function that runs `rl.train.main` with a loss of its own, two steps, and no process but this one.
+
+    It returns the versions that were evaluated.
+    """
+    evaluated = []
 
     @contextlib.contextmanager
     def no_processes(exp, *args):
-        yield Rollouts(exp.credit)
+        yield Rollouts(exp.credit, evaluated)
 
     def run(loss):
         config = quickstart.get_config()
@@ -62,6 +70,7 @@ def run_main(tmp_path, monkeypatch):
         values = types.SimpleNamespace(config=config, workdir=str(tmp_path / "w"))
         monkeypatch.setattr(flags, "FLAGS", values)
         train.main()
+        return evaluated
 
     monkeypatch.setattr(launch, "start_rollout_system", no_processes)
     monkeypatch.setattr(train_step, "compile_train_step", lambda *args: None)  # so that the loop traces the step itself
@@ -98,3 +107,31 @@ def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         run_main(own_loss)
     assert jax.config.jax_transfer_guard is None
+
+
+def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scored_again(run_main, tmp_path):
+    """Step 1 trains no token, so step 2 takes the first rate of the warm-up."""
+
+    def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
+        return surrogate(logp_BT, mask_BT, denom)
+
+    assert run_main(own_loss) == [0, 2]
+    config, lines = quickstart.get_config().optimizer, metrics.read(tmp_path / "w" / "metrics.jsonl")
+    assert config.warmup_steps > 1
+    rates = [line["optimizer/learning_rate"] for line in lines if line["phase"] == "rl"]
+    assert rates == pytest.approx([config.learning_rate / config.warmup_steps] * 2)
+    assert run_main(own_loss) == [0, 2]
+
+
+@pytest.mark.parametrize("spoiled", ["loss/total", "loss/own"])
+def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_main, tmp_path, spoiled):
+    """A loss that is not finite is refused by `update`; another metric is not, and step 2 is already in the state."""
+
+    def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
+        total, _ = surrogate(logp_BT, mask_BT, denom)
+        infinite = jnp.where(mask_BT.any(), jnp.inf, 0.0)
+        return (total + infinite, {}) if spoiled == "loss/total" else (total, {"loss/own": infinite})
+
+    with pytest.raises(ValueError, match="is (inf|nan) at step 2"):
+        run_main(own_loss)
+    assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == ([0, 1] if spoiled == "loss/total" else [0])
