@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    url = args.url
     try:
         with contextlib.ExitStack() as stack:
-            url = args.url
             if url is None:
                 kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)
                 if pathlib.Path(folder).exists():  # not a URL or a hub ID; the server has another working directory
@@ -123,8 +123,13 @@ def main(argv: list[str] | None = None) -> int:
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             timeout = httpx.Timeout(600, connect=10)
             http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=timeout))
+            if args.url:
+                http.get("/health")  # a wrong URL is reported before the first message
             talk(http, options, args.system)
-    except (ValueError, OSError, httpx.HTTPError) as error:
+    except httpx.HTTPError as error:
+        print(f"error: no reply from {url}: {error}; start a server there, or correct --url", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -111,7 +111,7 @@ def _keep(path: pathlib.Path, entry: dict) -> None:
 
 
 def _entries(path: pathlib.Path) -> list[dict]:
-    return json.loads(path.read_text()) if path.exists() else []
+    return atomic_file.read_json(path, list)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
         if (name := metrics.sampler_kl(record)) in record:
             record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
-    config = _json(workdir / "config.json", dict)
+    config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
     headline, lede = _headline(evaluations, records, sum(split.values()))
     page = _template().render(
@@ -123,18 +123,8 @@ def _template():
     return environment.from_string(pathlib.Path(__file__).with_suffix(".html").read_text())
 
 
-def _json(path, kind):
-    try:
-        value = json.loads(path.read_bytes()) if path.exists() else kind()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; it must be JSON; correct or remove it") from error
-    if not isinstance(value, kind):
-        raise ValueError(f"{path} contains a {type(value).__name__}, not a {kind.__name__}; correct or remove it")
-    return value
-
-
 def _evaluations(path):
-    evaluations = _json(path, list)
+    evaluations = atomic_file.read_json(path, list)
     for item in evaluations:
         shape = {"step": int, "scores": dict, "samples": list}
         if not (isinstance(item, dict) and all(isinstance(item.get(k), kind) for k, kind in shape.items())):

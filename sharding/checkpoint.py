@@ -188,7 +188,10 @@ def best_step(directory: str | os.PathLike) -> int:
 
 def _best(directory: pathlib.Path) -> dict | None:
     path = directory / "best.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    best = atomic_file.read_json(path, dict)
+    if best and best.keys() != {"step", "score"}:
+        raise ValueError(f"{path} has the fields {sorted(best)}, not step and score; correct or remove it")
+    return best or None
 
 
 def _numbered(directory: pathlib.Path) -> list[int]:
@@ -217,9 +220,9 @@ def _pick(directory: pathlib.Path, step: int | None) -> int | None:
 def _damage(path: pathlib.Path) -> str | None:
     """Returns a description of the damage of the checkpoint at `path`, or None if all files have the digests in seal.json."""
     try:
-        files = json.loads((path / "seal.json").read_text())
+        files = atomic_file.read_json(path / "seal.json", dict)
     except ValueError as error:
-        return f"{path / 'seal.json'}: {error}"
+        return str(error)
     for name, expected in files.items():
         if not (path / name).is_file():
             return f"{path / name} is missing"

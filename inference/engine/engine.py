@@ -115,7 +115,7 @@ class Engine(engine_api.Engine):
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
         if config.routed_experts and not routed_experts.num_moe_layers(model):
-            raise ValueError("inference.routed_experts = true, but the model has no experts; leave the field out")
+            raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params, self._options = params, (model, config.routed_experts)
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()

@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-Ids = Annotated[list[int], pydantic.Field(fail_fast=True)]  # stops at the first mistake in a list of a million
+FAIL_FAST = pydantic.Field(fail_fast=True)  # stops at the first mistake in a list of a million
+Ids = Annotated[list[int], FAIL_FAST]
+Texts = Annotated[list[str], FAIL_FAST]
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
 class Body(pydantic.BaseModel):
@@ -33,7 +36,7 @@ class Sampling(Body):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None  # None: random
-    stop: str | list[str] = []
+    stop: str | Texts = []
     stop_token_ids: Ids = []  # in addition to the tokenizer's
     ignore_eos: bool = False  # True: without the tokenizer's
     logit_bias: dict[str, float] = {}
@@ -72,12 +75,15 @@ class Message(Body):
     """One message of a chat conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], FAIL_FAST] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+
+Messages = Annotated[list[Message], FAIL_FAST]
 
 
 class StreamOptions(Body):
@@ -89,7 +95,7 @@ class StreamOptions(Body):
 class Template(Body):
     """Request fields that the chat template receives in addition to the messages."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
@@ -107,7 +113,7 @@ class OpenAI(Sampling):
 class Chat(OpenAI, Template):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -119,13 +125,13 @@ class ChatTokens(Chat):
     """The body of POST /v1/chat/completions/tokens: the prompt is `tokens`, and the messages are ignored."""
 
     tokens: Ids
-    messages: list[Message] = []
+    messages: Messages = []
 
 
 class Completions(OpenAI):
     """The body of POST /v1/completions."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Texts | Annotated[list[Ids], FAIL_FAST]
     add_special_tokens: bool = True  # to a text prompt, such as Llama's first token
     logprobs: int | None = None
     echo: bool = False
@@ -136,7 +142,7 @@ class Tokenize(Template):
 
     prompt: str | None = None
     add_special_tokens: bool = True  # as in Completions
-    messages: list[Message] | None = None
+    messages: Messages | None = None
 
 
 class Detokenize(Body):

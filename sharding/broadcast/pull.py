@@ -108,7 +108,7 @@ def wait_for(source: Source, at_least: int, timeout_s: float) -> int:
             if newest is not None and newest >= at_least:
                 return newest
             if time.monotonic() >= deadline_s:
-                text = f"no version >= {at_least} under {source} in {timeout_s} s (newest: {newest})"
+                text = f"no version >= {at_least} under {opened.stats()['source']} in {timeout_s} s (newest: {newest})"
                 raise TimeoutError(f"{text}: start the publisher{reason}")
             try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
                 known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)

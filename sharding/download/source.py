@@ -40,7 +40,9 @@ def open(
       ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
     """
     if trusted_key is not None and not re.fullmatch(r"[0-9a-f]{64}", trusted_key):
-        raise ValueError(f"trusted_key {trusted_key!r} is not 64 lowercase hex digits: pass the publisher's public key")
+        raise ValueError(
+            f"the trusted key {trusted_key!r} is not 64 lowercase hex digits; pass the publisher's public key"
+        )
     sources = list(dict.fromkeys(map(str, [source] if isinstance(source, str | os.PathLike) else source)))
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")

@@ -127,6 +127,9 @@ def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path):
             ValueError, match=r"checkpoint 5 is damaged .*host/metadata differs from the file that was saved"
         ):
             checkpointer.restore(_abstract(state), 5)
+        (tmp_path / "5/seal.json").write_text("[]")
+        with pytest.raises(ValueError, match=r"checkpoint 5 is damaged .*seal.json contains a list, not a dict"):
+            checkpointer.restore(_abstract(state), 5)
 
 
 def test_unfinished_save_is_invisible(tmp_path):
@@ -169,6 +172,10 @@ def test_the_best_is_kept_however_old(tmp_path):
                 checkpointer.score(step, value)
         assert checkpoint.best_step(tmp_path) == 2  # the first of equals
         assert checkpoint.complete_steps(tmp_path) == [2, max(scores)]
+    for damaged in ("", "[]", '{"step": 6}'):
+        (tmp_path / "best.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"best\.json.*; correct or remove it"):
+            checkpoint.best_step(tmp_path)
     (tmp_path / "best.json").write_text('{"step": 6, "score": 2.0}')  # of a save that never ended
     with checkpoint.Checkpointer(tmp_path, keep=1) as checkpointer:
         assert checkpointer.restore(_abstract(state))[0] == 5

@@ -14,6 +14,7 @@ import grpc
 import httpx
 import jax
 import numpy as np
+import pydantic
 import pytest
 
 from inference import chat as chat_lib
@@ -21,7 +22,7 @@ from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server
+from inference.server import inference_server, schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from tests.support import serving, tiny
@@ -290,6 +291,14 @@ def test_rejected_fields(ask, fields, words, stream):
     assert words in chat(ask, 400, **fields, stream=stream)["error"]["message"]
 
 
+def test_a_list_of_mistakes_is_one_mistake():
+    """A body of 8 MiB must not become millions of errors."""
+    wrong = {name: [1] * 9 for name in ("messages", "tools", "stop")}
+    with pytest.raises(pydantic.ValidationError) as error:
+        schemas.Chat.model_validate(wrong)
+    assert error.value.error_count() == len(wrong) + 1  # `stop` is also not a string
+
+
 @pytest.mark.parametrize("token", [-1, 2**40])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/tokens"])
 def test_a_prompt_of_unknown_ids_is_rejected_before_it_is_decoded(ask, path, token):
@@ -485,7 +494,7 @@ def test_the_terminal_chat_keeps_the_conversation(ask, says, monkeypatch, capsys
     assert sent[2] == [opening, {"role": "user", "content": "again"}]
 
 
-def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path):
+def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path, capsys):
     """The server has another working directory: a folder needs its full path there; an ID and a URL stay as they are."""
     seen = []
 
@@ -500,6 +509,8 @@ def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path):
     for given in (tmp_path.name, "Owner/Name", "http://relay:1"):
         assert chat_lib.main(["--model", given]) == 0
     assert seen == [str(tmp_path.resolve()), "Owner/Name", "http://relay:1"]
+    assert chat_lib.main(["--url", "http://127.0.0.1:9"]) == 1
+    assert re.search("no reply from http://127.0.0.1:9: .*; start a server there", capsys.readouterr().err)
 
 
 # ---- JetStream's clients ---------------------------------------------------------------------------------------------
