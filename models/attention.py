@@ -31,7 +31,7 @@ SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple o
 
 
 class Packing(NamedTuple):
-    """The sequence, branch and position of each token in rows that pack several sequences, as arrays [B, T]."""
+    """The sequence, branch (completion of a shared prompt) and position of each token in packed rows, as arrays [B, T]."""
 
     positions: jax.Array  # of each token in its own sequence
     segment_ids: jax.Array  # 1, 2, ... per sequence; 0 is padding

@@ -138,14 +138,14 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """The factor on attention scores q k. DeepSeek includes the square of YaRN's temperature (arXiv 2412.19437)."""
+        """The factor on attention scores q k. DeepSeek includes the square of YaRN's factor on queries and keys (arXiv 2412.19437)."""
         scale = self.attention_scale or self.head_dim**-0.5
         if self.is_latent and self.rope_scaling == "yarn" and self.rope_mscale_all_dim:
-            scale *= yarn_temperature(self.rope_factor, self.rope_mscale_all_dim) ** 2
+            scale *= yarn_factor(self.rope_factor, self.rope_mscale_all_dim) ** 2
         return scale
 
 
-def yarn_temperature(factor: float, mscale: float) -> float:
+def yarn_factor(factor: float, mscale: float) -> float:
     """Returns YaRN's factor on attention, 0.1 mscale ln(factor) + 1 (arXiv 2309.00071, section 3.4), or 1 if factor <= 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

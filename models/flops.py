@@ -12,7 +12,7 @@ from sharding import rules
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """The parameter counts of one model, from which FLOPs follow: 2 per multiplied weight, and 2 per dim of a read key or value."""
+    """The parameter counts of one model, from which FLOPs follow: 2 per multiplied weight, and 2 per dim of a key or value for each query head that reads it."""
 
     config: config_lib.ModelConfig
     held: int  # all parameters

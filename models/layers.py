@@ -197,7 +197,5 @@ def _yarn_attention_factor(config: config_lib.ModelConfig) -> float:
         return config.rope_attention_factor
     over, under = config.rope_mscale, config.rope_mscale_all_dim
     if not (over and under):
-        return config_lib.yarn_temperature(config.rope_factor, 1.0)
-    return config_lib.yarn_temperature(config.rope_factor, over) / config_lib.yarn_temperature(
-        config.rope_factor, under
-    )
+        return config_lib.yarn_factor(config.rope_factor, 1.0)
+    return config_lib.yarn_factor(config.rope_factor, over) / config_lib.yarn_factor(config.rope_factor, under)

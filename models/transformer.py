@@ -178,8 +178,8 @@ def _embed(params, config, tokens_BT):
 def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *, experts_LBTX, valid_BT=None):
     """Returns (hidden states after the final norm, new cache, stacked routing of the MoE layers or None).
 
-    `attend` is as `attend_cached` of `extend`. The learner's rows have no cache: its entries are None, and latent attention
-    then runs over heads instead of latents.
+    `attend` has the signature of `attend_cached` (see `extend`). For the learner `cache` and its entries are None, and latent
+    attention runs over heads instead of latents.
     """
     kinds = {config.is_sliding(index) for index in range(config.num_layers)}
     rotations = {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}

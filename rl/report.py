@@ -33,7 +33,7 @@ MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bin
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A figure of the report: `lines` maps labels to metrics of the run's `phase`. With `zero` the axis starts at 0.
+    """A figure of the report: `lines` maps labels to metrics of the `phase` "rl" or "warm-up". With `zero` the axis includes 0.
 
     An `optional` figure is left out if the run has no such metric.
     """

@@ -170,7 +170,7 @@ def stream(
     if not mask.any():
         raise ValueError(
             f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
-            f"add one of its roles to warmup.roles"
+            f"add a role of the conversation to warmup.roles"
         )
     end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
     if end > max_length:

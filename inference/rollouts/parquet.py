@@ -192,7 +192,7 @@ def _experts(row: int, data: bytes, shape: Sequence[int]) -> np.ndarray | None:
     count = math.prod(shape)
     if len(shape) != 3 or min(shape) < 1 or len(data) not in (count, 2 * count):
         raise ValueError(
-            f"rollout file, row {row}: routed_experts: must be one or two bytes per entry of routed_experts_shape = [rows, "
-            f"layers, experts per token], got {len(data)} bytes and {shape[:4]}"
+            f"rollout file, row {row}: routed_experts: must have one or two bytes per expert ID of the shape [tokens, "
+            f"layers, experts per token], got {len(data)} bytes and the shape {shape[:4]}"
         )
     return np.frombuffer(data, "<u1" if len(data) == count else "<u2").reshape(shape)

@@ -73,7 +73,7 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
         where, encoding = PAGES.get(_counted(header, 1), (-1, -1))
         body = header[where]
         if (code := _counted(body, encoding)) not in ENCODINGS:
-            raise ValueError(f"rollout file: a page in encoding {code}; only plain encoding is read, so write that")
+            raise ValueError(f"rollout file: a page in encoding {code} of Parquet; write it in plain encoding")
         yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
 

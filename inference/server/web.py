@@ -136,7 +136,7 @@ class Budget:
         self.used: collections.Counter[str] = collections.Counter()
 
     def take(self, network: str, amount: int) -> bool:
-        """Takes `amount` of the resource for a network. Returns False, taking nothing, if it would then use more than is left free."""
+        """Takes `amount` of the resource for a network. Returns False, taking nothing, if the network would then use more than is left free after it."""
         if self.used[network] + amount > self.free - amount:
             return False
         self.free -= amount

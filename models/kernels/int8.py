@@ -52,7 +52,7 @@ class Quantized:
 
 
 def specs(tree: dict) -> dict:
-    """Returns `tree`, a model's tree of `ParamSpec`, with each large matrix replaced by a `Quantized` pair of specs."""
+    """Returns `tree`, a model's tree of `ParamSpec`, with each matrix that int8 inference quantizes replaced by a `Quantized` pair of specs."""
 
     def of(path, spec):
         name, axes = path[-1].key, spec.logical_axes

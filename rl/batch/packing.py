@@ -30,7 +30,10 @@ Array = Any  # jax.Array on the devices, np.ndarray on the host, jax.ShapeDtypeS
 
 
 class TrainBatch(struct.PyTreeNode):
-    """The packed tokens of one train step; several trees share a row. Arrays are [M, B, T] unless stated otherwise."""
+    """The packed tokens of one train step: [M micro-batches, B rows, T tokens] arrays.
+
+    Several trees (prompts with their completions) share a row. Fields of another shape say so.
+    """
 
     tokens: Array  # int32, like the next four
     positions: Array  # from 0 at the start of each prompt
@@ -114,7 +117,7 @@ def stream(tokens, loss_mask, behavior_logp, advantage, temperature) -> Tree:
 def pack(trees: Sequence[Tree], layout: Layout) -> TrainBatch:
     """Packs trees into the rows of one batch with the shape `layout`.
 
-    Raises ValueError if a branch does not fit a row, the rows do not fit the layout, or no token precedes a trained one to predict it.
+    Raises ValueError if a branch does not fit a row, the rows do not fit the layout, or a trained token is the first of its sequence, which no token predicts.
     """
     row_length = layout.row_length
     pieces = [piece for tree in trees for piece in _split(tree, row_length)]

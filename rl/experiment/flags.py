@@ -27,7 +27,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
 
 
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses the command line and returns the arguments that are not flags. Any mistake is a ValueError of one line."""
+    """Parses the command line; returns the program's name and the arguments that are not flags. A mistake is a ValueError of one line."""
     try:
         rest = values(argv)
         _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read

@@ -47,23 +47,23 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
     A kernel [D, H, C] has a [D, r] and b [r, H, C]; a kernel of experts [E, D, F] has a [E, D, r] and b [E, r, F].
     Raises ValueError if a name in `config.targets` is not a parameter of the model, or not a matrix.
     """
-    found = set()
+    matrices = set()
 
     def adapt(tree, name=""):
         if not rules.is_spec(tree):
             adapted = {key: adapt(child, key) for key, child in tree.items()}
             return {key: child for key, child in adapted.items() if child}
-        if name not in config.targets:
-            return {}
-        if not rules.is_matrix(tree):
+        if rules.is_matrix(tree):
+            matrices.add(name)
+        elif name in config.targets:
             axes = tree.logical_axes
             raise ValueError(f"lora.targets has {name!r}, which is not a matrix: its dims are {axes}; remove it")
-        found.add(name)
-        return _adapter(tree, config.rank)
+        return _adapter(tree, config.rank) if name in config.targets else {}
 
     adapters = adapt(model_specs)
-    if missing := [name for name in config.targets if name not in found]:
-        raise ValueError(f"lora.targets has {missing[0]!r}, but the model has no such parameter; choose from {KERNELS}")
+    if missing := [name for name in config.targets if name not in matrices]:
+        choices = ", ".join(sorted(matrices))
+        raise ValueError(f"lora.targets has {missing[0]!r}, but the model has no such parameter; choose from {choices}")
     return adapters
 
 

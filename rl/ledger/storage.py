@@ -116,7 +116,7 @@ def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> N
     """Raises ValueError unless the keeper's signed head names entry `seq` with this hash as the last one of the ledger."""
     rows = db.execute("SELECT id, seq, hash, signature FROM head LIMIT 2").fetchall()
     if len(rows) != 1 or type(rows[0][1]) is not int or rows[0][1] < 0 or rows[0][0] != 0:
-        raise ValueError("the ledger must have exactly one head, the signed number and hash of its last entry")
+        raise ValueError("the ledger has no valid head, or several: the signed number and hash of its last entry")
     _, head_seq, head_hash, signature = rows[0]
     is_hash = isinstance(head_hash, bytes)
     if not is_hash or not rollout_lib.signed(keeper, signature, _head_message(head_seq, head_hash)):

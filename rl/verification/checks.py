@@ -163,7 +163,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if a rollout ends as its finish reason claims, or a verdict that rejects.
 
     A "stop" rollout ends with a stop token; a "length" rollout has as many tokens as a limit allows and no stop token at its end.
-    Only a rollout of several turns may contain earlier stop tokens, one at the end of each turn.
+    The last token must be sampled. With one turn, no earlier token may be a stop token; with several, earlier ones are not checked.
     """
     sampled = rollout.tokens[rollout.sampled_mask]
     stops = np.isin(sampled, rules.stop_ids)

@@ -60,7 +60,7 @@ class Directory:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def begin(self) -> None:
-        """Deletes unfinished versions under the root, and makes this version's directory. Call `lock` before, on one host."""
+        """Deletes unfinished versions under the root, and makes this version's directory. One host calls it, after `lock`."""
         for path in self._root.iterdir():
             unfinished = journal.parse_dirname(path.name) is not None and not (path / "manifest.json").exists()
             if unfinished or path.name.startswith(".tmp-"):

@@ -40,7 +40,7 @@ class HostCopy:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A version to be written: as a snapshot if `writes_arrays`, and as deltas if `before`, their base's manifest, is given."""
+    """A version to be written: a snapshot if `writes_arrays`; deltas if `before` is given, the manifest of the base version."""
 
     version: int
     leaves: dict[str, Any]

@@ -69,6 +69,9 @@ class Target:
             start, data = start + len(view), data[len(view) :]
 
 
+ABORTED = "this client aborted its request: the bytes came from another relay, or are no longer needed"
+
+
 class Failed(Exception):
     """Raised by a request to a relay that did not deliver all bytes. Callers inside sharding/download retry or report it."""
 
@@ -163,7 +166,7 @@ class Get:
         try:
             while True:
                 if self._aborted or self.relay.is_closed:
-                    raise Failed("the request was aborted")
+                    raise Failed(ABORTED)
                 connection, used = self.relay.take()
                 try:
                     return self._exchange(connection)
@@ -172,7 +175,7 @@ class Get:
                     if isinstance(error, Failed):
                         raise
                     if self._aborted:
-                        raise Failed("the request was aborted") from error
+                        raise Failed(ABORTED) from error
                     if not used or self.received:
                         raise Failed(f"the request failed: {type(error).__name__}: {error}") from error
                     # The relay probably closed this idle connection; each turn uses up one of these.
@@ -208,7 +211,7 @@ class Get:
         assert self._socket is not None
         self._socket.settimeout(self.relay.options.stall_s + self.extra_s)
         if self._aborted:
-            raise Failed("the request was aborted")
+            raise Failed(ABORTED)
         headers = {"Range": f"bytes={self.start}-{self.stop - 1}"} if self.target is not None else {}
         connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
@@ -245,7 +248,7 @@ class Get:
         while self.received < size:
             with self._writing:
                 if self._aborted:
-                    raise Failed("the request was aborted")
+                    raise Failed(ABORTED)
                 limit = min(SLICE_BYTES, size - self.received)
                 n = response.readinto(target.view(self.origin + self.received, limit))
                 self.received += n

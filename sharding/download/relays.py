@@ -142,7 +142,7 @@ class Relays:
     def _download_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Downloads the manifest of `version`. With a trusted key, returns the first with a valid signature.
 
-        Without a key, all relays are requested, and their manifests must be equal. Raises CorruptSource if they differ.
+        Without a key, all relays are requested, and the valid manifests that arrive in time must be equal, else CorruptSource.
         """
         deadline_s = time.monotonic() + self._options.patience_s
         num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None

@@ -30,7 +30,9 @@ def is_object_path(path: Any) -> bool:
 def check_path(path: str) -> str:
     """Returns `path` unchanged. Raises ValueError unless it may be the path of a version's stored file."""
     if not is_object_path(path):
-        raise ValueError(f"object path {path[:200]!r} is not a relative path of letters, digits, '_', '-' and '.'")
+        raise ValueError(
+            f"object path {path[:200]!r} is not a relative path of letters, digits, '_', '-' and '.' (no reserved name)"
+        )
     return path
 
 

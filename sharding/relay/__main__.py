@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
-            raise ValueError(f"--max_bytes = {args.max_bytes} must be at least 1; leave it out for no limit")
+            raise ValueError(f"--max_bytes = {args.max_bytes} must be finite and at least 1; leave it out for no limit")
         limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
         with sockets.listen(args.host, args.port) as sock:
             relay = server_lib.Relay(

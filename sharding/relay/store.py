@@ -64,7 +64,10 @@ class Store:
                 raise ValueError(f"another relay writes to {root}; give each relay its own --dir") from error
 
     def recover(self, trusted_key: str | None = None) -> int:
-        """Hashes the objects on disk after a restart: exposes good ones, deletes bad ones, and returns the number of bad ones."""
+        """Hashes the objects on disk after a restart; serves good ones again, deletes bad ones. Returns the number of bad and missing ones.
+
+        With `trusted_key`, manifests that this key did not sign are deleted.
+        """
         for path in self.root.glob(".removed-*"):
             shutil.rmtree(path, ignore_errors=True)
         numbers = [n for path in self.root.iterdir() if (n := journal.parse_dirname(path.name)) is not None]

@@ -123,7 +123,9 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as error:
-        raise ValueError(f"allow entry {text!r} is not an address or network ({error}); write 10.0.0.0/8") from error
+        raise ValueError(
+            f"allow entry {text!r} is not an address or network ({error}); write it as 10.0.0.0/8, for example"
+        ) from error
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -73,7 +73,7 @@ def test_only_targets_are_adapted_and_wrong_ones_are_refused():
     adapted = leaves(jax.tree.map(lambda s: 0, some, is_leaf=rules.is_spec))
     assert {where.split("'")[-4] for where in adapted} == {"q", "router"}
     for changes, words in (
-        ({"targets": ("q", "w_q")}, ("'w_q'", "no such parameter")),
+        ({"targets": ("q", "w_q")}, ("'w_q'", "no such parameter; choose from ", "down, ")),
         ({"targets": ("q_norm",)}, ("'q_norm'", "not a matrix")),
         ({"targets": ()}, ("lora.targets", "nothing would train")),
         ({"rank": -1}, ("lora.rank", "-1")),
