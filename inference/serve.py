@@ -15,13 +15,11 @@ Routes, by file in inference/server/: generate_routes (/inference/v1/generate), 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
 import os
 import pathlib
-import signal
 import socket
 import sys
 import threading
@@ -107,14 +105,10 @@ def main(argv: list[str] | None = None) -> int:
         inference_server.log(f"note: {note}")
     if args.address_file:
         sockets.announce(args.address_file, sock)
-    if threading.current_thread() is threading.main_thread():
-        # uvicorn raises the signal again after its shutdown, which would end the process before `close`.
-        signal.signal(signal.SIGTERM, lambda *_: None)
     # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn_server.run(sockets=[sock])
+    web.run(uvicorn_server, sock)
     if grpc_server is not None:
         grpc_server.stop(args.drain_s).wait()
     server.close()

@@ -193,7 +193,7 @@ def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict | None, 
     """Returns a context that runs the rollout system and yields its orchestrator, or on hosts other than the first yields None."""
     if not hosts.is_first:
         return contextlib.nullcontext()
-    progress.note("starting the inference server and its workers")
+    progress.note("starting the rollout system")
     return launch.start_rollout_system(exp, workdir, workdir / "weights", start, progress.say, hosts.count, saved)
 
 

@@ -19,6 +19,9 @@ import hmac
 import ipaddress
 import json
 import resource
+import signal
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
@@ -46,7 +49,7 @@ Result = TypeVar("Result")
 def server(
     app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES, max_connections: int = 0
 ) -> uvicorn.Server:
-    """Returns a uvicorn server of `app` without log output. Start it by `.run(sockets=[sock])`, which blocks.
+    """Returns a uvicorn server of `app` without log output, for `run`.
 
     Setting `should_exit = True`, or SIGTERM, stops it: it accepts no more connections, and running requests get `drain_s`
     seconds. If `max_connections` is 0, it is three quarters of the files that the process may open.
@@ -66,6 +69,15 @@ def server(
         timeout_graceful_shutdown=drain_s,
     )
     return uvicorn.Server(config)
+
+
+def run(server: uvicorn.Server, sock: socket.socket) -> None:
+    """Serves on a listening socket until SIGTERM, Ctrl-C or `should_exit`, then returns, so that the caller can clean up."""
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal again after its shutdown, which would end the process.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[sock])
 
 
 @contextlib.asynccontextmanager

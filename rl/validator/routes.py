@@ -120,8 +120,7 @@ def serve(args: argparse.Namespace) -> int:
         print(f"validating files under {args.rollouts} on {sockets.address(sock)}", flush=True)
         if args.address_file:
             sockets.announce(args.address_file, sock)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
-            web.server(make_app(service)).run(sockets=[sock])
+        web.run(web.server(make_app(service)), sock)
     return 0
 
 

@@ -196,7 +196,7 @@ def recomputed(scored: scorer.Scored) -> rules_lib.Recomputed:
 
 
 def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Reads the bands file that `python -m rl.validator calibrate` wrote. Raises OSError without a file, ValueError for a malformed one."""
+    """Reads the bands file that `python -m rl.validator calibrate` wrote. Raises ValueError for a missing or malformed one."""
     try:
         body = json.loads(pathlib.Path(path).read_text())
         tolerance = dict(body["tolerance"])
@@ -208,7 +208,7 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
         if min(vars(bands).values()) <= 0:
             raise ValueError("a tolerance band in the bands file is not above 0")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error
 
 

@@ -178,7 +178,7 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        text = f"no space left to publish version {version}, which was deleted: free space, or lower keep={keep}"
+        text = f"no space left to publish version {version}, which was deleted: free space, or keep fewer than {keep} versions (in a run: lower rl.max_off_policy)"
         raise OSError(errno.ENOSPC, text, str(root)) from error
     finally:
         if jax.process_count() > 1:

@@ -15,6 +15,7 @@ from configs import quickstart
 from rl.experiment import experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
+from sharding.multihost import failure
 
 # ml_collections loads a config file the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -267,3 +268,10 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     refused(tmp_path, resolved(), "it is not a run")
     refused(tmp_path / "thesis.tex", resolved(), "is a file")
+
+
+@pytest.mark.parametrize(("folder", "code"), [("rl", failure.MISTAKE), ("configs", failure.BUG)])
+def test_an_error_of_a_function_in_a_config_file_keeps_its_traceback(folder, code):
+    with pytest.raises(ValueError) as caught:
+        exec(compile("raise ValueError('boom')", ROOT / folder / "mine.py", "exec"))
+    assert experiment.explain(caught.value)[2] == code

@@ -312,7 +312,7 @@ def test_concurrent_publishers_take_turns(tmp_path):
 def test_full_disk_leaves_nothing(small_disk):
     small = {"a": np.ones(1000)}
     broadcast.publish(small, 0, small_disk)
-    with pytest.raises(OSError, match=f"no space left.*lower keep=8.*{small_disk}") as caught:
+    with pytest.raises(OSError, match=f"no space left.*keep fewer than 8 versions.*{small_disk}") as caught:
         broadcast.publish({"a": np.ones(200_000), "b": np.ones(200_000)}, 1, small_disk)
     assert caught.value.errno == errno.ENOSPC
     assert sorted(os.listdir(small_disk)) == ["v00000000"]
