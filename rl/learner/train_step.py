@@ -209,7 +209,8 @@ def abstract_state(learner: Learner) -> TrainState:
 
     # Not jax.eval_shape, which loses the memory space.
     init, opt_state = jax.make_jaxpr(learner.optimizer.init, return_shape=True)(params)
-    spaces = jax.tree.unflatten(jax.tree.structure(opt_state), [aval.memory_space for aval in init.out_avals])
+    avals: Any = init.out_avals  # jax 0.12 types them without their memory space
+    spaces = jax.tree.unflatten(jax.tree.structure(opt_state), [aval.memory_space for aval in avals])
     return TrainState(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         params,
