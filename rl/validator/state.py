@@ -61,7 +61,7 @@ class State:
                 stack.callback(self.close)
                 self._open(identity)
             except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
-                remedy = "stop the validator that uses it or, if it is damaged, give another --state"
+                remedy = "stop the validator that uses it, or give another --state (as for a damaged file)"
                 raise ValueError(f"validator state {path} cannot be opened: {error}; {remedy}") from error
             stack.pop_all()
 

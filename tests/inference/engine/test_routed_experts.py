@@ -172,7 +172,7 @@ def test_a_server_that_records_no_experts_rejects_requests_for_them():
     with pytest.raises(ValueError, match="Start it with --routed_experts"):
         scheduler.submit(Request(HELLO))
     scheduler.close()
-    with pytest.raises(ValueError, match="the model has no experts"):
+    with pytest.raises(ValueError, match="experts cannot be recorded: the model has none"):
         engine_lib.Engine(tiny.model(), CONFIG, TOKENIZER)
 
 
