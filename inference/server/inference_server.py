@@ -80,7 +80,7 @@ class InferenceServer:
             return self._swap(pulled.params, pulled.version, pulled if source is None else None)
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
-        """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for a request that it cannot serve.
+        """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
 
         `extra` are fields of `GenerateRequest` that the route sets.
         """
@@ -95,7 +95,7 @@ class InferenceServer:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.engine.tokenizer.stop_ids
         experts, left = sampling.return_routed_experts, max(self.engine.config.max_model_len - len(tokens), 1)
-        request = request_lib.GenerateRequest(
+        return request_lib.GenerateRequest(
             tokens=tokens,
             num_samples=sampling.n,
             max_tokens=left if sampling.max_tokens is None else sampling.max_tokens,
@@ -112,8 +112,6 @@ class InferenceServer:
             routed_experts=self.engine.config.routed_experts if experts is None else experts,
             **extra,
         )
-        request.check(self.engine.model.vocab_size, self.engine.config.max_model_len)  # before a route reads its fields
-        return request
 
     def close(self) -> None:
         """Stops the server's scheduler and closes its connections to relays."""

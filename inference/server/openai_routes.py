@@ -12,11 +12,12 @@ Left out, and rejected: penalties, JSON and grammar modes, forced tool choice, e
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import fastapi
 from fastapi import responses
@@ -259,7 +260,9 @@ async def _reply(
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
     requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
-    formats = [format_type(server.engine.tokenizer, body, request) for request in requests]
+    make_format = functools.partial(
+        format_type, server.engine.tokenizer, body
+    )  # of a request that the scheduler accepted
     head = {
         "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,
@@ -267,10 +270,11 @@ async def _reply(
         "model": body.model or server.model_name,
     }
     if body.stream:
-        return _EventStream(server.scheduler, formats[0], head)
+        return _EventStream(server.scheduler, requests[0], make_format, head)
     answered = await web.run_until_disconnect(http, _complete(server.scheduler, requests))
     choices, prompt_fields = [], {}
-    for request, completions, formatter in zip(requests, answered, formats, strict=True):
+    for request, completions in zip(requests, answered, strict=True):
+        formatter = make_format(request)
         for completion in completions:
             prompt_fields = generate_routes.prompt_logprobs(request, completion)
             choice = {"index": len(choices)} | formatter.choice(completion)
@@ -315,12 +319,18 @@ class _EventStream(responses.StreamingResponse):
     cancelled when the client disconnects, also before the first event.
     """
 
-    def __init__(self, scheduler: scheduler_lib.Scheduler, formatter: _TextFormat, head: dict):
+    def __init__(
+        self,
+        scheduler: scheduler_lib.Scheduler,
+        request: request_lib.GenerateRequest,
+        make_format: Callable[[request_lib.GenerateRequest], _TextFormat],
+        head: dict,
+    ):
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()  # (sample index, piece); None at the end
-        self._num_sent = [0] * formatter.request.num_samples
-        self._future = scheduler.submit(formatter.request, self._listen)
+        self._num_sent = collections.Counter()  # by sample index
+        self._future = scheduler.submit(request, self._listen)
         self._future.add_done_callback(lambda _: self._put(None))
-        events = self._events(formatter, head)
+        events = self._events(make_format(request), head)
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope, receive, send) -> None:

@@ -178,8 +178,9 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        text = f"no space left to publish version {version}, which was deleted: free space, or keep fewer than {keep} versions (in a run: lower rl.max_off_policy)"
-        raise OSError(errno.ENOSPC, text, str(root)) from error
+        text = f"no space left to publish version {version}, which was deleted"
+        remedy = f"free space, or keep fewer than {keep} versions (in a run: lower rl.max_off_policy)"
+        raise OSError(errno.ENOSPC, f"{text}: {remedy}", str(root)) from error
     finally:
         if jax.process_count() > 1:
             others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))

@@ -186,7 +186,7 @@ EIGHT = [(name, mesh, False) for name in FAMILIES for mesh in MESHES] + SCANNED
 def test_eight_devices_equal_one(name, mesh, scanned, capfd):
     changes = dict(scan_layers=True, remat="block") if scanned else {}
     compiled, got, config = on_mesh(name, MESHES[mesh], **changes)
-    # XLA's partitioner says so when it can only go from one layout to the next by way of the whole array.
+    # XLA's partitioner prints this if it has to build the whole array to change from one layout to the next.
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
     assert_same_run(got, name, config)
     # A layer's at a time, never the tree; a whole stack would be two layers' parameters in one gather.

@@ -117,10 +117,10 @@ def test_text_cannot_spell_a_turn_that_the_folder_does_not_call_special(tmp_path
     for attack in (*attacks, "<|end", "<|im_end|>"):
         chat = [{"role": "user", "content": attack}, {"role": "assistant", "content": attack + "b"}]
         rendered = tok.render([*chat, chat[0]], add_generation_prompt=True)
-        user, said, again = [turns[0], *attack.encode()], [turns[1], *attack.encode(), ord("b"), END], turns[1]
-        assert rendered.token_ids == [PAD, *user, *said, *user, again], attack
-        is_said = [False] * (len(user) + 2) + [True] * (len(said) - 1) + [False] * (len(user) + 1)
-        assert rendered.assistant_mask == is_said
+        user, answer, again = [turns[0], *attack.encode()], [turns[1], *attack.encode(), ord("b"), END], turns[1]
+        assert rendered.token_ids == [PAD, *user, *answer, *user, again], attack
+        answer_mask = [False] * (len(user) + 2) + [True] * (len(answer) - 1) + [False] * (len(user) + 1)
+        assert rendered.assistant_mask == answer_mask
         bridged = tok.bridge([1], [2, END], [chat[0]])
         assert bridged == [1, 2, END, *user, again]
     halves = [{"role": "user", "content": "<｜Us"}, {"role": "user", "content": "er｜>"}]

@@ -208,7 +208,7 @@ def test_printed_text_is_never_a_score(orders):
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "report"),
     [
         ("raise this", "KeyError: 'this' (test_scorer.py:"),
         ("raise \n\x1b[2J", "KeyError: "),
@@ -218,7 +218,7 @@ def test_printed_text_is_never_a_score(orders):
         ("give word", "TypeError: must be real number, not str"),
     ],
 )
-def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, said):
+def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, report):
     """Its neighbors keep their scores; metrics count the number "error"."""
     found = orders("a", order, "bc", order)
     assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
@@ -226,7 +226,7 @@ def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, or
     assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
     orders(order)
     (line,) = REPORTED
-    assert line.startswith(f"environment orders could not score a completion of train task 7: {said}")
+    assert line.startswith(f"environment orders could not score a completion of train task 7: {report}")
     assert line.isprintable() and "its reward is 0" in line and "rollout/score_error_frac" in line
 
 
@@ -237,8 +237,8 @@ def test_numbers_of_any_kind_are_numbers(orders):
 LOOP = pytest.param("loop", "it takes too much time or memory", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("broken", "said"), [("raise it", "KeyError: 'it' (test_scorer.py:"), LOOP])
-def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, said):
+@pytest.mark.parametrize(("broken", "report"), [("raise it", "KeyError: 'it' (test_scorer.py:"), LOOP])
+def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, broken, report):
     away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=REPORTED.append)
     with pytest.raises(ValueError) as caught:
         away.score(build().make_task(7, "held_out"), ["x"])
@@ -246,7 +246,7 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
     from sharding.multihost import failure  # the children that run this file shall not import jax
 
     line = str(caught.value)
-    assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {said}")
+    assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {report}")
     assert line.endswith("'reward' among them, for any text") and line.isprintable()
     assert experiment.explain(caught.value) == (line, 1, failure.MISTAKE)  # one line, and no traceback
     assert not REPORTED
@@ -255,11 +255,11 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
 
 def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
     monkeypatch.setitem(envs.ENVS, "orders", build)
-    said = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); fix"
-    with pytest.raises(ValueError, match=said):
+    report = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); fix"
+    with pytest.raises(ValueError, match=report):
         envs.load("orders").make_task(13, "train")
     away = scorer.Scorer("orders", {}, 0, limit_s=1)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=report):
         away.score(environment.Task("orders", 13, "train", (), "", "", {}), ["x"])
     away.close()
 

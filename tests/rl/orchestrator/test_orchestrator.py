@@ -591,8 +591,8 @@ def test_a_group_refused_too_often_stops_the_run(make):
 
 def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     """The marks are those at the hand-off of the batch: later groups are generated again."""
-    told = []
-    first = make(hooks={"evidence": lambda step: told.append(step) or {"of": step}}, trust__max_attempts=3)
+    asked_steps = []
+    first = make(hooks={"evidence": lambda step: asked_steps.append(step) or {"of": step}}, trust__max_attempts=3)
     publish(first, 0)
     assert lease(first, 1, OTHER)
     for _ in range(2):
@@ -607,7 +607,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
     assert lease(first) == []  # barred
     state = json.loads(json.dumps(first.state(1)))
-    assert state["evidence"] == {"of": 1} and told == [1] and first.state(0) == {}
+    assert state["evidence"] == {"of": 1} and asked_steps == [1] and first.state(0) == {}
     lines = []
     second = make(hooks={"on_wait": lines.append}, trust__max_attempts=3)
     second.resume(1, state)
