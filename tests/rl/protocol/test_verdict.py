@@ -1,0 +1,64 @@
+"""Signed verdicts on groups, and requests for them."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+
+from inference.rollouts import rollout as rollout_lib
+from rl.protocol import verdict as verdict_lib
+from tests.support import rollouts
+
+RUN, VALIDATOR, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
+PLAIN = verdict_lib.SignedVerdict(RUN.worker, "train", 3, 7, "ab" * 32, False, "sampling", "3 of 12 tokens")
+
+
+def test_a_verdict_is_signed_field_by_field_and_survives_json():
+    signed = PLAIN.sign(VALIDATOR)
+    assert signed.check() and signed.validator == VALIDATOR.worker and not PLAIN.check()
+    body = json.loads(json.dumps(dataclasses.asdict(signed)))
+    assert verdict_lib.SignedVerdict.read(body) == signed
+    other = dict(run=OTHER.worker, validator=OTHER.worker, accepted=True, split="held_out", reason="ok", detail="")
+    other |= dict(digest="cd" * 32, step=4, group=8, time_us=signed.time_us + 1, signature="00" * 64)
+    assert other.keys() == body.keys()
+    for name, value in other.items():
+        for wrong in (value, None, "\ud800", [body[name]]):
+            with pytest.raises(ValueError, match="; (sign it|send a)"):
+                verdict_lib.SignedVerdict.read(body | {name: wrong})
+    for wrong in (None, [], {}, body | {"more": 1}):
+        with pytest.raises(ValueError, match="exactly the fields"):
+            verdict_lib.SignedVerdict.read(wrong)
+
+
+def test_the_digest_of_a_group_names_each_sample_and_its_order():
+    group = [rollout_lib.sign(rollouts.make(number, sample=number), RUN) for number in range(3)]
+    expected = hashlib.sha256(b"intellax/group/1" + b"".join(map(rollout_lib.digest, group))).hexdigest()
+    assert verdict_lib.group_digest(group) == verdict_lib.group_digest(group[::-1]) == expected
+    changed = [*group[:2], dataclasses.replace(group[2], reward=0.2)]
+    assert len({verdict_lib.group_digest(g) for g in (group, group[:2], changed)}) == 3
+
+
+def test_a_request_is_of_the_run_for_one_validator_recent_and_unique():
+    body, now_s = b"rollouts", [1e9]
+    verifier = verdict_lib.RequestVerifier(RUN.worker, VALIDATOR.worker, clock=lambda: now_s[0])
+    good = verdict_lib.authorization(RUN, VALIDATOR.worker, body)
+    with pytest.raises(ValueError, match="off our clock"):
+        verifier.verify(good)
+    now_s[0] = int(good.split()[1].split(":")[0]) / 1e6
+    for wrong in (
+        verdict_lib.authorization(OTHER, VALIDATOR.worker, body),
+        verdict_lib.authorization(RUN, OTHER.worker, body),
+        good.replace(hashlib.sha256(body).hexdigest(), hashlib.sha256(b"").hexdigest()),
+    ):
+        with pytest.raises(ValueError, match="is not signed by run"):
+            verifier.verify(wrong)
+    for wrong in ("", "Bearer x", good + "0", good.replace("Intellax ", "Intellax ٣"), good[:-1] + "é"):
+        with pytest.raises(ValueError, match="sign it"):
+            verifier.verify(wrong)
+    assert verifier.verify(good) == hashlib.sha256(body).hexdigest()
+    with pytest.raises(ValueError, match="sent before"):
+        verifier.verify(good)
+    now_s[0] += 2 * verdict_lib.MAX_CLOCK_SKEW_S
+    with pytest.raises(ValueError, match="off our clock"):
+        verifier.verify(good)
