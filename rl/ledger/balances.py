@@ -1,8 +1,11 @@
-"""The state of a ledger: rules for the next event, balances, reputation, finished tasks. Times are milliseconds since 1970."""
+"""The state of a ledger: rules for the next event, balances, reputation, finished tasks. Times are milliseconds since 1970.
+
+The events of a training run have their rules in rl/ledger/run_rules.py.
+"""
 
 import dataclasses
 
-from rl.ledger import events, task_ranges
+from rl.ledger import events, run_rules, task_ranges
 
 
 @dataclasses.dataclass
@@ -54,7 +57,8 @@ class State:
         self.works: dict[str, Work] = {}
         self._works_of: dict[str, list[Work]] = {}
         self.done = task_ranges.Done()  # tasks that must not be accepted again
-        self.nonces: set[str] = set()  # of all events
+        self.nonces: set[str] = set()  # of all events but those of a run: only the keeper signs these
+        self.run = run_rules.RunState()
 
     def balance(self, worker: str, now_ms: int) -> Balance:
         """Returns the work units of a worker by status at time `now_ms`; all 0 for an unknown worker."""
@@ -84,11 +88,14 @@ class State:
             return "open: the first entry must be an open event, and no other entry may be one"
         if event.kind == "open":
             return None if event.node == event.author else "open: node must equal author, the keeper's key"
-        if event.kind in events.NODE_KINDS and event.author != event.node:
+        by_keeper = event.kind == "join" and event.author == self.keeper  # a run's worker signs lease requests instead
+        if event.kind in events.NODE_KINDS and event.author != event.node and not by_keeper:
             return f"author: {event.kind} must be signed by the worker itself"
         if event.kind in events.VALIDATOR_KINDS and event.author not in self.validators:
             return f"author: {event.kind} must be signed by a validator of this ledger"
         worker = self.workers.get(event.node)
+        if event.kind in events.RUN_KINDS and (worker or event.kind not in events.WORKER_KINDS):
+            return self.run.refusal(event, self.keeper)
         if event.kind == "join":
             return "join: the worker has joined already" if worker else None
         if worker is None:
@@ -113,8 +120,12 @@ class State:
 
     def apply(self, event: events.Event, time_ms: int) -> None:
         """Applies one event to this state in place. `refusal` must have returned None for the event."""
-        self.nonces.add(event.nonce)
         self.time_ms = time_ms
+        if event.kind in (*events.RUN_KINDS, "eject"):
+            self.run.apply(event)
+        if event.kind in events.RUN_KINDS:
+            return
+        self.nonces.add(event.nonce)
         fields, worker = event.fields, self.workers.get(event.node)
         if event.kind == "open":
             self.keeper, self.window_ms = event.author, fields["window_ms"]

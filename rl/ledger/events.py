@@ -16,6 +16,10 @@ MAX_EVENT_BYTES = 2**16
 MAX_AMOUNT = 2**53  # exact in JSON readers whose numbers are doubles
 NODE_KINDS = ("join", "stake", "submit")  # signed by the worker itself, which the ledger calls node
 VALIDATOR_KINDS = ("accept", "invalidate", "slash", "eject")
+# Of a training run, signed by the keeper (rl/ledger/run_rules.py has their rules).
+WORKER_KINDS = ("invite", "lease", "submission", "refusal", "naming")  # node is the worker
+RUN_KINDS = (*WORKER_KINDS, "resume", "appoint", "verdict", "batch", "publish")  # in the rest, node is the keeper
+MAX_STEPS = 4096  # of one naming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,10 @@ class Event:
     Fields by kind: open (validators: list of keys, window_ms), join (), stake (amount), submit (work: SHA-256 hex, units),
     accept (work, checked: whether it was replayed), invalidate (work, units, reason), slash (amount, reason), eject (reason).
     An accept or invalidate event may add run and tasks: the tasks that its work finished, as text (rl/ledger/task_ranges.py).
+
+    Of a training run: resume (step), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
+    (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
+    (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps).
     """
 
     kind: str
@@ -116,6 +124,14 @@ _KEYS: _Rule = (
     lambda value: isinstance(value, list) and 0 < len(value) <= 256 and all(_is_hex(key, 64) for key in value),
     "a list of 1 to 256 public keys",
 )
+_COUNT: _Rule = (lambda value: type(value) is int and 0 <= value <= MAX_AMOUNT, f"an integer in 0..{MAX_AMOUNT}")
+_GROUP: dict[str, _Rule] = {
+    "split": (lambda value: value in ("train", "held_out"), "train or held_out"),
+    "step": _COUNT,
+    "group": _COUNT,
+}
+_TEXT: _Rule = (lambda value: isinstance(value, str) and len(value) <= 4096, "a text of at most 4096 characters")
+_GROUPS: _Rule = (lambda value: value == "" or _are_tasks(value), "groups of the step like '3:0-15,17', or empty")
 _FIELDS: dict[str, dict[str, _Rule]] = {
     "open": {"validators": _KEYS, "window_ms": _AMOUNT},
     "join": {},
@@ -125,6 +141,28 @@ _FIELDS: dict[str, dict[str, _Rule]] = {
     "invalidate": {"work": _WORK, "units": _AMOUNT, "reason": _REASON},
     "slash": {"amount": _AMOUNT, "reason": _REASON},
     "eject": {"reason": _REASON},
+    "resume": {"step": _COUNT},
+    "appoint": {"validators": _KEYS, "quorum": _AMOUNT},
+    "invite": {},
+    "lease": _GROUP
+    | {"version": (lambda value: type(value) is int and -1 <= value <= MAX_AMOUNT, "a version, or -1 if not pinned")},
+    "submission": _GROUP | {"digest": _WORK},
+    "verdict": _GROUP
+    | {"run": _WORK, "digest": _WORK, "accepted": _BOOL, "reason": _TEXT, "detail": _TEXT, "validator": _WORK}
+    | {"time_us": _COUNT, "signature": (lambda value: _is_hex(value, 128), "128 lower-case hex digits")},
+    "refusal": _GROUP | {"digest": _WORK, "reason": _TEXT},
+    "batch": {"step": _AMOUNT, "digest": _WORK, "verified": _GROUPS, "trusted": _GROUPS},
+    "publish": {"version": _COUNT, "digest": _WORK, "epoch": _COUNT},
+    "naming": {
+        "steps": (
+            lambda value: (
+                isinstance(value, list)
+                and 0 < len(value) <= MAX_STEPS
+                and all(type(step) is int and 0 < step <= MAX_AMOUNT for step in value)
+            ),
+            f"a list of 1 to {MAX_STEPS} steps",
+        )
+    },
 }
 _TASKS: dict[str, _Rule] = {
     "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),

@@ -10,11 +10,13 @@ After INTELLECT-2's contracts: units stay locked for a window (a day there) in w
 and forfeits locked units; an ejected worker cannot return. Left out: withdrawal of stake, transfers, votes among validators.
 
 Limits: the owner of the keeper's key can write another history, and an older copy of the whole file is a valid ledger:
-give `verify` a head that you noted elsewhere.
+give `verify` a head that you noted elsewhere. A training run notes heads in its manifests and checkpoints (rl/ledger/run_ledger.py).
 """
 
 import contextlib
 import dataclasses
+import itertools
+import os
 import pathlib
 import re
 import sqlite3
@@ -25,6 +27,7 @@ from collections.abc import Iterator
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, storage
 from rl.ledger import events as ledger_events
+from sharding.system import atomic_file
 
 WINDOW_MS = 24 * 3600 * 1000
 
@@ -50,6 +53,8 @@ class Ledger(contextlib.AbstractContextManager):
         self._path, self.key, self._lock = pathlib.Path(path), keeper, threading.Lock()
         self._connection = storage.connect(self._path)
         try:
+            found = os.stat(self._path)
+            self._file = found.st_dev, found.st_ino
             self._load()
             if keeper is not None and keeper.worker != self.state.keeper:
                 raise ValueError(f"key {keeper.worker} does not keep ledger {path}; use the key {self.state.keeper}")
@@ -77,8 +82,8 @@ class Ledger(contextlib.AbstractContextManager):
         if reason := balances.State().refusal(event, 0):
             raise ValueError(f"ledger {path} cannot be created: {reason}; correct this setting")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(exist_ok=False)
-        storage.create(path, keeper, now_ms(), event)
+        with atomic_file.replacing(path, exclusive=True) as temporary:
+            storage.create(temporary, keeper, now_ms(), event)
         return cls(path, keeper)
 
     def close(self) -> None:
@@ -89,40 +94,75 @@ class Ledger(contextlib.AbstractContextManager):
         self.close()
 
     def append(self, *events: ledger_events.Event) -> list[storage.Entry]:
-        """Appends events to the ledger file durably, all or none; returns their entries. Raises ValueError if one breaks a rule."""
+        """Appends events to the ledger file durably, all or none; returns their entries.
+
+        Raises ValueError if one breaks a rule, and OSError if the file cannot be written.
+        """
+        entries, error = self._append(events, all_or_none=True)
+        if error:
+            raise error
+        return entries
+
+    def append_until_refused(self, *events: ledger_events.Event) -> tuple[list[storage.Entry], ValueError | None]:
+        """Appends events like `append`, but keeps those before the first that breaks a rule; returns their entries and its error."""
+        return self._append(events, all_or_none=False)
+
+    def _append(self, events, *, all_or_none: bool) -> tuple[list[storage.Entry], ValueError | None]:
         if self.key is None:
             raise ValueError(f"ledger {self._path} was opened without the keeper's key; open it with the key to append")
+        entries: list[storage.Entry] = []
+        refusal = None
         with self._lock:
             try:
+                self._check_file()
                 with storage.transaction(self._connection):
                     self._catch_up()  # another process may have appended
-                    entries = []
                     for event in events:
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
                             found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
-                            raise ValueError(f"{found}; correct the event or leave it out")
+                            refusal = ValueError(f"{found}; correct the event or leave it out")
+                            if all_or_none:
+                                raise refusal
+                            break
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
                         entries.append(entry)
                     storage.write_head(self._connection, self.key, self._next - 1, self._hash)
+                self.head = f"{self._next - 1}:{self._hash.hex()}"
+            except sqlite3.Error as error:
+                self._reload()
+                text = f"ledger {self._path} cannot be written ({error}); nothing was appended"
+                raise OSError(f"{text}; end other readers of the file, or free its disk") from error
             except BaseException:  # the state may contain entries that were rolled back
-                self._load()
+                self._reload()
                 raise
-        return entries
+        return entries, refusal
+
+    def check_contains(self, head: str, where: str) -> None:
+        """Raises ValueError unless the ledger contains the entry `head` ("SEQ:HASH"), which `where` (a file) names."""
+        seq, hash_ = _parse_head(head)
+        with self._lock:
+            found = self._connection.execute("SELECT hash FROM entries WHERE seq = ?", (seq,)).fetchone()
+        if found != (hash_,):
+            problem = "has another entry there" if found else f"ends after entry {self._next - 1}"
+            text = f"{where} names entry {head} of the run's ledger, but {self._path} {problem}: an older or another history"
+            raise ValueError(f"{text}; put back the newest copy of the ledger that contains this entry")
 
     def refresh(self) -> balances.State:
         """Returns the current state of the ledger, after reading entries that other processes appended. Raises ValueError for a bad one."""
         with self._lock:
+            self._check_file()
             self._catch_up()
             return self.state
 
-    def entries(self) -> list[storage.Entry]:
-        """Returns all entries of the ledger file, oldest first."""
+    def entries(self, start: int = 0, count: int | None = None) -> list[storage.Entry]:
+        """Returns the entries that this object has verified, from number `start`, oldest first; at most `count`."""
         with self._lock:
-            return list(storage.read(self._connection, 0))
+            stop = self._next if count is None else min(self._next, start + count)
+            return list(itertools.islice(storage.read(self._connection, start), max(0, stop - start)))
 
     def _load(self) -> None:
         self.state, self._next, self._hash = balances.State(), 0, bytes(32)
@@ -132,6 +172,24 @@ class Ledger(contextlib.AbstractContextManager):
             self._catch_up()
             with self._named_in_errors():
                 storage.check_head(self._connection, self._next - 1, self._hash, self.state.keeper)
+        self.head = f"{self._next - 1}:{self._hash.hex()}"
+
+    def _reload(self) -> None:
+        """Reads the file again after a failed write; not if another file is there now, which `_check_file` reports."""
+        with contextlib.suppress(sqlite3.Error):
+            self._load()
+
+    def _check_file(self) -> None:
+        """Raises ValueError if the path does not lead to the opened file any more."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._file:
+            problem = "was removed" if found is None else "was replaced by another file"
+            raise ValueError(
+                f"ledger {self._path} {problem} while it was open; put the first file back and start again"
+            )
 
     def _catch_up(self) -> None:
         with self._named_in_errors():
@@ -153,16 +211,14 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
     `keeper` is the expected public key of the ledger's owner; by default, the key in entry 0 is trusted. `head` is an entry noted earlier
     as "SEQ:HASH", which the ledger must contain. Raises FileNotFoundError without a file, ValueError for another format of `head`.
     """
-    if head is not None and not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
-        raise ValueError(f"head {head!r} is not SEQ:HASH; copy the head from the output of python -m rl.ledger verify")
-    head_seq, head_hash = (int(head.split(":")[0]), head.split(":")[1]) if head else (-1, "")
+    head_seq, head_hash = _parse_head(head) if head is not None else (-1, b"")
     state, good, last, fault = balances.State(), 0, bytes(32), None
     try:
         with contextlib.closing(storage.connect(pathlib.Path(path))) as connection:
             for entry in storage.checked(connection, state, 0, last):
                 if keeper is not None and state.keeper != keeper:
                     raise ValueError(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
-                if entry.seq == head_seq and entry.hash.hex() != head_hash:
+                if entry.seq == head_seq and entry.hash != head_hash:
                     raise ValueError(f"entry {head_seq} does not have the hash of the expected head {head}")
                 good, last = entry.seq + 1, entry.hash
             if head_seq >= good:
@@ -173,6 +229,13 @@ def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | N
     return Report(good, fault, f"{good - 1}:{last.hex()}" if good else None)
 
 
+def _parse_head(head: str) -> tuple[int, bytes]:
+    if not isinstance(head, str) or not re.fullmatch("[0-9]{1,18}:[0-9a-f]{64}", head):
+        raise ValueError(f"head {head!r} is not SEQ:HASH; copy the head from the output of python -m rl.ledger verify")
+    seq, _, hash_ = head.partition(":")
+    return int(seq), bytes.fromhex(hash_)
+
+
 def now_ms() -> int:
-    """The current time in milliseconds since 1970."""
+    """Returns the current time in milliseconds since 1970."""
     return time.time_ns() // 10**6

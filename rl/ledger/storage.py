@@ -38,6 +38,8 @@ class Entry:
 def checked(db: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
     """Verifies a ledger's entries from number `start`, applies each to `state`, and yields it. Raises ValueError for a bad entry."""
     expected = start
+    if start == 0 and (negative := db.execute("SELECT seq FROM entries WHERE seq < 0 LIMIT 1").fetchone()):
+        raise ValueError(f"an entry has the number {negative[0]}; numbers begin at 0")
     for entry in read(db, start):
         if error := _entry_error(entry, state, expected, previous):
             raise ValueError(error)
@@ -141,7 +143,7 @@ def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connect
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)
     try:
         db.execute("PRAGMA trusted_schema = OFF")
-        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA synchronous = EXTRA")  # FULL does not sync the removal of the journal, which is the commit
         found = db.execute("SELECT sql FROM sqlite_master ORDER BY rowid LIMIT 3").fetchall()
         if check_schema and found != [(statement.encode(),) for statement in SCHEMA]:
             raise ValueError("the SQLite file does not have the tables of a ledger")

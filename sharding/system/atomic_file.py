@@ -4,32 +4,56 @@ The bytes go to a dotted name ending in `.tmp` in the same directory, which is t
 the owner of a directory deletes the files that match `LEFTOVERS` when it starts.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import secrets
+from collections.abc import Iterator
 from typing import TypeVar
 
 LEFTOVERS = ".*.tmp"
 Kind = TypeVar("Kind", dict, list)
 
 
-def write(path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durable: bool = False) -> None:
+def write(
+    path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durable: bool = False, secret: bool = False
+) -> None:
     """Writes the concatenated `parts` as the file `path`. If it raises OSError, an existing file is unchanged.
 
-    With `durable`, the content is on disk before the rename. Without it, a power loss can leave an empty file.
+    With `durable`, the content is on disk before the rename. Without it, a power loss can leave an empty file. `secret` is for
+    keys: durable, readable by the owner only, and FileExistsError if `path` exists.
     """
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb", buffering=0) as file:
+    with replacing(path, exclusive=secret) as temporary:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(os.open(temporary, flags, 0o600 if secret else 0o666), "wb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:  # a disk that fills up may take a few bytes first and raise only at the next write
                     view = view[file.write(view) :]
-            if durable:
+            if durable or secret:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike, *, exclusive: bool = False) -> Iterator[pathlib.Path]:
+    """Yields a new name in the directory of `path`; the file that the block writes there becomes `path` when the block ends.
+
+    With `exclusive`, raises FileExistsError if `path` exists by then, and the new name is on disk.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        if exclusive:
+            os.link(temporary, path)
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        else:
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,0 +1,196 @@
+"""The ledger of a training run: its threads hand events in, and one thread writes them to WORKDIR/ledger.db.
+
+1. Every method returns immediately, with a future that has the event's number once the event is durable: a commit takes several
+   fsyncs, so one commit takes all events that gathered during the last. `flush` waits for all earlier events.
+2. The orchestrator calls the methods under its lock, in the order of what happened. An event that breaks a rule
+   (rl/ledger/run_rules.py) means that the run did what it must not: that event and all later ones fail, and so does the run.
+3. `head` goes into each published manifest and each checkpoint. A ledger that lacks such an anchor is refused: it is an older copy.
+
+The keeper is the run's signing key. It signs the manifests that anchor the ledger, so that another key would protect against
+nobody else, and readers who know the run by its key can verify the ledger by it.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import pathlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from inference.rollouts import rollout as rollout_lib
+from rl.ledger import events as ledger_events
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import storage, task_ranges
+
+MAX_COMMIT = 1024  # events
+Recorded = concurrent.futures.Future[int | None]  # the number of the event, once it is durable
+
+
+class RunLedger(contextlib.AbstractContextManager):
+    """The open ledger of a run, created if `path` does not exist. Any thread may call the methods; one process may open it.
+
+    `key` is the run's signing key. Each head in `anchors` ({where it was found: head}) must be in the ledger. Raises ValueError
+    for a bad ledger, one of another key, and one that lacks an anchor. `on_failure` is called once, with the error, if an
+    event cannot be recorded.
+    """
+
+    def __init__(
+        self, path: str | pathlib.Path, key: rollout_lib.WorkerKey, *, anchors: Mapping[str, str] | None = None
+    ):
+        self.on_failure: Callable[[BaseException], Any] = lambda error: None
+        self._key, self._keeper = key, key.worker
+        self._ledger = _opened(pathlib.Path(path), key, anchors or {})
+        self._joined = set(self._ledger.state.workers)
+        self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
+        self._lock = threading.Lock()  # of the two sets
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[tuple[tuple[str, str, dict] | None, Recorded] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_) -> None:
+        """Waits until all events are durable, and closes the file."""
+        self._queue.put(None)
+        self._thread.join()
+        self._ledger.close()
+
+    @property
+    def ejected_workers(self) -> frozenset[str]:
+        """The workers that were ejected, also before a resume: a lease for one of them cannot be recorded."""
+        with self._lock:
+            return frozenset(self._ejected)
+
+    def flush(self) -> None:
+        """Blocks until all earlier events are durable. Raises the error if one of them could not be recorded."""
+        done: Recorded = concurrent.futures.Future()
+        self._queue.put((None, done))
+        done.result()
+
+    def head(self) -> str:
+        """Returns the ledger's head, "SEQ:HASH", after all earlier events are durable. Raises their error as `flush` does."""
+        self.flush()
+        return self._ledger.head
+
+    # Events of the run itself.
+
+    def resumed(self, step: int) -> Recorded:
+        """Records that the run starts or continues after batch `step`: later batches and versions are void, leases are lost."""
+        return self._record("resume", self._keeper, step=step)
+
+    def appointed(self, validators: Sequence[str], quorum: int = 1) -> Recorded:
+        """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group."""
+        return self._record("appoint", self._keeper, validators=sorted(validators), quorum=quorum)
+
+    def verdict(self, signed: Any) -> Recorded:
+        """Records a validator's `SignedVerdict` (rl/protocol/verdict.py)."""
+        return self._record("verdict", self._keeper, **dataclasses.asdict(signed))
+
+    def batch(self, step: int, digest: str, groups: Mapping[int, str]) -> Recorded:
+        """Records that batch `step` trains on `groups`: {group: "verified" or "trusted"}. The learner must wait for the future.
+
+        `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group.
+        """
+        names = {
+            basis: task_ranges.format_tasks((step, group) for group, other in groups.items() if other == basis)
+            for basis in ("verified", "trusted")
+        }
+        return self._record("batch", self._keeper, step=step, digest=digest, **names)
+
+    def published(self, version: int, digest: str, epoch: int = 0) -> Recorded:
+        """Records that policy `version` was published; `digest` is the SHA-256 (hex) of its manifest."""
+        return self._record("publish", self._keeper, version=version, digest=digest, epoch=epoch)
+
+    # Events of one worker, by its public key.
+
+    def joined(self, worker: str, invited: bool = False) -> None:
+        """Records a worker's first lease request, once; `invited` if the config or launcher named the worker's key."""
+        with self._lock:
+            if worker in self._joined:
+                return
+            self._joined.add(worker)
+            self._record("join", worker)
+            if invited:
+                self._record("invite", worker)
+
+    def leased(self, worker: str, split: str, step: int, group: int, version: int) -> Recorded:
+        """Records the lease of a group to a worker that joined. `version` is the policy version that the lease pins, or -1."""
+        return self._record("lease", worker, split=split, step=step, group=group, version=version)
+
+    def submitted(self, worker: str, split: str, step: int, group: int, digest: str) -> Recorded:
+        """Records that a leaseholder handed in the rollouts with this group digest. A worker's receipt must wait for the future."""
+        return self._record("submission", worker, split=split, step=step, group=group, digest=digest)
+
+    def refused(self, worker: str, split: str, step: int, group: int, digest: str, reason: str) -> Recorded:
+        """Records that a submission was refused; after a rejecting verdict on it, earlier work of the worker is not trusted."""
+        return self._record("refusal", worker, split=split, step=step, group=group, digest=digest, reason=reason[:4096])
+
+    def named(self, worker: str, steps: Sequence[int]) -> Recorded:
+        """Records the steps that trained on unverified work of a worker that was caught."""
+        return self._record("naming", worker, steps=sorted(steps))
+
+    def ejected(self, worker: str, reason: str) -> None:
+        """Records, once, that a worker gets no more work in this run."""
+        with self._lock:
+            if worker not in self._ejected:
+                self._ejected.add(worker)
+                self._record("eject", worker, reason=_printable(reason))
+
+    def _record(self, kind: str, node: str, **fields: Any) -> Recorded:
+        recorded: Recorded = concurrent.futures.Future()
+        self._queue.put(((kind, node, fields), recorded))
+        return recorded
+
+    def _write(self) -> None:
+        """Commits what has gathered in the queue, until `__exit__` puts None there."""
+        is_open = True
+        while is_open:
+            items = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(items) < MAX_COMMIT:
+                    items.append(self._queue.get_nowait())
+            is_open = None not in items
+            self._commit([item for item in items if item])
+
+    def _commit(self, items: list[tuple[tuple[str, str, dict] | None, Recorded]]) -> None:
+        entries: list[storage.Entry] = []
+        if not self._failure:
+            signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
+            try:
+                entries, self._failure = self._ledger.append_until_refused(*signed) if signed else ([], None)
+            except (ValueError, OSError) as error:
+                self._failure = error
+            if self._failure:
+                self.on_failure(self._failure)
+        numbers = iter([entry.seq for entry in entries])
+        for item, recorded in items:
+            number = next(numbers, None) if item else None
+            if number is None and self._failure:
+                recorded.set_exception(self._failure)
+            else:
+                recorded.set_result(number)
+
+
+def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str, str]) -> ledger_lib.Ledger:
+    """Opens the ledger, or creates it if nothing shows that the run had one before."""
+    if not path.exists() and not anchors:
+        return ledger_lib.Ledger.create(path, key)
+    if not path.exists():
+        where, head = next(iter(anchors.items()))
+        raise ValueError(
+            f"{where} names entry {head} of the run's ledger, but {path} does not exist; put the ledger back"
+        )
+    ledger = ledger_lib.Ledger(path, key)
+    try:
+        for where, head in anchors.items():
+            ledger.check_contains(head, where)
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def _printable(text: str) -> str:
+    """Returns `text` as the reason of an event: 1 to 1024 printable characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:1024] or "no reason"

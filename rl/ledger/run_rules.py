@@ -1,0 +1,177 @@
+"""The rules of a training run's events: nothing was trained on that was neither verified nor trusted, and nothing twice.
+
+1. A worker joins, leases a group of a step, and hands in its rollouts: the submission names their digest.
+2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
+   the first appointment, the keeper is the only validator.
+3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
+   its worker was invited or has a verified group, was not ejected, and was not caught since it handed in the group. A worker is
+   caught when a group with a rejecting verdict is refused. The batch's digest must be that of its groups' submissions.
+4. Version n of the policy is published after batch n, once per epoch.
+5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
+6. `resume` continues after a checkpoint: batches and versions of later steps are void, and open groups are leased again.
+
+Only training groups have rules; those of evaluations ("held_out") are recorded. Times do not matter here.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+
+from rl.ledger import events, task_ranges
+
+
+@dataclasses.dataclass
+class _Group:
+    """A training group that no batch has taken: its leaseholder, and its submission with the verdicts on it."""
+
+    worker: str
+    digest: str = ""
+    submitted: int = 0  # the number of the submission among all events
+    is_refused: bool = False
+    votes: dict[str, bool] = dataclasses.field(default_factory=dict)  # validator -> accepted
+
+
+def batch_digest(digests: Iterable[str]) -> str:
+    """Returns the digest of a batch: SHA-256 (hex) over the digests of its groups, as bytes, in ascending order of the group."""
+    return hashlib.sha256(b"intellax/batch/1" + b"".join(map(bytes.fromhex, digests))).hexdigest()
+
+
+class RunState:
+    """The state of a run after a sequence of events: the last trained step, open groups, and the trust in each worker."""
+
+    def __init__(self):
+        self.step = 0  # of the last batch, or of the checkpoint that was resumed from
+        self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
+        self.validators: frozenset[str] = frozenset()
+        self.quorum = 1
+        self._has_begun = False
+        self._count = 0  # events so far
+        self._open: dict[int, dict[int, _Group]] = collections.defaultdict(dict)  # step -> group
+        self._invited: set[str] = set()
+        self._earned: set[str] = set()  # workers with a verified group
+        self._ejected: set[str] = set()
+        self._rejected: set[str] = set()  # digests with a rejecting verdict
+        self._caught: dict[str, int] = {}  # worker -> the number of the event
+        self._trusted: dict[str, set[int]] = collections.defaultdict(
+            set
+        )  # worker -> steps trained on unverified groups
+
+    def refusal(self, event: events.Event, keeper: str) -> str | None:
+        """Returns the rule that a run's event would break, or None."""
+        if event.author != keeper:
+            return f"author: {event.kind} must be signed by the keeper"
+        if event.kind not in events.WORKER_KINDS and event.node != keeper:
+            return f"node: of a {event.kind} it must be the keeper"
+        if event.kind in ("lease", "submission") and event.node in self._ejected:
+            return "node: the worker was ejected"
+        fields = event.fields
+        if event.kind in ("lease", "submission") and fields["split"] == "train":
+            if fields["step"] <= self.step:
+                return f"step: batch {fields['step']} was trained on already"
+            group = self._group(fields)
+            if event.kind == "submission" and (group is None or group.worker != event.node):
+                return "group: this worker has no lease on it"
+        if event.kind == "verdict" and fields["run"] != keeper:
+            return "run: the verdict is about another run"
+        if event.kind == "resume" and self._has_begun and fields["step"] > self.step:
+            return f"step: the last batch is {self.step}; entries are missing"
+        if event.kind == "publish":
+            if fields["version"] > self.step:
+                return f"version: batch {fields['version']} was not trained on"
+            if (fields["epoch"], fields["version"]) in self.published:
+                return "version: it was published already in this epoch"
+        if event.kind == "naming" and not self._trusted[event.node].issuperset(fields["steps"]):
+            return "steps: one of them trained on no trusted group of this worker"
+        return self._batch_error(fields) if event.kind == "batch" else None
+
+    def _batch_error(self, fields: dict) -> str | None:
+        step = fields["step"]
+        if step != self.step + 1:
+            return f"step: the batch after {self.step} must be {self.step + 1}"
+        verified, trusted = set(_groups(fields["verified"])), set(_groups(fields["trusted"]))
+        tasks = sorted(verified | trusted)
+        if {task[0] for task in tasks} != {step} or verified & trusted:
+            return f"groups: they must be of step {step}, each named once"
+        found = [self._open.get(step, {}).get(number) for _, number in tasks]
+        for (_, number), group in zip(tasks, found, strict=True):
+            if group is None or not group.digest:
+                return f"group: {number} was not handed in"
+            if group.is_refused:
+                return f"group: {number} was refused"
+            if (step, number) in verified and sum(group.votes.values()) < self.quorum:
+                return (
+                    f"group: {number} has {sum(group.votes.values())} accepting verdicts; the quorum is {self.quorum}"
+                )
+            if (step, number) in trusted and not self.is_trusted(group.worker, group.submitted):
+                return f"group: {number} is of a worker without trust"
+        expected = batch_digest(group.digest for group in found if group)
+        return None if fields["digest"] == expected else f"digest: of these groups it is {expected}"
+
+    def is_trusted(self, worker: str, submitted: int) -> bool:
+        """Returns True if a group that `worker` handed in with event number `submitted` may be trained on without a verdict."""
+        has_trust = worker in self._invited or worker in self._earned
+        return has_trust and worker not in self._ejected and submitted > self._caught.get(worker, -1)
+
+    def trusted_steps(self, worker: str) -> list[int]:
+        """Returns the steps that trained on groups of `worker` without a verdict, in ascending order."""
+        return sorted(self._trusted.get(worker, ()))
+
+    def apply(self, event: events.Event) -> None:
+        """Applies one event to this state in place. `refusal` must have returned None for it."""
+        self._count += 1
+        fields, worker = event.fields, event.node
+        group = self._group(fields) if fields.get("split") == "train" else None
+        if event.kind == "resume":
+            self._resume(fields["step"])
+        elif event.kind == "appoint":
+            self.validators, self.quorum = frozenset(fields["validators"]), fields["quorum"]
+        elif event.kind == "invite":
+            self._invited.add(worker)
+        elif event.kind == "eject":
+            self._ejected.add(worker)
+        elif event.kind == "lease" and fields["split"] == "train":
+            self._open[fields["step"]][fields["group"]] = _Group(worker)
+        elif event.kind == "submission" and group:
+            group.digest, group.submitted, group.is_refused, group.votes = fields["digest"], self._count, False, {}
+        elif event.kind == "verdict":
+            self._vote(fields, group, event.author)
+        elif event.kind == "refusal":
+            if group and group.digest == fields["digest"]:
+                group.is_refused = True
+            if fields["digest"] in self._rejected:
+                self._caught[worker] = self._count
+        elif event.kind == "batch":
+            self._take(fields)
+        elif event.kind == "publish":
+            self.published[fields["epoch"], fields["version"]] = fields["digest"]
+
+    def _group(self, fields: dict) -> _Group | None:
+        return self._open.get(fields["step"], {}).get(fields["group"])
+
+    def _resume(self, step: int) -> None:
+        self._has_begun, self.step = True, step
+        self._open.clear()
+        self.published = {name: digest for name, digest in self.published.items() if name[1] < step}
+        for steps in self._trusted.values():
+            steps.difference_update([late for late in steps if late > step])
+
+    def _vote(self, fields: dict, group: _Group | None, keeper: str) -> None:
+        if fields["validator"] not in (self.validators or {keeper}):
+            return
+        if not fields["accepted"]:
+            self._rejected.add(fields["digest"])
+        if group and group.digest == fields["digest"]:
+            group.votes[fields["validator"]] = fields["accepted"]
+            if sum(group.votes.values()) >= self.quorum:
+                self._earned.add(group.worker)
+
+    def _take(self, fields: dict) -> None:
+        self._has_begun, self.step = True, fields["step"]
+        groups = self._open.pop(self.step)
+        for _, number in _groups(fields["trusted"]):
+            self._trusted[groups[number].worker].add(self.step)
+
+
+def _groups(text: str) -> list[tuple[int, int]]:
+    return task_ranges.parse_tasks(text) if text else []
