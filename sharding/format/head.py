@@ -1,0 +1,326 @@
+"""The signed head of a broadcast: what the publisher's key says is newest, and the check that nobody reads less.
+
+`head.jsonl` lies beside the versions. Each line is one metadata file of TUF (The Update Framework, python-tuf), unchanged, so
+that one read brings all of them:
+
+* roots after the first, in order: each names the keys of all roles, and is signed by the keys of the root before it and by its own;
+* `timestamp`: its expiry, the `epoch`, in `writing` the version that is being written (or null), and the hash of
+* `snapshot`, which has the hash of
+* `targets`: per kept version the epoch, and the length and SHA-256 of its manifest, which are checked before it is parsed.
+
+Who trusts only the run's key gives it all roles, and reads no roots. With a root file, an offline key (or several) names the
+online key, replaces it, and revokes it. Each resume of a run begins an epoch. Versions are ordered by (epoch, version).
+
+`HeadVerifier` keeps a floor: it refuses every head that is older than one it has accepted, and a second manifest of one
+(epoch, version). Everything else of TUF's client workflow is as specified; `tests/sharding/format/test_head.py` compares it with
+`tuf.ngclient`, which is not used because it reads four files, each from a place of its own. Imports no jax.
+"""
+
+# pyright: reportPrivateImportUsage=false
+import dataclasses
+import datetime
+import functools
+import hashlib
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from securesystemslib.signer import CryptoSigner
+from tuf.api import exceptions
+from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
+from tuf.api.serialization.json import JSONSerializer
+
+from sharding.format import journal
+from sharding.format import roots as roots_lib
+from sharding.system import atomic_file
+
+NAME = "head.jsonl"
+MAX_HEAD_BYTES = 2 << 20
+MAX_TIMESTAMP_BYTES = 16 << 10
+
+_require = journal.require
+Signed = TypeVar("Signed", Root, Timestamp, Snapshot, Targets)
+Number = Annotated[int, pydantic.Field(ge=0, le=1 << 48)]
+
+
+class StaleHead(journal.CorruptSource):
+    """Raised for a head that is older than one accepted before. An honest relay may have one for a moment."""
+
+
+class ExpiredHead(journal.CorruptSource):
+    """Raised for a head whose time is over: the publisher has ended without a last head, or the source withholds newer ones."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Entry:
+    """One version that a head lists: its place in the order (epoch, version), and its manifest's length and SHA-256 in hex."""
+
+    epoch: int
+    version: int
+    num_bytes: int
+    sha256: str
+
+    def check(self, data: bytes) -> None:
+        """Raises CorruptSource unless `data` is the listed manifest. Costs one hash: nothing is parsed."""
+        actual = f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
+        stated = f"{self.num_bytes} bytes with SHA-256 {self.sha256}"
+        text = f"the manifest of version {self.version} has {actual}, but the signed head lists {stated}"
+        _require(actual == stated, f"{text}: read it from another source")
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """An accepted head. `data` are its bytes, which mirrors hand on unchanged; `writing` is the version being written, or None.
+
+    `serial` grows with each head of a publisher: the time of its signature in milliseconds. `expires_s` is in seconds of
+    time.time().
+    """
+
+    data: bytes = dataclasses.field(repr=False)
+    serial: int
+    expires_s: float
+    epoch: int
+    writing: int | None
+    versions: dict[int, Entry]
+
+    @property
+    def newest(self) -> Entry | None:
+        """The newest version of the newest epoch, or None while that epoch has none."""
+        return max((entry for entry in self.versions.values() if entry.epoch == self.epoch), default=None)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place of the newest version in the order (epoch, version); the version is -1 while the epoch has none."""
+        return self.epoch, self.newest.version if self.newest else -1
+
+
+class _Custom(pydantic.BaseModel):
+    """The fields of our own in a timestamp, and of a version in targets."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    epoch: Number
+    writing: Number | None = None
+
+
+class HeadVerifier:
+    """Accepts heads and keeps the floor: the newest head accepted so far. May be shared by threads and by sources.
+
+    `trusted` is the hex of the run's ed25519 public key, or the path of a root file (`python -m sharding.broadcast keys`). `floor`
+    is a file that keeps the floor for the next process; relays serve the same file. Raises ValueError for a malformed key or file.
+    """
+
+    def __init__(
+        self,
+        trusted: str | os.PathLike,
+        floor: str | os.PathLike | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.name = str(trusted)
+        self.head: Head | None = None
+        self._root, self.requires_head = roots_lib.trusted(trusted)
+        self._roots: list[bytes] = []  # lines after the trusted one
+        self._manifests: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256, of all heads accepted
+        self._clock, self._floor = clock, None
+        self._lock = threading.RLock()
+        if floor is not None:
+            self._recover(pathlib.Path(floor))
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The hex public keys that may sign heads and manifests now."""
+        role = self._root.roles[Targets.type]
+        return frozenset(self._root.keys[keyid].keyval["public"] for keyid in role.keyids)
+
+    def accept(self, data: bytes, *, expired: bool = False) -> Head:
+        """Returns the head in `data`, the untrusted bytes of a head.jsonl, and raises the floor to it.
+
+        Returns the accepted head unchanged if `data` has the same serial. With `expired`, the time is not compared: for a
+        directory or bucket, whose owner could sign anyway. Raises StaleHead for an older head, ExpiredHead for one whose time
+        is over, and CorruptSource for any other that is not signed by the trusted keys, malformed, or contradicts itself.
+        """
+        with self._lock:
+            if self.head is None or data != self.head.data:
+                try:
+                    self._accept(data)
+                except (exceptions.RepositoryError, ValueError, KeyError, RecursionError) as error:
+                    if isinstance(error, journal.CorruptSource):
+                        raise
+                    cause = f" ({str(error.__cause__)[:200]})" if error.__cause__ else ""
+                    text = f"the head is not one of the trusted key {self.name}: {str(error)[:300]}{cause}"
+                    raise journal.CorruptSource(f"{text}; use the run's own source, or its newer root file") from error
+            assert self.head is not None
+            if not expired:
+                self.check_time(self.head)
+            return self.head
+
+    def check_time(self, head: Head) -> None:
+        """Raises ExpiredHead if the time of `head`, or of the root that it relies on, is over."""
+        for what, until_s in (("head", head.expires_s), ("root", self._root.expires.timestamp())):
+            if self._clock() >= until_s:
+                until = datetime.datetime.fromtimestamp(until_s, datetime.UTC).isoformat(timespec="seconds")
+                text = f"the {what} of key {self.name} has expired at {until}: the source may withhold newer weights"
+                remedy = "use another source, compare the clocks, or let the publisher sign a new one"
+                raise ExpiredHead(f"{text}; {remedy} (python -m sharding.broadcast keys)")
+
+    def check_headless(self, version: int, epoch: int | None, public_key: str | None) -> None:
+        """Raises CorruptSource unless a manifest may be accepted from a source without a head: one of an earlier release."""
+        known = self.head is not None or self.requires_head or epoch is not None
+        _require(
+            not known,
+            f"version {version} comes without the signed head that key {self.name} writes: use another source",
+        )
+        text = f"version {version} is signed by {str(public_key)[:80]}, not by the trusted {self.name}"
+        _require(public_key in self.keys, text)
+
+    def _accept(self, data: bytes) -> None:
+        _require(len(data) <= MAX_HEAD_BYTES, f"the head has {len(data)} bytes: at most {MAX_HEAD_BYTES} are allowed")
+        lines = data.split(b"\n", roots_lib.MAX_ROOTS + 4)
+        text = f"the head has {len(lines) - 1} lines, not 3 to {roots_lib.MAX_ROOTS + 3}, each with its end"
+        _require(4 <= len(lines) <= roots_lib.MAX_ROOTS + 4 and not lines[-1], text)
+        *roots, timestamp_line, snapshot_line, targets_line, _ = lines
+        if self.requires_head:
+            self._follow(roots)
+        text = f"the head's timestamp has {len(timestamp_line)} bytes: at most {MAX_TIMESTAMP_BYTES} are allowed"
+        _require(len(timestamp_line) <= MAX_TIMESTAMP_BYTES, text)
+        timestamp = _load(Timestamp, timestamp_line, self._root)
+        if self.head is not None and timestamp.version == self.head.serial:
+            return
+        timestamp.snapshot_meta.verify_length_and_hashes(snapshot_line)
+        snapshot = _load(Snapshot, snapshot_line, self._root, timestamp.snapshot_meta.version)
+        snapshot.meta["targets.json"].verify_length_and_hashes(targets_line)
+        targets = _load(Targets, targets_line, self._root, snapshot.meta["targets.json"].version)
+        custom = _Custom.model_validate({k: timestamp.unrecognized_fields.get(k) for k in ("epoch", "writing")})
+        until = min(role.expires for role in (timestamp, snapshot, targets))
+        entries = {entry.version: entry for entry in map(_entry, targets.targets.values())}
+        head = Head(data, timestamp.version, until.timestamp(), custom.epoch, custom.writing, entries)
+        self._check_floor(head)
+        self.head = head
+        self._manifests |= {(entry.epoch, entry.version): entry.sha256 for entry in entries.values()}
+        self._save()
+
+    def _follow(self, lines: Iterable[bytes]) -> None:
+        """Takes on the roots in `lines` that follow the current one. Forgets the floor if the keys of the head were replaced.
+
+        Otherwise a stolen key could sign an epoch so high that nothing of the honest keys is ever newer (TUF 5.3.11).
+        """
+        for line in lines:
+            root = roots_lib.parse(line)
+            if root.signed.version <= self._root.version:
+                continue
+            _require(
+                root.signed.version == self._root.version + 1, f"root {self._root.version + 1} is missing in the head"
+            )
+            self._root.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+            root.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+            revoked = set(self._root.roles[Timestamp.type].keyids) - set(root.signed.roles[Timestamp.type].keyids)
+            self._root = root.signed
+            self._roots.append(line)
+            if revoked:
+                self.head = None
+                self._manifests.clear()
+            self._save()
+
+    def _check_floor(self, head: Head) -> None:
+        """Raises StaleHead or CorruptSource if `head` takes back anything that an accepted one has said."""
+        for entry in head.versions.values():
+            known = self._manifests.get((entry.epoch, entry.version), entry.sha256)
+            text = f"two manifests of version {entry.version} of epoch {entry.epoch} are signed: {known} and {entry.sha256}"
+            _require(
+                known == entry.sha256, f"{text}; the publisher's key signs twice: replace it (sharding.broadcast keys)"
+            )
+            text = f"version {entry.version} is of epoch {entry.epoch}, newer than the head's epoch {head.epoch}"
+            _require(entry.epoch <= head.epoch, text)
+        if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
+            texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
+            raise StaleHead("the head says {}, older than {} accepted before: use another source".format(*texts))
+
+    def _save(self) -> None:
+        if self._floor is not None:
+            accepted = self.head.data.splitlines()[-3:] if self.head is not None else []
+            atomic_file.write(self._floor, b"\n".join([*self._roots, *accepted, b""]), durable=True)
+
+    def _recover(self, floor: pathlib.Path) -> None:
+        """Reads the floor of an earlier process."""
+        try:
+            data = floor.read_bytes()
+            if b'"_type":"timestamp"' in data:
+                self.accept(data, expired=True)
+            else:
+                self._follow(data.splitlines())
+        except FileNotFoundError:
+            pass
+        except (ValueError, exceptions.RepositoryError) as error:
+            if not isinstance(
+                error.__cause__, exceptions.UnsignedMetadataError
+            ):  # else it is of another key, or a revoked one
+                text = f"the file of the newest head accepted, {floor}, is damaged ({error})"
+                raise ValueError(f"{text}: delete it, which forgets that head") from error
+        self._floor = floor
+
+
+@functools.cache
+def verifier(trusted: str) -> HeadVerifier:
+    """Returns the verifier that all sources of this process share for the trusted key or root file `trusted`: one floor per key."""
+    return HeadVerifier(trusted)
+
+
+def verifier_of(trusted: "str | os.PathLike | HeadVerifier | None") -> HeadVerifier | None:
+    """Returns `trusted` if it is a verifier or None, else the one that this process shares for that key or root file."""
+    return trusted if isinstance(trusted, HeadVerifier) or trusted is None else verifier(os.fspath(trusted))
+
+
+def sign(
+    key: ed25519.Ed25519PrivateKey,
+    entries: Iterable[Entry],
+    *,
+    serial: int,
+    epoch: int,
+    expires_s: float,
+    writing: int | None = None,
+    roots: Iterable[bytes] = (),
+) -> bytes:
+    """Returns the bytes of a head.jsonl that lists `entries`. `roots` are the lines of a root file after its first."""
+    until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)
+    targets = Targets(version=serial, expires=roots_lib.NEVER)
+    for entry in entries:
+        path = f"{journal.dirname(entry.version)}/manifest.json"
+        extra = {"custom": {"epoch": entry.epoch}}
+        targets.targets[path] = TargetFile(entry.num_bytes, {"sha256": entry.sha256}, path, extra)
+    lines = [_signed(key, targets)]
+    meta = {"targets.json": MetaFile.from_data(serial, lines[0], ["sha256"])}
+    lines.append(_signed(key, Snapshot(version=serial, expires=roots_lib.NEVER, meta=meta)))
+    own = {"epoch": epoch, "writing": writing}
+    newest = MetaFile.from_data(serial, lines[1], ["sha256"])
+    lines.append(_signed(key, Timestamp(serial, expires=until, snapshot_meta=newest, unrecognized_fields=own)))
+    return b"\n".join([*roots, *reversed(lines), b""])
+
+
+def _signed(key: ed25519.Ed25519PrivateKey, role: Signed) -> bytes:
+    metadata = Metadata(role)
+    metadata.sign(CryptoSigner(key))
+    return metadata.to_bytes(JSONSerializer(compact=True))
+
+
+def _load(kind: type[Signed], line: bytes, root: Root, version: int | None = None) -> Signed:
+    """Returns the metadata in `line`. Raises RepositoryError unless it is of `kind`, of `version`, and signed by the root's keys."""
+    loaded = Metadata.from_bytes(line)
+    _require(loaded.signed.type == kind.type, f"the head has {loaded.signed.type[:80]!r} in the place of {kind.type!r}")
+    root.verify_delegate(kind.type, loaded.signed_bytes, loaded.signatures)
+    text = f"the head's {kind.type} is number {loaded.signed.version}, not {version}"
+    _require(version in (None, loaded.signed.version), text)
+    return loaded.signed
+
+
+def _entry(target: Any) -> Entry:
+    folder, _, name = target.path.partition("/")
+    version = journal.parse_dirname(folder)
+    if version is None or name != "manifest.json":
+        raise journal.CorruptSource(f"the head lists {target.path[:200]!r}, not a manifest")
+    text = f"the head lists {target.length} bytes for a manifest: at most {journal.MAX_MANIFEST_BYTES} are allowed"
+    _require(target.length <= journal.MAX_MANIFEST_BYTES, text)
+    return Entry(_Custom.model_validate(target.custom).epoch, version, target.length, target.hashes["sha256"])

@@ -1,0 +1,112 @@
+"""Roots of trust for signed heads: which keys may sign what, in TUF's metadata (python-tuf).
+
+A root names the keys of every role, and how many of them must sign. The roles besides `root` belong to the online key of the run.
+A root file has one root per line, oldest first; each is signed by the keys of the one before and by its own, so that keys are
+replaced and revoked by a new line. Whoever trusts an old line can follow to the newest. Imports no jax.
+"""
+
+# pyright: reportPrivateImportUsage=false
+import datetime
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from securesystemslib.signer import CryptoSigner, SSlibKey
+from tuf.api import exceptions
+from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
+from tuf.api.serialization.json import JSONSerializer
+
+from sharding.format import journal
+
+ONLINE = (Targets.type, Snapshot.type, Timestamp.type)
+MAX_ROOTS = 256
+NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
+
+
+def trusted(name: str | os.PathLike) -> tuple[Root, bool]:
+    """Returns (the root that a trusted key in hex or the path of a root file names, True if heads are required: with a root file)."""
+    if re.fullmatch(r"[0-9a-f]{64}", str(name)):
+        return root_of(str(name)), False
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file; pass the publisher's "
+            "public key, or its root file"
+        )
+    return read(path.read_bytes())[-1].signed, True
+
+
+def parse(line: bytes) -> Metadata[Root]:
+    """Returns the root in one line of a root file or head. Checks no signature. Raises ValueError or RepositoryError."""
+    found = Metadata[Root].from_bytes(line)
+    journal.require(found.signed.type == Root.type, f"a line has {found.signed.type[:80]!r} in the place of a root")
+    return found
+
+
+def root_of(public_key: str) -> Root:
+    """Returns the root of a run without a root file: the key `public_key` (hex) has all roles, and it never expires."""
+    root = Root(version=1, expires=NEVER, consistent_snapshot=False)
+    for role in (Root.type, *ONLINE):
+        root.add_key(_key(public_key), role)
+    return root
+
+
+def read(data: bytes) -> list[Metadata[Root]]:
+    """Returns the roots of a root file, one per line, oldest first, each checked against the one before. Raises ValueError."""
+    try:
+        roots = [parse(line) for line in data.splitlines()]
+        journal.require(0 < len(roots) <= MAX_ROOTS + 1, f"it has {len(roots)} roots, not 1 to {MAX_ROOTS + 1}")
+        for before, root in zip([roots[0], *roots], roots, strict=False):
+            before.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+            root.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+            expected = before.signed.version + (root is not before)
+            journal.require(
+                root.signed.version == expected, f"root {root.signed.version} follows root {before.signed.version}"
+            )
+        return roots
+    except (exceptions.RepositoryError, ValueError) as error:
+        raise ValueError(
+            f"not a root file: {error}; pass one that `python -m sharding.broadcast keys` wrote"
+        ) from error
+
+
+def amend(
+    data: bytes,
+    signers: Sequence[ed25519.Ed25519PrivateKey],
+    *,
+    expires_s: float,
+    online: Sequence[str] = (),
+    root: Sequence[str] = (),
+    threshold: int = 0,
+) -> bytes:
+    """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`.
+
+    `online` and `root` are the hex public keys that have these roles from now on: whoever is left out is revoked. Empty ones,
+    and a `threshold` of 0, stay as they were. The last line may lack signatures, which `sign` adds. Raises ValueError.
+    """
+    before = read(data)[-1].signed if data else Root(version=1, expires=NEVER)
+    until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)
+    new = Root(version=before.version + bool(data), expires=until, consistent_snapshot=False)
+    for role, given in ((Root.type, root), *((name, online) for name in ONLINE)):
+        for key in map(_key, given) if given else (before.keys[keyid] for keyid in before.roles[role].keyids):
+            new.add_key(key, role)
+    new.roles[Root.type].threshold = needed = threshold or before.roles[Root.type].threshold
+    num_keys = len(new.roles[Root.type].keyids)
+    if not 1 <= needed <= num_keys or not new.roles[Targets.type].keyids:
+        raise ValueError(f"{needed} of {num_keys} root keys must sign: give at least that many, and one online key")
+    return sign(data + Metadata(new).to_bytes(JSONSerializer(compact=True)) + b"\n", signers)
+
+
+def sign(data: bytes, signers: Sequence[ed25519.Ed25519PrivateKey]) -> bytes:
+    """Returns the root file `data` with the signatures of `signers` added to its last root."""
+    *lines, last = data.splitlines()
+    metadata = parse(last)
+    for key in signers:
+        metadata.sign(CryptoSigner(key), append=True)
+    return b"\n".join([*lines, metadata.to_bytes(JSONSerializer(compact=True)), b""])
+
+
+def _key(public_key: str) -> SSlibKey:
+    return SSlibKey.from_crypto(ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)))
