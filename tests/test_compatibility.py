@@ -25,6 +25,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
+from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from models import hf, transformer
@@ -39,7 +40,7 @@ from rl.reporting import metrics
 from rl.validator import calibrate
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
-from rl.verification import evidence_log, verifier
+from rl.verification import evidence_log, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -270,7 +271,10 @@ def test_validator_state(judged):
         assert sorted(state.unsettled) == expected["unsettled"] and state.tests() == expected["records"]
         assert state.seen.newest == expected["newest_seen"]
     tolerance, bands = verifier.load_bands(judged / "bands.json")
-    assert dataclasses.asdict(tolerance) == expected["tolerance"] and dataclasses.asdict(bands) == expected["bands"]
+    limits = dict(expected["tolerance"])
+    proofs = toploc.Thresholds(**limits.pop("proofs"))
+    assert tolerance == rules_lib.Tolerance(**limits, proofs=proofs)
+    assert bands == sequential_test.Bands(**expected["bands"])
 
 
 def test_the_validation_service_goes_on(judged, tmp_path):

@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollouts", required=True, help="directory of the files to check")
     add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
     add("--bands", help="JSON file of calibrate (default: the limits of the config, no sequential tests of replays)")
-    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="deployed", help="limits on proofs without --bands")
+    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="paper", help="limits on proofs without --bands")
     add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
     add("--ledger", help="ledger file to write verdicts to")
     add("--key", help="file of the key that keeps the ledger")

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from inference.engine import sampler
+from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
 from rl.verification import replay, seen_set, sequential_test
@@ -152,6 +153,13 @@ def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
     return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
 
 
+def proof_form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if the TOPLOC proofs of a training rollout could be those of some hidden states, or a verdict that rejects."""
+    if not rules.hidden_dim or _group(rollout, rules).split != "train":
+        return OK
+    return _reject_for("toploc", toploc.malformed(rollout.proofs, int(rollout.sampled_mask.sum()), rules.hidden_dim))
+
+
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if sampling noise can draw even the token with the smallest claimed log-probability, or a verdict that rejects."""
     least = float(rollout.logprobs.min())
@@ -191,7 +199,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 AT_LEASE = (task, limits, version_window, experts_named)
-WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, prompt)
+WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
 
 
 def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:

@@ -17,11 +17,11 @@ class Tolerance:
     margin: float  # nats by which the noised logit of a claimed token may be below the largest
     max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`
     logprob: float  # nats between claimed and replayed log-probability
-    proofs: toploc.Thresholds = toploc.DEPLOYED
+    proofs: toploc.Thresholds = toploc.PAPER
     routing: float = 0.02  # nats by which a claimed expert's router logit may be below the best one left out
 
     @classmethod
-    def of(cls, trust, proofs: toploc.Thresholds = toploc.DEPLOYED) -> "Tolerance":
+    def of(cls, trust, proofs: toploc.Thresholds = toploc.PAPER) -> "Tolerance":
         """Returns the tolerance set in `trust` (the config section of that name), with these limits on TOPLOC proofs."""
         return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
 
@@ -48,6 +48,7 @@ class Rules:
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
+    hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
     router_replay: bool = False  # training rollouts must name the experts that ran
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
@@ -70,6 +71,7 @@ class Rules:
             groups=groups,
             filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
             tolerance=Tolerance.of(config.trust),
+            hidden_dim=config.model.model_dim,
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
             router_replay=config.train.router_replay,
         )

@@ -289,10 +289,10 @@ def test_statistics_of_a_hand_made_comparison():
     own = np.array([[bits(0, 100, 10), bits(1, 101, 20), bits(0, 102, 30), bits(1, 103, 40)]], np.uint32)
     claimed = np.array([[bits(0, 100, 13), bits(0, 101, 20), bits(0, 99, 127), bits(1, 103, 35)]], np.uint32)
     loose = toploc.Thresholds(exp_mismatches=32, mantissa_mean=8 / 3, mantissa_median=3, sign_mismatches=32)
-    (result,) = toploc._compare(claimed, own, loose)  # |3|, |0|, -, |5|
+    (result,) = toploc._compare(claimed, own, [loose])  # |3|, |0|, -, |5|
     assert result == toploc.ProofResult(True, "ok", 1, pytest.approx(8 / 3), 3, 1)
     claimed[0, 1] = bits(0, 90, 20)  # |3| and |5| are left: the reference takes the upper median
-    (result,) = toploc._compare(claimed, own, toploc.DEPLOYED)
+    (result,) = toploc._compare(claimed, own, [toploc.DEPLOYED])
     assert result == toploc.ProofResult(False, "exponent", 2, 4, 5, 0)
     for field, tighter, reason in [
         ("exp_mismatches", 63, "exponent"),
@@ -300,9 +300,9 @@ def test_statistics_of_a_hand_made_comparison():
         ("mantissa_median", 4, "mantissa"),
     ]:
         bounds = toploc.Thresholds(64, 4, 5, 0)
-        assert toploc._compare(claimed, own, bounds)[0].accepted
+        assert toploc._compare(claimed, own, [bounds])[0].accepted
         bounds = dataclasses.replace(bounds, **{field: tighter})
-        assert toploc._compare(claimed, own, bounds)[0].reason == reason
+        assert toploc._compare(claimed, own, [bounds])[0].reason == reason
 
 
 def test_forgery_passes_the_reference_rule_and_is_refused_here():
@@ -318,7 +318,7 @@ def test_forgery_passes_the_reference_rule_and_is_refused_here():
         assert verify_one(sequence, forged).reason == "low_entropy"
         # A second line: the signs give it away even if it were dressed up.
         claimed = np.full((1, 128), 0x4038, np.uint32)
-        (result,) = toploc._compare(claimed, bits[None].astype(np.uint32), toploc.DEPLOYED)
+        (result,) = toploc._compare(claimed, bits[None].astype(np.uint32), [toploc.DEPLOYED])
         assert result.reason == "sign" and result.sign_mismatches > 30
 
 
@@ -326,6 +326,47 @@ def test_nearly_constant_polynomials_are_refused():
     sequence = normal((32, 64))
     for coefficients in ([0] * 128, [5] * 128, [7, 9] * 64, list(range(1, 96)) + [0] * 33):
         assert verify_one(sequence, struct.pack(">129H", P, *coefficients)).reason == "low_entropy"
+        assert toploc.malformed(struct.pack(">129H", P, *coefficients), 32, 64).startswith("low_entropy: proof 0")
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 32), (31, 64), (32, 64), (70, 16), (96, 2100)])
+def test_the_form_of_proofs_is_judged_without_hidden_states(rows, dim):
+    """Whole chunks and a rest: honest proofs pass, and what no chunk can give is refused with the first proof concerned."""
+    proofs = proofs_lib.build(normal((rows, dim), rows))
+    assert toploc.malformed(b"".join(proofs), rows, dim) is None
+    for n, proof in enumerate(proofs):
+        for forged, said in (
+            (bytes(len(proof)), f"modulus: proof {n} "),
+            (proof[:2] + b"\xff\xff" + proof[4:], f"coefficient: proof {n} "),
+            (proof[:2] + bytes(len(proof) - 2), f"low_entropy: proof {n} "),
+            (proof[:-1], "length: "),
+        ):
+            assert toploc.malformed(b"".join([*proofs[:n], forged, *proofs[n + 1 :]]), rows, dim).startswith(said)
+    folded = struct.pack(">H", 40000) + proofs[0][2:]  # a smaller modulus is honest where the indices exceed p only
+    refused = toploc.malformed(b"".join([folded, *proofs[1:]]), rows, dim)
+    assert refused is None if min(rows, 32) * dim > P else refused.startswith("modulus: proof 0 ")
+
+
+@pytest.mark.parametrize("dim", [256, 1024])
+def test_massive_channels_pass_for_one_another_at_no_threshold(dim):
+    """Four channels hold the 128 largest values, as in real models; their places and means need no forward pass of this text."""
+    rng = np.random.default_rng(dim)
+    mean_4 = np.array([60, -45, 90, -70.0])
+    columns, passed = rng.choice(dim, 4, replace=False), {"toploc": 0, "deployed": 0, "paper": 0, "honest": 0}
+    places = np.add.outer(np.arange(32) * dim, np.sort(columns)).reshape(-1)
+    guess = np.tile(mean_4[np.argsort(columns)], 32).astype(jnp.bfloat16).view(np.uint16)
+    (forged,) = toploc.encode([(places, guess)])
+    assert toploc.malformed(forged, 32, dim) is None  # of full entropy
+    for _ in range(40):
+        sequence = rng.standard_normal((32, dim))
+        sequence[:, columns] = mean_4 * (1 + 0.15 * rng.standard_normal((32, 4)))
+        sequence = sequence.astype(jnp.bfloat16)
+        published = dataclasses.replace(toploc.DEPLOYED, spread=0)
+        for name, limits in (("toploc", published), ("deployed", toploc.DEPLOYED), ("paper", toploc.PAPER)):
+            passed[name] += verify_one(sequence, forged, thresholds=limits).accepted
+        honest = proofs_lib.build(sequence)[0]
+        passed["honest"] += verify_one(sequence, honest, thresholds=toploc.DEPLOYED).accepted
+    assert passed == {"toploc": 40, "deployed": 0, "paper": 0, "honest": 40}
 
 
 def test_constant_and_non_finite_activations_are_refused():

@@ -157,7 +157,7 @@ def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
     monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
     shas = [
         put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
-        put(service, "a-1.parquet", doubles.CHEATS["constant_proof"](doubles.Double(3, prompts=2))[8:]),
+        put(service, "a-1.parquet", doubles.CHEATS["copied_proof"](doubles.Double(3, prompts=2))[8:]),
     ]
     status = ask(service, "a-0.parquet", shas, group=True)
     assert status.checked and status.reasons[0].startswith("signature") and status.reasons[1].startswith("toploc")

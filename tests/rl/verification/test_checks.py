@@ -191,6 +191,16 @@ def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
     assert status.is_offense(str(verdict)) == ("recomputed" in str(verdict) or verdict.accepted)
 
 
+def test_proofs_without_a_form_are_refused_without_a_replay():
+    """258 bytes of zeros pass no screen; evaluations have no proofs."""
+    rules = dataclasses.replace(RULES, hidden_dim=64, newest=2)
+    honest = b"".join(proofs_lib.build(scored().hidden_ND))
+    for proofs, said in ((honest, "ok"), (bytes(258), "toploc: modulus: proof 0 "), (b"", "toploc: length: 0 bytes")):
+        assert str(checks.first_failure(checks.WITHOUT_WEIGHTS, make(proofs=proofs), rules)).startswith(said)
+    held_out = dataclasses.replace(groups(3)[0], split="held_out")
+    assert checks.proof_form(make(), rules.at_lease(held_out, newest=2)).accepted
+
+
 def test_a_version_must_be_out():
     assert str(cheap(make(), newest=1)) == "versions: 2 is newer than 1, the newest that step 3 can have seen"
     assert cheap(make(), newest=7).accepted
