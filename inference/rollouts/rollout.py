@@ -24,6 +24,8 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from sharding.system import atomic_file
+
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
@@ -110,20 +112,23 @@ class WorkerKey:
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            raise ValueError(
-                f"worker key {path} is not an unencrypted PEM private key ({error}); name another file"
-            ) from error
+            found = (
+                f"worker key {path} is not an unencrypted PEM private key ({error if data.strip() else 'it is empty'})"
+            )
+            raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
             kind = type(private).__name__
             raise ValueError(f"worker key {path} is a {kind}, but a worker key is ed25519; name another file")
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the private key to a PKCS8 PEM file that only the owner can read. Raises FileExistsError if `path` exists."""
+        """Writes the private key to a PKCS8 PEM file that only the owner can read, completely or not at all.
+
+        Raises FileExistsError if `path` exists.
+        """
         how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(self.private.private_bytes(*how))
+        atomic_file.write(path, self.private.private_bytes(*how), secret=True)
 
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:

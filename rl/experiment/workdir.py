@@ -80,11 +80,7 @@ def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:
     """Returns the run's secret, which decides the groups to replay; generated at first use and kept in the work directory."""
-    file = workdir / "secret.key"
-    if not file.exists():
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(os.urandom(32))
-    return file.read_bytes() + str(seed).encode()
+    return atomic_file.secret_key(workdir / "secret.key") + str(seed).encode()
 
 
 def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
@@ -105,8 +101,8 @@ def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
     """Returns the path of a local worker's private key, which the worker generates; moves an older run's key out of `logs/`."""
     file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    if old.exists() and not file.exists():
-        old.rename(file)
+    if old.exists():
+        old.rename(file.with_suffix(".old.key") if file.exists() else file)
     return file
 
 
@@ -123,10 +119,13 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     """Saves the resolved config. Raises ValueError if the run has taken a step with another config, or `path` is not a run's."""
     file, steps = path / "config.json", path / "metrics.jsonl"
+    leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
     if file.exists() and steps.exists() and steps.stat().st_size:
         _check_same(path, experiment)
-    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in path.iterdir()):
+    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in {*path.iterdir()} - {*leftovers}):
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
+    for leftover in leftovers:
+        leftover.unlink()
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name] if spec else [sys.argv[0]]
     versions = {"python": platform.python_version()} | {x: metadata.version(x) for x in ("jax", "jaxlib", "optax")}

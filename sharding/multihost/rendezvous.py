@@ -7,7 +7,6 @@
 """
 
 import hmac
-import os
 import pathlib
 import secrets
 import socket
@@ -16,6 +15,7 @@ import time
 import jax
 
 from sharding.multihost import transport
+from sharding.system import atomic_file
 
 KEY_S = 20.0  # a network disk may show a new file late
 
@@ -91,13 +91,7 @@ def make_key(workdir: pathlib.Path) -> bytes:
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"workdir {workdir} is a file; give a directory")
     workdir.mkdir(parents=True, exist_ok=True)
-    file = workdir / ".hosts"
-    if not file.exists():
-        temporary = workdir / ".hosts.tmp"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
-            stream.write(secrets.token_bytes(32))
-        temporary.rename(file)
-    return file.read_bytes()
+    return atomic_file.secret_key(workdir / ".hosts")
 
 
 def _wait_for_key(workdir: pathlib.Path) -> bytes:
@@ -105,7 +99,7 @@ def _wait_for_key(workdir: pathlib.Path) -> bytes:
     file, deadline_s = workdir / ".hosts", time.monotonic() + KEY_S
     while not file.exists() and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    return file.read_bytes() if file.exists() else b""
+    return atomic_file.secret_key(file) if file.exists() else b""
 
 
 def _proof(key: bytes, nonce: str) -> str:

@@ -58,6 +58,18 @@ def replacing(path: str | os.PathLike, *, exclusive: bool = False) -> Iterator[p
         temporary.unlink(missing_ok=True)
 
 
+def secret_key(path: pathlib.Path, num_bytes: int = 32) -> bytes:
+    """Returns the random key in the file `path`, generated if it does not exist. Raises ValueError for a file of another size."""
+    if not path.exists():
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            write(path, os.urandom(num_bytes), secret=True)
+    key = path.read_bytes()
+    if len(key) != num_bytes:
+        found = f"key file {path} has {len(key)} bytes, but the key has {num_bytes}"
+        raise ValueError(f"{found}; put the file back from a backup, or use another directory")
+    return key
+
+
 def read_json(path: pathlib.Path, kind: type[Kind]) -> Kind:
     """Returns the dict or list in a JSON file, or an empty one if the file does not exist. Raises ValueError for other contents."""
     try:

@@ -420,10 +420,10 @@ def test_key_file(tmp_path):
     assert "private" not in repr(key).lower().replace("workerkey", "")
     with pytest.raises(FileExistsError):
         KEY.save(path)
-    for content in (b"", b"not a key", path.read_bytes()[:60]):
+    for content, reason in ((b"", "it is empty"), (b"not a key", ""), (path.read_bytes()[:60], "")):
         bad = tmp_path / "bad.pem"
         bad.write_bytes(content)
-        with pytest.raises(ValueError, match="is not an unencrypted PEM private key"):
+        with pytest.raises(ValueError, match=rf"is not an unencrypted PEM private key \({reason}.*put this one back"):
             rollout_lib.WorkerKey.load(bad)
     foreign = x25519.X25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -70,6 +70,34 @@ def test_the_old_file_stays_when_the_disk_fails(tmp_path, monkeypatch, shortenin
     assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["a.json"]
 
 
+@pytest.mark.parametrize("failing", ["write", "fsync", "link", None])
+def test_a_key_is_whole_or_absent_and_its_owners_alone(tmp_path, monkeypatch, shortening, failing):
+    path = tmp_path / "secret.key"
+    with monkeypatch.context() as patch:
+        if failing == "write":
+            shortening(2)
+        elif failing:
+            patch.setattr(os, failing, full)
+        if failing:
+            with pytest.raises(OSError, match="No space"):
+                atomic_file.secret_key(path)
+            assert os.listdir(tmp_path) == []
+            return
+    key = atomic_file.secret_key(path)
+    assert len(key) == 32 and atomic_file.secret_key(path) == key and path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        atomic_file.write(path, b"another", secret=True)
+    assert path.read_bytes() == key and os.listdir(tmp_path) == ["secret.key"]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(31), bytes(33)])
+def test_a_key_of_another_size_is_refused(tmp_path, content):
+    (tmp_path / "secret.key").write_bytes(content)
+    with pytest.raises(ValueError, match=f"secret.key has {len(content)} bytes, but the key has 32; put the file back"):
+        atomic_file.secret_key(tmp_path / "secret.key")
+    assert (tmp_path / "secret.key").read_bytes() == content
+
+
 def test_the_leftover_of_a_kill_is_found_and_is_not_an_object(tmp_path):
     code = "import os, signal, sys; from sharding.system import atomic_file; os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", f"{code}; atomic_file.write(sys.argv[1], b'half')", tmp_path / "c.0"])

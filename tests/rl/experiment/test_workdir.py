@@ -1,0 +1,39 @@
+"""The keys of a working directory: generated whole, refused when cut off, and never among the logs."""
+
+import pytest
+
+from configs import quickstart
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
+
+
+@pytest.mark.parametrize("content", [b"", b"short"])
+def test_a_cut_off_secret_is_refused(tmp_path, content):
+    """An empty one was taken, and /run publishes the seed: everyone knew which groups are replayed."""
+    assert run_directory.secret(tmp_path, 17) == run_directory.secret(tmp_path, 17)
+    assert run_directory.secret(tmp_path, 17).endswith(b"17") and len(run_directory.secret(tmp_path, 17)) == 34
+    (tmp_path / "secret.key").write_bytes(content)
+    with pytest.raises(ValueError, match=f"secret.key has {len(content)} bytes"):
+        run_directory.secret(tmp_path, 17)
+    (tmp_path / "weights.key").write_bytes(content)
+    with pytest.raises(ValueError, match="weights.key is not an unencrypted PEM private key"):
+        run_directory.signing_key(tmp_path)
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_a_workers_key_leaves_the_logs(tmp_path, has_new):
+    old, new = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+    old.save(tmp_path / "logs" / "worker0.key")
+    if has_new:
+        new.save(tmp_path / "keys" / "worker0.key")
+    file = run_directory.worker_key_file(tmp_path, "worker0")
+    assert rollout_lib.WorkerKey.load(file).worker == (new if has_new else old).worker
+    assert not list((tmp_path / "logs").iterdir()) and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_kill_while_a_key_is_written_leaves_a_directory_that_is_taken(tmp_path):
+    exp = experiment.resolve(quickstart.get_config())
+    (tmp_path / ".hosts.0123456789abcdef.tmp").write_bytes(b"half")
+    with run_directory.open_workdir(tmp_path, exp):
+        assert not list(tmp_path.glob("*.tmp")) and (tmp_path / "config.json").exists()
