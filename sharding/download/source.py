@@ -39,6 +39,23 @@ def open(
     Raises:
       ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
     """
+    sources = _checked(source, trusted_key)
+    if sources[0].startswith(("http://", "https://")):
+        return relays.Relays(sources, trusted_key, options)
+    if "://" not in sources[0]:
+        return Directory(sources[0], trusted_key)
+    return Bucket(sources[0], trusted_key)
+
+
+def open_each(
+    sources: Sequence[str], *, trusted_key: str | None = None, options: range_get.Options | None = None
+) -> dict[str, "Source"]:
+    """Returns an open source for each of `sources`, by its name; arguments and errors are those of `open`."""
+    return {s: open(s, trusted_key=trusted_key, options=options) for s in _checked(sources, trusted_key)}
+
+
+def _checked(source: str | os.PathLike | Sequence[str], trusted_key: str | None) -> list[str]:
+    """Returns the different sources as texts. Raises ValueError unless they are relays, or one directory or bucket."""
     if trusted_key is not None and not re.fullmatch(r"[0-9a-f]{64}", trusted_key):
         raise ValueError(
             f"the trusted key {trusted_key!r} is not 64 lowercase hex digits; pass the publisher's public key"
@@ -47,15 +64,11 @@ def open(
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
     schemes = {s.partition("://")[0] if "://" in s else "" for s in sources}
-    if schemes <= {"http", "https"}:
-        return relays.Relays(sources, trusted_key, options)
-    if len(sources) > 1:
+    if not schemes <= {"http", "https"} and len(sources) > 1:
         raise ValueError(f"sources {sources} are not all relays: pass one source, or several http(s) URLs of relays")
-    if schemes == {""}:
-        return Directory(sources[0], trusted_key)
-    if schemes <= {"gs", "s3", "file", "memory"}:
-        return Bucket(sources[0], trusted_key)
-    raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
+    if not schemes <= {"", "http", "https", "gs", "s3", "file", "memory"}:
+        raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
+    return sources
 
 
 def read(source: "Source", version: int, entry: journal.Object) -> bytearray:

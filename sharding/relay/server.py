@@ -65,15 +65,15 @@ class Relay:
             raise ValueError(f"keep = {keep} must be at least 1; raise it")
         if self.url in upstream:
             raise ValueError(f"upstream {self.url} is this relay itself; give the URL of another one")
-        opened = source.open(upstream, trusted_key=trusted_key, options=options)
-        is_directory = isinstance(opened, source.Directory)
+        sources = source.open_each(upstream, trusted_key=trusted_key, options=options)
+        is_directory = any(isinstance(opened, source.Directory) for opened in sources.values())
         if directory is None and not is_directory:
             raise ValueError(f"upstream {upstream} is not a directory and cannot be served in place; give --dir")
         if directory is not None and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
         root = upstream[0] if directory is None else directory
         self.store = store_lib.Store(root, in_place=directory is None, max_bytes=max_bytes)
-        self.mirror = mirror_lib.Mirror(self.store, opened, keep, trusted_key)
+        self.mirror = mirror_lib.Mirror(self.store, sources, keep, trusted_key)
         self.counters = collections.Counter()
         self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())
         self._lock = threading.RLock()  # reentrant: a signal handler may call `stop` at any point
@@ -177,8 +177,8 @@ class Relay:
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":
-            status = "recovering" if self.store.is_recovering else "ok"
-            mirror = {"upstream": self.mirror.is_upstream_alive, "error": self.mirror.last_error}
+            mirror = self.mirror.health()
+            status = "failing" if mirror["since"] else "recovering" if self.store.is_recovering else "ok"
             body = json.dumps({"status": status, "complete": self.store.complete()} | mirror).encode()
         elif number is not None and name == "manifest.json":
             body = self.store.manifest(number)
@@ -236,9 +236,11 @@ class Relay:
             "upstream_alive": int(self.mirror.is_upstream_alive),
         }
         rows = [(name, "gauge", {"": value}) for name, value in gauges.items()]
-        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self.mirror.counters))):
+        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self.mirror.log.counters))):
             rows.append((name, "counter", {f'{{what="{key}"}}': value for key, value in sorted(counts.items())}))
-        relays = self.mirror.upstream.stats().get("relays", {})
+        relays = {}
+        for upstream in self.mirror.upstreams:
+            relays |= upstream.source.stats().get("relays", {})
         labels = {url: f"{{url={json.dumps(url, ensure_ascii=False)}}}" for url in relays}  # quoted as Prometheus does
         for field in ("success", "bytes_per_s", "num_failures", "num_lies"):
             values = {labels[url]: stats[field] or 0 for url, stats in relays.items()}

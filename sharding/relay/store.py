@@ -33,6 +33,7 @@ class Version:
     log: list[journal.Object] = dataclasses.field(default_factory=list)
     manifest: bytes | None = None
     base: int | None = None
+    is_removed: bool = False
 
 
 class Store:
@@ -50,7 +51,7 @@ class Store:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # notified when a version is added, completed or removed
         self.num_bytes = 0  # of all exposed objects and manifests
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._reserved_bytes = 0  # of objects being written now
         self._tag = secrets.token_hex(8)  # another one after each change of the versions
         self._closed = False
@@ -157,6 +158,7 @@ class Store:
             version = self.versions.pop(number, None)
             if version is None:
                 return
+            version.is_removed = True
             self.num_bytes -= sum(o.size for o in version.objects.values()) + len(version.manifest or b"")
             self._changed()
             version.grown.notify_all()
@@ -171,8 +173,8 @@ class Store:
         """Writes a file that appears complete or not at all. Raises OSError if `max_bytes` would be exceeded."""
         with self.lock:
             used = self.num_bytes + self._reserved_bytes
-            if self._max_bytes is not None and used + len(data) > self._max_bytes:
-                most = f"{len(data)} bytes more would exceed --max_bytes {self._max_bytes}"
+            if self.max_bytes is not None and used + len(data) > self.max_bytes:
+                most = f"{len(data)} bytes more would exceed --max_bytes {self.max_bytes}"
                 raise OSError(errno.EDQUOT, f"object {name} is not stored: {most}; raise it, or lower --keep")
             self._reserved_bytes += len(data)
         try:
@@ -195,6 +197,10 @@ class Store:
 
     def _expose(self, version: Version, entry: journal.Object, write: bool = False) -> None:
         with self.lock:
+            if version.is_removed:
+                raise FileNotFoundError(
+                    f"{version.directory} was removed while object {entry.path} came: it is not needed"
+                )
             if write:
                 _append(version.directory / "objects.jsonl", _line(entry))
             replaced = version.objects.get(entry.path)

@@ -134,7 +134,7 @@ def test_a_number_published_again_with_other_weights_replaces_the_old(pub, tmp_p
         expected = proxy.contents(11)["tensors/t4/c.0"]
         proxy.wait_until(lambda: get(relay, "/v00000001/tensors/t4/c.0")[1] == expected)
         proxy.wait_until(lambda: relay.store.is_complete(1))
-        assert relay.mirror.counters["replaced_versions"] == 1
+        assert relay.mirror.log.counters["replaced_versions"] == 1
 
 
 def test_the_disk_is_bounded_and_bases_stay(pub, tmp_path):
@@ -167,9 +167,9 @@ def test_a_full_disk_deletes_old_versions_and_never_the_newest(pub, tmp_path):
         for number in range(4):
             proxy.publish(pub, number, proxy.contents(number))
             proxy.wait_until(lambda number=number: relay.store.is_complete(number))
-        assert relay.store.num_bytes <= 2.5 * size and relay.mirror.counters["evicted_for_room"] >= 2
+        assert relay.store.num_bytes <= 2.5 * size and relay.mirror.log.counters["evicted_for_room"] >= 2
         proxy.publish(pub, 4, proxy.contents(4, (3 * size,)))  # cannot fit at all
-        proxy.wait_until(lambda: relay.mirror.counters["failed_objects"] >= 2)
+        proxy.wait_until(lambda: relay.mirror.log.counters["failed_objects"] >= 2)
         assert relay.store.is_complete(3) and not relay.store.is_complete(4)
         assert not (tmp_path / "a" / "v00000004" / "manifest.json").exists()
         proxy.publish(pub, 5, proxy.contents(5))
@@ -187,8 +187,8 @@ def test_a_full_disk_deletes_no_base_of_the_newest(pub, tmp_path):
         proxy.publish(pub, 1, proxy.deltas(1), base=0)
         proxy.wait_until(proxy.holds(relay, 0, 1))
         proxy.publish(pub, 2, proxy.deltas(2), base=1)  # does not fit, and needs both
-        proxy.wait_until(lambda: relay.mirror.counters["failed_objects"] >= 2)
-        assert relay.store.complete() == [0, 1] and relay.mirror.counters["evicted_for_room"] == 0
+        proxy.wait_until(lambda: relay.mirror.log.counters["failed_objects"] >= 2)
+        assert relay.store.complete() == [0, 1] and relay.mirror.log.counters["evicted_for_room"] == 0
 
 
 def test_a_relay_outlives_its_upstream(pub, tmp_path):
@@ -205,7 +205,7 @@ def test_a_relay_outlives_its_upstream(pub, tmp_path):
             proxy.publish(pub, 0, proxy.contents(7))
             proxy.publish(pub, 1, proxy.deltas(1), base=0)
             with proxy.running(pub, port=port, options=FAST):
-                proxy.wait_until(lambda: relay.mirror.counters["replaced_versions"] == 1)
+                proxy.wait_until(lambda: relay.mirror.log.counters["replaced_versions"] == 1)
                 proxy.wait_until(proxy.holds(relay, 0, 1))
             assert get(relay, "/v00000000/tensors/t4/c.0")[1] == proxy.contents(7)["tensors/t4/c.0"]
 
@@ -228,7 +228,7 @@ def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
     with proxy.running(pub) as origin:
         with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED, options=FAST) as relay:
             proxy.wait_until(proxy.holds(relay, 0, 2), timeout_s=20)
-            assert "signed by" in relay.mirror.last_error
+            assert "signed by" in relay.mirror.log.last
             assert not (tmp_path / "a" / "v00000001").exists()
 
 
@@ -307,7 +307,7 @@ def test_rot_in_a_complete_version_is_found_at_the_start(pub, tmp_path):
         with proxy.running(origin.url, tmp_path / "a", options=FAST) as relay:
             proxy.wait_until(proxy.holds(relay, 0))
             assert get(relay, "/v00000000/tensors/t4/c.0")[1] == objects["tensors/t4/c.0"]
-            assert relay.mirror.counters["objects"] == 1
+            assert relay.mirror.log.counters["objects"] == 1
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------

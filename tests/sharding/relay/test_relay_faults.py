@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import threading
 import time
-import types
 import urllib.error
 import urllib.request
 
@@ -19,7 +18,7 @@ import pytest
 
 from sharding.download import range_get, source
 from sharding.format import journal
-from sharding.relay import mirror, store
+from sharding.relay import error_log, upstream
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -128,8 +127,8 @@ def test_a_relay_killed_and_restarted_at_the_same_port(tmp_path):
 def test_a_relay_before_its_first_pass_answers_503(tmp_path, monkeypatch):
     """A 404 would mean that the version was deleted, and a client of this relay alone would believe it."""
     proxy.publish(tmp_path, 0, proxy.contents(0))
-    looked, look = threading.Event(), mirror.Mirror._pass
-    monkeypatch.setattr(mirror.Mirror, "_pass", lambda self, listing: looked.wait(20) and look(self, listing))
+    looked, look = threading.Event(), upstream.Upstream._step
+    monkeypatch.setattr(upstream.Upstream, "_step", lambda self: looked.wait(20) and look(self))
     with proxy.running(tmp_path) as relay:
         url = f"{relay.url}/v00000000/manifest.json"
         with pytest.raises(urllib.error.HTTPError, match="503") as refused:
@@ -240,7 +239,7 @@ def test_a_relay_on_a_full_tmpfs(origin, tmp_path):
                     proxy.wait_until(lambda number=number: relay.store.is_complete(number), timeout_s=5)
                 assert_whole(disk / "a", proxy.contents)
                 assert check(relay.url, proxy.contents) in range(3)
-            assert any(name.startswith("errors_OSError") for name in relay.mirror.counters)
+            assert any(name.startswith("errors_OSError") for name in relay.mirror.log.counters)
     finally:
         subprocess.run(["umount", "-l", disk], check=False)
 
@@ -331,13 +330,15 @@ def _schedule(seed, directory):
             time.sleep(0.2)
 
 
-def test_one_kind_of_error_is_printed_once(tmp_path, capsys):
-    """A full disk fails every object of every version, in every pass."""
-    upstream = types.SimpleNamespace(listing=lambda *args: time.sleep(0.1) or journal.Listing(), close=lambda: None)
-    copier = mirror.Mirror(store.Store(tmp_path), upstream, 5)
+def test_a_source_of_errors_has_one_line_a_minute(capsys, monkeypatch):
+    """A full disk fails every object of every version, in every pass, and a liar chooses what its errors say."""
+    log = error_log.ErrorLog()
     for n in range(50):
-        copier._note(OSError(28, f"object {n} does not fit"))
-    copier._note(ValueError("another"))
-    assert capsys.readouterr().err.splitlines() == ["relay: [Errno 28] object 0 does not fit", "relay: another"]
-    assert copier.counters["errors_OSError"] == 50
-    copier.stop()
+        log.note("http://a", OSError(28, f"object {n} does not fit"))
+    log.note("http://b", ValueError("x" * 100_000))
+    monkeypatch.setattr(error_log, "MINUTE_S", 0.0)
+    log.note("http://a", ValueError("two\nlines"))
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "relay: http://a: [Errno 28] object 0 does not fit" and len(second) < 600
+    assert third == "relay: http://a: two lines (and 49 errors in between)"
+    assert log.counters["errors_OSError"] == 50

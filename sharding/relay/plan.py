@@ -1,0 +1,158 @@
+"""Decides which versions a relay keeps, from what each upstream has proven to have. An upstream alone cannot displace the others' versions.
+
+With a trusted key every proven version is the publisher's: the newest `keep` are kept, with the bases they need. Without a key an
+upstream may invent versions, so each has places and a share of the disk of its own. What no manifest lists is deleted first.
+"""
+
+import dataclasses
+import shutil
+import sys
+import threading
+from collections.abc import Iterable
+
+from sharding.format import manifest as manifest_lib
+from sharding.relay import error_log
+from sharding.relay import store as store_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One version that an upstream has: its manifest, which the upstream delivered, as bytes and parsed."""
+
+    data: bytes
+    manifest: manifest_lib.Manifest
+
+
+class Plan:
+    """The versions that the upstreams of a relay have proven, and those that its store therefore keeps. Thread-safe.
+
+    `keep` newest versions are kept; `is_signed` says that all manifests have the publisher's signature.
+    """
+
+    def __init__(
+        self, store: store_lib.Store, log: error_log.ErrorLog, upstreams: Iterable[str], keep: int, is_signed: bool
+    ):
+        self.lock = threading.RLock()
+        self._store, self._log = store, log
+        self._keep = sys.maxsize if store.in_place else keep  # in place the publisher decides
+        self._claims: dict[str, dict[int, Claim] | None] = dict.fromkeys(upstreams)  # None until the first answer
+        self._followed: dict[str, int | None] = {}
+        self._taken: set[tuple[int, str]] = set()  # objects that are downloaded now: version, path
+        self.is_single = len(self._claims) == 1
+        self._shares = not is_signed and not self.is_single
+
+    @property
+    def keep(self) -> int:
+        """The number of newest versions to keep."""
+        return self._keep
+
+    def update(self, upstream: str, claims: dict[int, Claim], followed: int | None) -> None:
+        """Takes what `upstream` has proven, and the version it is publishing, as the new state; deletes versions no longer needed.
+
+        A version whose manifest has changed at every upstream that has it was published again: the copy is deleted.
+        """
+        with self.lock:
+            self._claims[upstream], self._followed[upstream] = claims, followed
+            for number, claim in claims.items():
+                held = self._store.manifest(number)
+                if held is not None and held != claim.data and all(c.data == claim.data for c in self._of(number)):
+                    self._store.remove(number)
+                    self._log.count("replaced_versions")
+            self.drop()
+
+    def wanted(self, upstream: str) -> list[int]:
+        """Returns the missing versions that `upstream` has: newest first, each after the bases its deltas need."""
+        with self.lock:
+            claims = self._claims[upstream] or {}
+            found = claims if self._shares else {*self._store.complete(), *(n for c in self._all() for n in c)}
+            order: list[int] = []
+            for number in sorted(found, reverse=True)[: self._keep]:
+                order += [n for n in reversed(self._chain(number)) if n not in order]
+            return [n for n in order if n in claims and not self._store.is_complete(n)]
+
+    def check(self, number: int) -> None:
+        """Raises ValueError if the upstreams disagree on version `number`, or it needs more than their share of the disk."""
+        with self.lock:
+            found = self._of(number)
+            if len({claim.data for claim in found}) > 1:
+                text = f"upstreams have different manifests of version {number}"
+                raise ValueError(f"{text}: it is not mirrored until they agree; without --trusted_key, pass it")
+            if self._shares:
+                room = self._store.max_bytes or shutil.disk_usage(self._store.root).total
+                most, size = room * len(found) // len(self._claims), found[0].manifest.size_bytes
+                if size > most:
+                    text = f"version {number} has {size} bytes, more than {most}, the share of {len(found)} upstreams"
+                    raise ValueError(f"{text} without a signature: pass --trusted_key")
+
+    def take(self, number: int, path: str) -> bool:
+        """Returns True, and marks the object until `give_back`, if no upstream is asked for it now."""
+        with self.lock:
+            is_free = (number, path) not in self._taken
+            self._taken.add((number, path))
+            return is_free
+
+    def give_back(self, number: int, path: str) -> None:
+        """Ends the mark of an object that is no longer downloaded."""
+        with self.lock:
+            self._taken.discard((number, path))
+
+    def is_taken(self, number: int, path: str) -> bool:
+        """Returns True if an upstream is asked for the object now."""
+        with self.lock:
+            return (number, path) in self._taken
+
+    def drop(self) -> None:
+        """Deletes complete versions that are neither among the newest nor their bases, and abandoned partial ones."""
+        complete, partial = self._store.complete(), self._store.partial()
+        kept = {n for number in self._newest(complete) for n in self._chain(number, complete)}
+        if self._store.in_place:  # there the publisher decides
+            kept &= {n for claims in self._all() for n in claims}
+        if None in self._claims.values():  # what was found on the disk may be claimed by who has not answered yet
+            kept.update(partial)
+        for upstream, followed in self._followed.items():
+            kept.update([n for n in partial if n == followed or n in self.wanted(upstream)])
+        for number in sorted({*complete, *partial} - kept):
+            self._store.remove(number)
+
+    def make_room(self, number: int) -> bool:
+        """Deletes what version `number` needs least: partial versions, then the oldest. Returns False if nothing is left."""
+        with self.lock:
+            complete = self._store.complete()
+            unproven = [n for n in self._store.partial() if n != number and not self._of(n)]
+            newest = self._newest(complete, 1) if self._shares else complete[-1:]
+            needed = {n for m in (number, *newest) for n in self._chain(m)}
+            doomed = next((n for n in (*unproven, *complete) if n not in needed), None)
+            if doomed is None:
+                return False
+            self._store.remove(doomed)
+        self._log.count("evicted_for_room")
+        return True
+
+    def _newest(self, complete: list[int], keep: int | None = None) -> set[int]:
+        """Returns the newest `keep` complete versions, or of each upstream where each has places of its own."""
+        keep, newest = keep or self._keep, set()
+        for claims in self._all() if self._shares else ():
+            newest.update([n for n in complete if n in claims][-keep:])
+        rest = [n for n in complete if n not in newest]
+        return newest.union(rest[max(0, len(rest) - max(0, keep - len(newest))) :])
+
+    def _all(self) -> list[dict[int, Claim]]:
+        return [claims for claims in self._claims.values() if claims is not None]
+
+    def _of(self, number: int) -> list[Claim]:
+        return [claims[number] for claims in self._all() if number in claims]
+
+    def _chain(self, number: int | None, within: Iterable[int] | None = None) -> list[int]:
+        """Returns a version and its bases, newest first, up to the first that is neither complete here nor claimed."""
+        chain: list[int] = []
+        while number is not None and number not in chain and (within is None or number in within):
+            held, found = self._store.versions.get(number), self._of(number)
+            if held is not None and held.manifest is not None:
+                base = held.base
+            elif found:
+                base = found[0].manifest.base
+            else:
+                break
+            chain.append(number)
+            number = base
+        return chain

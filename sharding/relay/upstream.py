@@ -1,0 +1,308 @@
+"""Mirrors what one upstream has into a relay's store, in threads of its own: a false or slow upstream delays only itself.
+
+1. The upstream is polled; it answers when something is new. Its newest versions are proven: it must deliver their manifests.
+2. Missing versions are downloaded, newest first, each after its bases. Objects that another upstream is delivering are left to it,
+   and asked for here only if they are all that is missing.
+3. The newest version that is still being published is followed object by object, within a budget of bytes and time: nobody has
+   signed its journal. Its manifest decides in the end.
+
+What an upstream claims and does not deliver costs it: the version is refuted for a time that doubles, at least ten times what it
+took to find out, and an upstream with many refuted versions is left alone for a time that doubles as well.
+"""
+
+import concurrent.futures
+import dataclasses
+import errno
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from sharding.download import relays, source
+from sharding.format import journal
+from sharding.relay import error_log, lasting_thread
+from sharding.relay import plan as plan_lib
+from sharding.relay import store as store_lib
+
+MAX_REFUTED = 8  # new ones per pass: then the upstream is left alone
+MAX_CHAIN = 64  # bases of a version that are proven with it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # until a refuted version or upstream is asked for again
+COST = 10.0  # times the seconds that a false claim took, is the least pause
+FOLLOWED_BYTES = 1 << 30  # of a version being published, or twice the newest version if that is more
+FOLLOWED_S = 600.0  # and a second per MB
+FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S = 60.0, 3600.0  # until another version is followed after one that cost too much
+ENTRY_BYTES = 16 << 10  # an object costs its upstream at least this
+OTHERS_S = 5.0  # for objects that other upstreams are delivering, without progress
+REUSED_BYTES = 64 << 20  # a download thread keeps a buffer for objects up to this size
+
+
+@dataclasses.dataclass
+class _Followed:
+    """A version that the upstream is publishing, and what its journal has cost so far."""
+
+    number: int
+    most_bytes: float
+    begun_s: float = dataclasses.field(default_factory=time.monotonic)
+    num_bytes: int = 0
+    pending: set[concurrent.futures.Future] = dataclasses.field(default_factory=set)
+
+
+class Upstream:
+    """One upstream of a relay and the threads that mirror it, until `stop`."""
+
+    def __init__(
+        self,
+        name: str,
+        opened: source.Source,
+        store: store_lib.Store,
+        plan: plan_lib.Plan,
+        log: error_log.ErrorLog,
+        num_downloads: int,
+        recover: Callable[[], None],
+    ):
+        self.name, self.source, self.is_alive = name, opened, False
+        self._store, self._plan, self._log = store, plan, log
+        self._num_downloads, self._recover = num_downloads, recover
+        self._pool = concurrent.futures.ThreadPoolExecutor(num_downloads, "mirror-download")
+        self._local = threading.local()
+        self._listing: journal.Listing | None = None
+        self._claims: dict[int, plan_lib.Claim] = {}
+        self._refuted: dict[int, tuple[float, float]] = {}  # version -> until when, length of the pause
+        self._followed: _Followed | None = None
+        self._unfollowed: set[int] = set()  # versions whose journal has used up its budget
+        self._follow_from_s = self._follow_pause_s = 0.0
+        self._is_idle, self._pause_s, self._num_refuted = False, 0.0, 0
+        self.thread = lasting_thread.LastingThread(f"mirror {name}", self._step, self._fail)
+
+    def stop(self) -> None:
+        """Makes the threads end. Does not block."""
+        self.thread.stop()
+        self.source.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Blocks until the thread has ended, for at most `timeout_s`."""
+        self.thread.join(timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, error: BaseException) -> None:
+        self._log.note(self.name, error)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._listing, self._claims, self._followed = None, {}, None
+
+    def _step(self) -> None:
+        """Asks the upstream once, and mirrors what is new."""
+        self._recover()
+        try:
+            listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
+        except (OSError, ValueError) as error:
+            if not self.thread.stopped.is_set():
+                self.is_alive = False
+                self._log.note(self.name, error)
+                self._forget()  # meanwhile the upstream may publish a number again
+                self._store.recovered()
+                self._pause_s = min(max(2 * self._pause_s, 0.05), 2.0)
+                self.thread.stopped.wait(self._pause_s)
+            return
+        self.is_alive, self._listing, self._num_refuted = True, listing, 0
+        self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
+        self._claims = self._prove(listing)
+        self._choose_followed(listing)
+        self._plan.update(self.name, self._claims, self._followed and self._followed.number)
+        wanted = [n for n in self._plan.wanted(self.name) if not self._is_refuted(n)]
+        moved = any([self._try(self._download, number) for number in wanted])
+        self._store.recovered()
+        if self._followed is not None and self._followed.number in listing.complete:
+            self._followed = None
+        if self._followed is not None:
+            moved |= self._try(self._follow, self._followed.number)
+        self._is_idle = not moved and self._followed is None
+        if self._num_refuted >= MAX_REFUTED:
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self.thread.stopped.wait(self._pause_s)
+        elif not self._refuted:
+            self._pause_s = 0.0
+
+    def _try(self, step: Callable[[int], bool], number: int) -> bool:
+        """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on."""
+        begun_s = time.monotonic()
+        try:
+            return step(number)
+        except (OSError, ValueError) as error:
+            if not self.thread.stopped.is_set():
+                self._log.note(self.name, error)
+                cost_s = COST * (time.monotonic() - begun_s)
+                pause_s = max(min(2 * self._refuted.get(number, (0.0, FIRST_PAUSE_S / 2))[1], LONGEST_PAUSE_S), cost_s)
+                self._refuted[number] = (time.monotonic() + pause_s, pause_s)
+                self._num_refuted += 1
+            return False
+
+    def _is_refuted(self, number: int) -> bool:
+        return self._refuted.get(number, (0.0, 0.0))[0] > time.monotonic()
+
+    def _prove(self, listing: journal.Listing) -> dict[int, plan_lib.Claim]:
+        """Returns the newest versions in `listing`, and their bases, with the manifests that the upstream delivers."""
+        listed, claims, num_found = set(listing.complete), {}, 0
+
+        def prove(number: int | None) -> bool:
+            chain: dict[int, plan_lib.Claim] = {}
+            while number in listed and number not in claims and number not in chain:
+                if len(chain) == MAX_CHAIN:
+                    raise ValueError(
+                        f"version {max(chain)} needs more than {MAX_CHAIN} bases; publish snapshots more often"
+                    )
+                chain[number] = self._claims.get(number) or plan_lib.Claim(*self.source.manifest(number))
+                number = chain[number].manifest.base
+            claims.update(chain)
+            return True
+
+        for number in reversed(listing.complete):
+            if num_found >= self._plan.keep or self._num_refuted >= MAX_REFUTED or self.thread.stopped.is_set():
+                break
+            num_found += not self._is_refuted(number) and self._try(prove, number)
+        return claims
+
+    def _download(self, number: int) -> bool:
+        """Downloads the missing objects of a version, and returns True. Raises OSError or ValueError if that brought nothing."""
+        self._plan.check(number)
+        claim = self._claims[number]
+        num_missing = len(self._missing(number, claim))
+        pending = self._followed.pending if self._followed and self._followed.number == number else set()
+        if self._fetch(number, claim, pending, is_shared=True) and self._wait_for_others(number, claim):
+            self._fetch(number, claim, set(), is_shared=False)
+        with self._plan.lock:
+            missing = self._missing(number, claim)
+            if not missing and not self._store.is_complete(number):
+                self._store.finish(number, claim.manifest, claim.data)
+                self._log.count("versions")
+        if missing and len(missing) >= num_missing and not self.thread.stopped.is_set():
+            raise journal.Unavailable(f"{len(missing)} objects of version {number} did not come ({self._log.last})")
+        return True
+
+    def _missing(self, number: int, claim: plan_lib.Claim) -> list[journal.Object]:
+        return [o for o in claim.manifest.objects if not self._store.has(number, o)]
+
+    def _fetch(self, number: int, claim: plan_lib.Claim, pending: set, *, is_shared: bool) -> bool:
+        """Downloads missing objects, those that others download only unless `is_shared`. Returns False if something newer came up."""
+        polled_s, goes_on = time.monotonic(), True
+        for entry in self._missing(number, claim):
+            if self._store.has(number, entry) or (not self._plan.take(number, entry.path) and is_shared):
+                continue
+            pending.add(self._submit(number, entry, makes_room=True))
+            while len(pending) >= 2 * self._num_downloads:
+                pending = self._collect(pending, concurrent.futures.FIRST_COMPLETED)
+            if time.monotonic() > polled_s + 1.0:
+                polled_s = time.monotonic()
+                goes_on = _newest(self.source.listing()) <= _newest(self._listing)
+            if self.thread.stopped.is_set() or not goes_on:
+                break
+        self._collect(pending, concurrent.futures.ALL_COMPLETED)
+        return goes_on and not self.thread.stopped.is_set()
+
+    def _wait_for_others(self, number: int, claim: plan_lib.Claim) -> bool:
+        """Blocks while other upstreams deliver the missing objects. Returns True if some are missing still."""
+        missing, until_s = self._missing(number, claim), time.monotonic() + OTHERS_S
+        while any(self._plan.is_taken(number, o.path) for o in missing) and time.monotonic() < until_s:
+            if self.thread.stopped.wait(0.02):
+                return False
+            left = self._missing(number, claim)
+            until_s = time.monotonic() + OTHERS_S if len(left) < len(missing) else until_s
+            missing = left
+        return bool(missing)
+
+    def _choose_followed(self, listing: journal.Listing) -> None:
+        """Begins to follow the newest version that is being published; ends it when the version is gone or complete."""
+        partial = [
+            n for n in listing.partial if n > max(listing.complete, default=-1) and not self._store.is_complete(n)
+        ]
+        number = partial[-1] if partial else None
+        self._unfollowed &= set(listing.partial)
+        if number in self._unfollowed or time.monotonic() < self._follow_from_s:
+            number = None
+        if self._followed is not None and self._followed.number not in (number, *listing.complete):
+            for future in self._followed.pending:
+                future.cancel()
+            self._followed = None
+        if self._followed is None and number is not None:
+            size = max((c.manifest.size_bytes for c in self._claims.values()), default=0)
+            most = max(FOLLOWED_BYTES, 2 * size) if isinstance(self.source, relays.Relays) else math.inf
+            self._followed = _Followed(number, most)
+
+    def _follow(self, number: int) -> bool:
+        """Begins the download of objects that are new in the journal of a version. Returns True if there are any."""
+        followed = self._followed
+        assert followed is not None
+        entries, _ = self.source.entries(number, wait_s=0.25)
+        most_s = FOLLOWED_S + followed.most_bytes / 1e6
+        for entry in entries:
+            followed.num_bytes += max(entry.size, ENTRY_BYTES)
+            if followed.num_bytes > followed.most_bytes or time.monotonic() > followed.begun_s + most_s:
+                self._unfollowed.add(number)
+                self._follow_pause_s = min(2 * self._follow_pause_s or FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S)
+                self._follow_from_s = time.monotonic() + self._follow_pause_s
+                raise journal.CorruptSource(
+                    f"version {number} is being published with more than {followed.most_bytes:.0f} bytes or {most_s:.0f} s: "
+                    "it is mirrored when it has a manifest"
+                )
+            if (
+                entry.size <= REUSED_BYTES
+                and not self._store.has(number, entry)
+                and self._plan.take(number, entry.path)
+            ):
+                followed.pending.add(self._submit(number, entry, makes_room=self._plan.is_single))
+        followed.pending = self._collect(followed.pending)
+        return bool(entries)
+
+    def _submit(self, number: int, entry: journal.Object, *, makes_room: bool) -> concurrent.futures.Future:
+        """Begins the download of an object that `Plan.take` has marked. `makes_room` deletes old versions on a full disk."""
+        future = self._pool.submit(self._copy, number, entry, makes_room)
+        future.add_done_callback(lambda _: self._plan.give_back(number, entry.path))  # called even if it is cancelled
+        return future
+
+    def _copy(self, number: int, entry: journal.Object, makes_room: bool) -> None:
+        data = None if self._store.in_place else self._buffer(entry.size)
+        if data is not None:
+            self.source.read(number, entry, [data])
+        elif (self._store.root / journal.dirname(number) / entry.path).stat().st_size != entry.size:
+            # The publisher hashed it: only an unfinished file is detected.
+            found = f"object {entry.path} of version {number} does not have {entry.size} bytes"
+            raise journal.CorruptSource(f"{found}: publish the version again")
+        if self._store.has(number, entry):  # another upstream was faster
+            return
+        try:
+            self._store.add(number, entry, data)
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not (makes_room and is_full and self._plan.make_room(number)):
+                raise
+            self._store.add(number, entry, data)
+        self._log.count("objects")
+        self._log.count("bytes", entry.size)
+
+    def _buffer(self, size: int) -> memoryview:
+        """Returns a buffer of this thread. It is reused: fresh memory costs a page fault for every 4 kB."""
+        if size > REUSED_BYTES:
+            return memoryview(bytearray(size))
+        buffer = getattr(self._local, "buffer", b"")
+        if len(buffer) < size:
+            buffer = self._local.buffer = bytearray(size)
+        return memoryview(buffer)[:size]
+
+    def _collect(self, pending: set, wait: str = "") -> set:
+        """Takes finished downloads out of `pending`, counts failed ones in the metrics, and returns the unfinished ones.
+
+        Waits for the next one or for all, as `wait` (a constant of `concurrent.futures.wait`); not at all without it.
+        """
+        done, pending = concurrent.futures.wait(pending, None if wait else 0, wait or concurrent.futures.ALL_COMPLETED)
+        for error in (future.exception() for future in done if not future.cancelled()):
+            if isinstance(error, OSError | ValueError):
+                self._log.note(self.name, error)
+                self._log.count("failed_objects")
+            elif error is not None:
+                raise error
+        return pending
+
+
+def _newest(listing: journal.Listing | None) -> int:
+    return max((*listing.complete, *listing.partial), default=-1) if listing else -1
