@@ -195,6 +195,8 @@ def get_config() -> config_dict.ConfigDict:
     p.relay_host = "127.0.0.1"  # remote: listening address of the relay, which serves the weights
     p.relay_port = 0  # 0: any free port, which the run prints
     p.servers = ()  # remote: URLs of inference servers
+    p.control_servers = ()  # remote: URLs of the control listeners of those servers (inference.serve --control)
+    p.control_token_file = ""  # remote: file with their token; "": $INTELLAX_CONTROL_TOKEN, or WORKDIR/control.token
     p.workers = ()  # remote: public keys (hex) of workers that may submit; empty: any worker
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""

@@ -1,7 +1,8 @@
 """INTELLECT-1 on GSM8K: does RL with exact rewards improve a 10 B model that was itself trained over the internet?
 
     python -m rl.train --config=configs/intellect1.py --workdir=/shared/intellect1 --config.topology.host=10.0.0.2 \
-        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)" \
+        --config.topology.control_servers="('http://10.0.1.2:8101',)"
 
 The checkpoint is PrimeIntellect/INTELLECT-1-Instruct (arXiv 2412.01152: a Llama of 42 layers, contexts of 8,192 tokens,
 pretrained by DiLoCo on 1 T tokens). The RL constants are PRIME-RL's defaults: groups of 16, masked importance sampling.

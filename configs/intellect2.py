@@ -1,7 +1,8 @@
 """The recipe of INTELLECT-2 on QwQ-32B: does globally distributed RL improve a 32 B reasoning model?
 
     python -m rl.train --config=configs/intellect2.py --workdir=/shared/intellect2 --config.topology.host=10.0.0.2 \
-        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')" \
+        --config.topology.control_servers="('http://10.0.1.2:8101', 'http://10.0.1.3:8101')"
 
 The checkpoint is Qwen/QwQ-32B. Source: arXiv 2505.07291 and PRIME-RL's configs/{training,inference}/intellect2_qwq.toml (May
 2025): 256 prompts x 16 samples, packed rows of 32,768 tokens, at most 16,000 per rollout, AdamW 3e-7, and the constants of

@@ -1,7 +1,8 @@
 """The recipe of INTELLECT-3 on GLM-4.5-Air: how far does RL improve a 106 B MoE model?
 
     python -m rl.train --config=configs/intellect3.py --workdir=/shared/intellect3 --config.topology.host=10.0.0.2 \
-        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')"
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100', 'http://10.0.1.3:8100')" \
+        --config.topology.control_servers="('http://10.0.1.2:8101', 'http://10.0.1.3:8101')"
 
 The checkpoint is zai-org/GLM-4.5-Air-Base. Source: arXiv 2512.16144 and PRIME-RL at its release (December 2025): 256 prompts x
 16 samples, contexts of 65,536 tokens, Muon at 1e-6, weights swapped in flight, evaluation every 15 of about 600 steps, no expert

@@ -1,7 +1,8 @@
 """Qwen3-0.6B on GSM8K, on the smallest TPU machine: how far does RL alone improve a 0.6 B model?
 
     python -m rl.train --config=configs/qwen3_0_6b_gsm8k.py --workdir=runs/qwen3_0_6b_gsm8k --config.topology.host=10.0.0.2 \
-        --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100 \
+        --config.topology.control_servers=http://10.0.1.2:8101
 
 The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are
 PRIME-RL's defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.

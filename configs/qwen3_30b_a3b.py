@@ -1,7 +1,8 @@
 """Qwen3-30B-A3B at the sizes of PRIME-RL's example on mathematics: does a small MoE model learn like a dense one?
 
     python -m rl.train --config=configs/qwen3_30b_a3b.py --workdir=/shared/qwen3_30b_a3b --config.topology.host=10.0.0.2 \
-        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)"
+        --config.topology.relay_host=10.0.0.2 --config.topology.servers="('http://10.0.1.2:8100',)" \
+        --config.topology.control_servers="('http://10.0.1.2:8101',)"
 
 The checkpoint is Qwen/Qwen3-30B-A3B. Source: PRIME-RL's qwen3-30b-a3b example of August 2026: batches of 512 rollouts, rows of
 32,768 tokens; its default optimizer and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in for its tasks.

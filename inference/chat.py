@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import httpx
 
 from inference import client
-from sharding.system import cli
+from sharding.system import cli, secret_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START_S = 600.0
@@ -109,12 +109,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_tokens", type=int, default=512)
     parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
-    parser.add_argument("--api_key", help="API key of the server at --url")
+    parser.add_argument(
+        "--api_key_file", help="file with the API key of the server at --url (default: $INTELLAX_API_KEY)"
+    )
+    parser.add_argument("--api_key", help="the key itself, which every user of this machine can then read (ps)")
     args = parser.parse_args(argv)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     url = args.url
     try:
+        key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         with contextlib.ExitStack() as stack:
             if url is None:
                 kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)

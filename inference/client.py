@@ -1,4 +1,4 @@
-"""An async client of several inference servers. Imports no jax: a worker starts in a second.
+"""Async clients of several inference servers: `Client` generates, `Control` changes the weights. Imports no jax.
 
 A request goes to the server with the fewest requests of this client in flight. After a refused connection, a 429, a 5xx or a
 malformed reply, the next server is tried, with a pause once all were tried. So a server that fails, or cheats, costs a retry
@@ -104,14 +104,36 @@ class Client:
             if all(tried[u] for u in self._urls):
                 await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
 
-    async def update_weights(self, version: int) -> None:
-        """Makes every server load the weights of `version`. Returns once all serve it; raises ValueError if one rejects it."""
 
-        async def update(url):
-            response = await self._http.post(f"{url}/update_weights", json={"version": version})
-            _raise_for(response)
+class Control:
+    """A client of the control listeners of inference servers, for whoever runs them. Workers get `Client` alone."""
 
-        await asyncio.gather(*(update(url) for url in self._urls))
+    def __init__(self, addresses: Sequence[str], *, token: str | None = None, timeout_s: float = 600):
+        """Creates a client of the listeners at `addresses` (URLs, or unix:PATH), which are all sent `token`.
+
+        None sends $INTELLAX_CONTROL_TOKEN, if it is set. A request may take `timeout_s`.
+        """
+        if not addresses:
+            raise ValueError("the list of control listeners is empty; pass at least one address")
+        self._addresses = [address.rstrip("/") for address in addresses]
+        token = token or os.environ.get("INTELLAX_CONTROL_TOKEN")
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._timeout = httpx.Timeout(timeout_s, connect=10.0)
+
+    async def update_weights(self, version: int, *, rollback: bool = False) -> None:
+        """Makes every server load the weights of `version`, also older ones than it has if `rollback`.
+
+        Returns once all serve it. Raises ValueError if one rejects it, and httpx's errors if one cannot be reached.
+        """
+
+        async def update(address: str) -> None:
+            path = address.removeprefix("unix:")
+            transport = httpx.AsyncHTTPTransport(uds=path) if path != address else None
+            url = "http://localhost" if transport else address
+            async with httpx.AsyncClient(transport=transport, headers=self._headers, timeout=self._timeout) as http:
+                _raise_for(await http.post(f"{url}/update_weights", json={"version": version, "rollback": rollback}))
+
+        await asyncio.gather(*(update(address) for address in self._addresses))
 
 
 def error_message(response: httpx.Response) -> str:

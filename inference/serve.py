@@ -5,25 +5,30 @@
 
 1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
    devices of this host. Compiles, then listens.
-2. `POST /update_weights` (or `--watch`) pulls and verifies a newer version while the old one serves, and swaps it in between
-   two engine calls. After a failed pull, the old weights keep serving.
+2. `POST /update_weights` on the control listener (or `--watch`) pulls and verifies a newer version while the old one serves,
+   and swaps it in between two engine calls. After a failed pull, the old weights keep serving.
 3. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
 
-Routes, by file in inference/server/: generate_routes (/inference/v1/generate), openai_routes (/v1/chat/completions[/tokens],
-/v1/completions, /tokenize, /detokenize, /v1/models), admin_routes (/update_weights, /pause, /resume, /health, /liveness,
-/metrics).
+Two listeners, because who may generate may not replace the policy:
+- data (`--host`, `--port`, and `--grpc_port`): generate_routes (/inference/v1/generate), openai_routes
+  (/v1/chat/completions[/tokens], /v1/completions, /tokenize, /detokenize), status_routes (/v1/models, /health, /liveness,
+  /metrics). `--api_key_file` names the key that clients must send.
+- control (`--control`): control_routes (/update_weights, /pause, /resume), and status_routes. By default a unix socket that
+  only this user can open, printed at the start: `curl --unix-socket PATH -X POST http://control/pause`. For another machine:
+  `--control HOST:PORT --control_token_file FILE`. prime-rl: `client.admin_base_url`, and the token in `client.api_key_var`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
-import os
 import pathlib
 import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 
 import fastapi
 import pydantic
@@ -31,10 +36,20 @@ from starlette import requests
 
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import admin_routes, generate_routes, inference_server, openai_routes, schemas, web
+from inference.server import (
+    control_listener,
+    control_routes,
+    generate_routes,
+    guard,
+    inference_server,
+    openai_routes,
+    schemas,
+    status_routes,
+    web,
+)
 from sharding import broadcast
 from sharding import mesh as mesh_lib
-from sharding.system import cli, sockets
+from sharding.system import cli, secret_file, sockets
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
@@ -50,13 +65,32 @@ ERRORS = {
 
 
 def make_app(server: inference_server.InferenceServer, *, api_key: str | None = None) -> fastapi.FastAPI:
-    """Returns the HTTP app of an inference server with all its routes. Clients must send `api_key`; None requires no key."""
-    app = fastapi.FastAPI(title="Intellax inference server", docs_url=None, redoc_url=None, openapi_url=None)
+    """Returns the app of an inference server's data routes. Clients must send `api_key`; None requires no key.
+
+    With a key, requests of browser pages are accepted: the page has the key. The Host header is free, since proxies that add TLS
+    hand it on, and the Origin header already gives away a page whose name was rebound to this address.
+    """
+    app = _app(server)
     generate_routes.add(app, server, MAX_BODY_BYTES)
     openai_routes.add(app, server, MAX_BODY_BYTES)
-    admin_routes.add(app, server)
-    if api_key:
-        app.add_middleware(web.RequireKey, key=api_key)
+    control_routes.refuse(app)
+    app.add_middleware(guard.Guard, key=api_key, allow_origin=api_key is not None)
+    return app
+
+
+def make_control_app(
+    server: inference_server.InferenceServer, *, token: str | None = None, hosts: Collection[str] | None = None
+) -> fastapi.FastAPI:
+    """Returns the app of an inference server's control routes. Clients must send `token` and, unless None, a Host of `hosts`."""
+    app = _app(server)
+    control_routes.add(app, server)
+    app.add_middleware(guard.Guard, key=token, hosts=hosts)
+    return app
+
+
+def _app(server: inference_server.InferenceServer) -> fastapi.FastAPI:
+    app = fastapi.FastAPI(title="Intellax inference server", docs_url=None, redoc_url=None, openapi_url=None)
+    status_routes.add(app, server)
     app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     for kind in ERRORS:
         app.add_exception_handler(kind, functools.partial(_reply_error, *ERRORS[kind]))
@@ -80,39 +114,57 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
 def main(argv: list[str] | None = None) -> int:
     """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
     args = _parse(argv)
-    try:
-        _check(args)
-        sock, server = _start(args)
-        grpc_server, grpc_port = None, 0
-        if args.grpc_port is not None:
-            from inference.server import grpc_service  # imports JetStream's protocol buffers, only when used
-
-            grpc_port, grpc_server = grpc_service.start(server, args.host, args.grpc_port)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    app = make_app(server, api_key=args.api_key or os.environ.get("INTELLAX_API_KEY"))
-    uvicorn_server = web.server(app, drain_s=args.drain_s)
-    if args.exit_with_parent:
-        cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
-    if args.watch:
-        threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
-    print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
-    if grpc_server is not None:
-        print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
-    if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
-        note = f"--max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
-        inference_server.log(f"note: {note}")
-    if args.address_file:
-        sockets.announce(args.address_file, sock)
-    # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
-    gc.collect()
-    gc.freeze()
-    web.run(uvicorn_server, sock)
-    if grpc_server is not None:
-        grpc_server.stop(args.drain_s).wait()
-    server.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            _check(args)
+            api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
+            control = stack.enter_context(
+                control_listener.opened(args.control, args.control_token_file, args.control_hosts)
+            )
+            sock, server = _start(args)
+            stack.callback(server.close)
+            grpc_port = _start_grpc(args, server, api_key, stack)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        uvicorn_server = web.server(make_app(server, api_key=api_key), drain_s=args.drain_s)
+        control_app = make_control_app(server, token=control.token, hosts=control.hosts)
+        stack.enter_context(web.in_thread(web.server(control_app), control.sock))
+        if args.exit_with_parent:
+            cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
+        if args.watch:
+            threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
+        print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
+        print(f"control routes on {sockets.address(control.sock)}", flush=True)
+        if grpc_port:
+            print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
+        if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
+            note = (
+                f"--max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
+            )
+            inference_server.log(f"note: {note}")
+        if args.api_key:
+            inference_server.log("note: --api_key shows the key to every user of this machine (ps); use --api_key_file")
+        if args.address_file:
+            sockets.announce(args.address_file, sock)
+        # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
+        gc.collect()
+        gc.freeze()
+        web.run(uvicorn_server, sock)
     return 0
+
+
+def _start_grpc(
+    args: argparse.Namespace, server: inference_server.InferenceServer, api_key: str | None, stack: contextlib.ExitStack
+) -> int:
+    """Starts the gRPC service until `stack` closes, if --grpc_port is given. Returns its port, or 0."""
+    if args.grpc_port is None:
+        return 0
+    from inference.server import grpc_service  # imports JetStream's protocol buffers, only when used
+
+    port, grpc_server = grpc_service.start(server, args.host, args.grpc_port, api_key=api_key)
+    stack.callback(lambda: grpc_server.stop(args.drain_s).wait())
+    return port
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -122,12 +174,29 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
     add = parser.add_argument
     add("--weights_key", help="hex of the public key that must have signed the weights")
+    add(
+        "--weights_allow",
+        nargs="+",
+        default=[],
+        metavar="PREFIX",
+        help="directories and URLs that updates may name, too",
+    )
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100, help="0 takes a free port")
     add("--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)")
     add("--address_file", help="file to write the URL to once the server answers")
     add("--served_model_name", default="policy", help="the model's ID in /v1/models")
-    add("--api_key", help="key required of every client (default: $INTELLAX_API_KEY, or none)")
+    add("--api_key_file", help="file with the key required of every client (default: $INTELLAX_API_KEY, or none)")
+    add("--api_key", help="the key itself, which every user of this machine can then read (ps)")
+    add("--control", default="", metavar="PATH|HOST:PORT", help="control listener (default: a private unix socket)")
+    add("--control_token_file", help="token required of control clients, created if absent; HOST:PORT needs one")
+    add(
+        "--control_hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names of a HOST:PORT control listener (Host header)",
+    )
     add("--num_slots", type=int, default=64)
     add("--max_model_len", type=int, default=1024)
     add("--prefill_batch", type=int, default=16)
@@ -162,6 +231,7 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     fields = dataclasses.fields(engine_lib.EngineConfig)
     config = engine_lib.EngineConfig(**{field.name: getattr(args, field.name) for field in fields})
     options = {
+        "allow": args.weights_allow,
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
         "mesh": mesh_lib.parse(args.mesh),

@@ -19,6 +19,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -27,14 +28,17 @@ from typing import BinaryIO
 
 import jax
 
+from inference import client
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import orchestrator
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
+from sharding.system import secret_file
 
 START_TIMEOUT_S = 600.0
+CONTROL_TOKEN = "INTELLAX_CONTROL_TOKEN"  # the environment variable of client.Control
 NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 
@@ -88,6 +92,8 @@ def start_rollout_system(
     if config.topology.mode == "remote":
         # Before `serve`: workers that are already running ask for them immediately.
         rollouts.servers = config.topology.servers
+        token, _ = _control_token(config.topology.control_token_file, workdir)
+        rollouts.control = client.Control(config.topology.control_servers, token=token)
     url = rollouts.serve()
     with stack:
 
@@ -96,7 +102,13 @@ def start_rollout_system(
 
         stack.callback(rollouts.close)
         if config.topology.mode == "local":
-            rollouts.servers = [_address(start, "server", server_command(experiment, workdir, weights), workdir)]
+            # Short, for a unix socket's path, and on a local disk; nobody else may enter it.
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="intellax-"))
+            token = secret_file.read_or_create(f"{private}/control.token")
+            command = [*server_command(experiment, workdir, weights), "--control", f"{private}/control.sock"]
+            command += ["--control_token_file", f"{private}/control.token"]
+            rollouts.servers = [_address(start, "server", command, workdir)]
+            rollouts.control = client.Control([f"unix:{private}/control.sock"], token=token)
             for i in range(config.topology.num_workers):
                 key = run_directory.worker_key_file(workdir, f"worker{i}")
                 start(f"worker{i}", ["rl.worker", "--orchestrator", url, "--key", str(key)])
@@ -107,11 +119,24 @@ def start_rollout_system(
             options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key}"
             if experiment.engine.routed_experts:
                 options += " --routed_experts"
-            on_wait(f"servers elsewhere: python -m inference.serve {options} --port PORT")
+            options += " --port PORT --control HOST:PORT --control_token_file FILE"
+            on_wait(f"servers elsewhere: python -m inference.serve {options}")
+            _, place = _control_token(config.topology.control_token_file, workdir)
+            on_wait(
+                f"with HOST:PORT of topology.control_servers, and FILE a copy of the token in {place}; no worker needs it"
+            )
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
             _await_servers(config.topology.servers, on_wait)
         rollouts.publish(version)
         yield rollouts
+
+
+def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:
+    """Returns (token of the control listeners elsewhere, its place): the config's `file`, the environment, or a new file in `workdir`."""
+    if not file and (token := os.environ.get(CONTROL_TOKEN)):
+        return token, f"${CONTROL_TOKEN}"
+    file = file or str(workdir / "control.token")
+    return secret_file.read_or_create(file), file
 
 
 def _on_device(
@@ -193,7 +218,9 @@ class _Child(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=experiment_lib.ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            # Without the token: a worker, and what it runs, is no administrator of the servers.
+            env={name: value for name, value in os.environ.items() if name != CONTROL_TOKEN}
+            | {"PYTHONUNBUFFERED": "1"},
         )
         self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)

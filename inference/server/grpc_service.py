@@ -3,11 +3,13 @@
 1. A request has text or token IDs, and max_tokens. It is sampled at temperature 1 with a random seed, because JetStream's
    protocol has no sampling fields.
 2. The tokens of each engine call are sent as one message. The stop token is left out, as by JetStream's Driver.
-3. A request that cannot be served ends with INVALID_ARGUMENT and the reason, a full queue with RESOURCE_EXHAUSTED.
+3. A call without the server's API key is refused.
+4. A request that cannot be served ends with INVALID_ARGUMENT and the reason, a full queue with RESOURCE_EXHAUSTED.
 
 docs/decisions/inference.md explains why JetStream's own server and Driver are not used.
 """
 
+import hmac
 import os
 import queue
 from collections.abc import Iterator
@@ -25,14 +27,18 @@ MAX_RPCS = 256  # each has a thread
 MESSAGES: Any = jetstream_pb2  # its classes exist only at run time
 
 
-def start(server: inference_server.InferenceServer, host: str, port: int) -> tuple[int, grpc.Server]:
+def start(
+    server: inference_server.InferenceServer, host: str, port: int, *, api_key: str | None = None
+) -> tuple[int, grpc.Server]:
     """Starts the gRPC service on `port`, or on a free port if 0. Returns (the port, the running gRPC server).
 
+    Clients must send `api_key` as metadata, except for health checks; None requires no key.
     Raises ValueError if the port is taken. `server.stop(grace_s).wait()` waits up to `grace_s` for running calls.
     """
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     options = [("grpc.so_reuseport", 0)]  # or two servers could share one port, each with some of the clients
-    grpc_server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_RPCS)
+    guards: list[grpc.ServerInterceptor] = [_RequireKey(api_key)] if api_key else []
+    grpc_server = grpc.server(threads, interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_RPCS)
     jetstream_pb2_grpc.add_OrchestratorServicer_to_server(_Orchestrator(server), grpc_server)
     try:
         bound = grpc_server.add_insecure_port(f"{host}:{port}")
@@ -40,6 +46,27 @@ def start(server: inference_server.InferenceServer, host: str, port: int) -> tup
         raise ValueError(f"cannot listen on {host}:{port} for gRPC; use another port, or 0 for a free one") from error
     grpc_server.start()
     return bound, grpc_server
+
+
+class _RequireKey(grpc.ServerInterceptor):
+    """Ends calls without the metadata `authorization: Bearer <key>` with UNAUTHENTICATED."""
+
+    def __init__(self, key: str):
+        self._expected = f"Bearer {key}".encode()
+        self._refusal = grpc.unary_stream_rpc_method_handler(_refuse)
+
+    def intercept_service(self, continuation, handler_call_details):
+        """Returns the handler of one call, or one that refuses it."""
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        is_open = handler_call_details.method.endswith("/HealthCheck")
+        if is_open or hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected):
+            return continuation(handler_call_details)
+        return self._refusal
+
+
+def _refuse(request, context) -> None:
+    message = "the API key is missing or wrong; send the metadata authorization: Bearer <key>"
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):

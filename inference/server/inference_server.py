@@ -16,13 +16,14 @@ import threading
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import warmup
-from inference.server import schemas
+from inference.server import schemas, weight_sources
 from models import config as config_lib
 from models import hf, hub, transformer
 from models.text import tokenizer as tokenizer_lib
@@ -45,39 +46,50 @@ class InferenceServer:
     store: weights_lib.Store
     model_name: str = "policy"
     key: str | None = None  # hex of the public key that must sign weights; None accepts any
-    have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is not from `weights`
+    have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
+    sources: weight_sources.WeightSources = weight_sources.WeightSources(())  # those that an update may name
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def update(self, version: int | None, source: str | None = None) -> int:
+    def update(self, version: int | None, source: str | None = None, *, rollback: bool = False) -> int:
         """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
 
         Args:
           version: a version of `source`, the newest if None. For a Hugging Face folder, the version number to give its weights;
             None takes the current number + 1.
           source: a weight broadcast (None: the one the server started with), the folder of one version, or a Hugging Face folder.
+          rollback: allow an older version than the one in use, and other weights under the same number.
 
-        Raises ValueError for weights of another model, and OSError or CorruptBroadcast if they cannot be read.
+        Raises ValueError for weights of another model, that are older, or that `sources` does not allow, and OSError or
+        CorruptBroadcast if they cannot be read.
         """
         with self.update_lock:
-            root = self.weights if source is None else source
+            root = self.weights if source is None else self.sources.check(source)
             if root is None:
                 raise ValueError("this server has no weight broadcast to update from; send a weight_dir")
-            if source is not None and "://" not in source:
-                folder = pathlib.Path(source)
+            if isinstance(root, str) and "://" not in root:
+                folder = pathlib.Path(root)
                 if (folder / "config.json").is_file():
-                    return self._update_from_model(folder, version)
+                    return self._update_from_model(folder, version, rollback)
                 if (own := re.fullmatch(r"v(\d{8,})", folder.name)) and (folder / "manifest.json").is_file():
-                    root, version = str(folder.parent), int(own[1])
+                    if version not in (None, int(own[1])):
+                        raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
+                    root, version = self.sources.check(str(folder.parent)), int(own[1])
+            current = self.scheduler.version
             if version is None:
-                version = broadcast.latest(root)
-                if version is None and source is not None:
+                newest = broadcast.latest(root)
+                if source is None and not rollback and (newest is None or newest <= current):
+                    return current
+                if newest is None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
-            if version is None or (source is None and self.have is not None and version == self.have.version):
-                return self.scheduler.version
+                version = newest
+            if version == current and self.have is not None:
+                if broadcast.read_manifest(root, version, key=self.key).digest == self.have.digest:
+                    return current
+            self._check_order(version, rollback)
             if source is None and not isinstance(root, source_lib.Directory):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
             pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
-            return self._swap(pulled.params, pulled.version, pulled if source is None else None)
+            return self._swap(pulled.params, pulled.version, pulled)
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
         """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
@@ -119,11 +131,29 @@ class InferenceServer:
         if self.weights is not None:
             self.weights.close()
 
-    def _update_from_model(self, folder: pathlib.Path, version: int | None) -> int:
+    def _update_from_model(self, folder: pathlib.Path, version: int | None, rollback: bool) -> int:
+        if self.key is not None:
+            raise ValueError(
+                f"{folder} is a Hugging Face folder, which nobody signed, and this server takes only weights signed by "
+                "--weights_key; publish them with that key, or start a server without --weights_key"
+            )
+        version = self.scheduler.version + 1 if version is None else version
+        self._check_order(version, rollback)
         config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
-        return self._swap(_load_folder(folder, self.store), self.scheduler.version + 1 if version is None else version)
+        return self._swap(_load_folder(folder, self.store), version)
+
+    def _check_order(self, version: int, rollback: bool) -> None:
+        """Raises ValueError for a version that is not newer than the one in use: a number is one policy, for every rollout."""
+        current = self.scheduler.version
+        if version <= current and not rollback:
+            found = f"version {version} is older than version {current}"
+            if version == current:
+                found = f"version {version} has other weights than version {current}"
+            raise ValueError(
+                f'{found}, which is in use; send a newer version, or "rollback": true to load it all the same'
+            )
 
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
@@ -137,6 +167,7 @@ def start(
     config: engine_lib.EngineConfig,
     *,
     key: str | None = None,
+    allow: Sequence[str] = (),
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     **options,
@@ -147,6 +178,7 @@ def start(
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
       config: sizes of the engine.
       key: hex of the public key that must have signed the weights; None accepts any.
+      allow: further directories and URLs that an update may name, each with everything below it.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
@@ -169,6 +201,7 @@ def start(
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
+    server.sources = weight_sources.WeightSources([*([weights] if isinstance(weights, str) else weights), *allow])
     return server
 
 
@@ -176,6 +209,7 @@ def start_model(
     folder: str,
     config: engine_lib.EngineConfig,
     *,
+    allow: Sequence[str] = (),
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     **options,
@@ -184,7 +218,9 @@ def start_model(
     log(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
-    return _run(config, store, folder, _load_folder(folder, store), 0, **options)
+    server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
+    server.sources = weight_sources.WeightSources([folder, *allow])
+    return server
 
 
 def log(line: str) -> None:
@@ -204,13 +240,19 @@ def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> 
 
 
 def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
-    """Raises ValueError, naming the first wrong tensor, if the names, shapes or dtypes of `params` do not fit the model."""
+    """Raises ValueError, naming the first wrong tensor, if `params` do not fit the model, or have a number that is not finite."""
     expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
     for path in sorted(expected.keys() | given.keys()):
         if given.get(path) != expected.get(path):
             raise ValueError(
                 f"the new weights have {path} as {given.get(path, 'no tensor')}, and the model that serves needs "
                 f"{expected.get(path, 'none')}; publish weights of that model"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not _is_finite(leaf):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"the new weights have NaN or infinity in {name}; publish weights of a run that did not diverge"
             )
 
 
@@ -241,6 +283,11 @@ def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transf
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     specs = transformer.specs(store.model)
     return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]
+
+
+@jax.jit
+def _is_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
 
 
 def _types_by_path(tree) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: chat, completions, models; and vLLM's tokenize and detokenize.
+"""The routes of OpenAI's API: chat and completions; and vLLM's tokenize and detokenize.
 
 A chat's messages are rendered by the tokenizer's chat template, or its `tokens` are used unchanged. IDs become text up to a
 stop string. Reasoning and tool calls are parsed out of it (models/text/parsers.py).
@@ -30,7 +30,7 @@ from models.text import tokenizer as tokenizer_lib
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
-    """Adds the OpenAI-compatible routes (chat, completions, tokenize, models) to an app."""
+    """Adds the OpenAI-compatible routes (chat, completions, tokenize) to an app."""
 
     @app.post("/v1/chat/completions")
     async def chat(http: fastapi.Request):
@@ -62,19 +62,6 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"token ID {bad[0]} is outside the vocabulary; send 0 to {vocab_size - 1}")
         return {"prompt": server.engine.tokenizer.decode(body.tokens, skip_special=False)}
-
-    @app.get("/v1/models")
-    async def models():
-        card = {
-            "id": server.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "intellax",
-            "max_model_len": server.engine.config.max_model_len,
-            "policy_version": server.scheduler.version,
-            "quantization": server.store.quantization,
-        }
-        return {"object": "list", "data": [card]}
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from inference.engine import request
+
 FAIL_FAST = pydantic.Field(fail_fast=True)  # stops at the first mistake in a list of a million
+
+
+def _check_size(biases: Any) -> Any:
+    """Checks the size of a logit bias before its entries, since pydantic collects a mistake per entry of a dict."""
+    if isinstance(biases, dict) and len(biases) > request.MAX_BIAS:
+        raise ValueError(
+            f"{len(biases)} logit_bias entries given; at most {request.MAX_BIAS} are allowed, so leave some out"
+        )
+    return biases
+
+
 Ids = Annotated[list[int], FAIL_FAST]
 Texts = Annotated[list[str], FAIL_FAST]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
@@ -39,7 +52,7 @@ class Sampling(Body):
     stop: str | Texts = []
     stop_token_ids: Ids = []  # in addition to the tokenizer's
     ignore_eos: bool = False  # True: without the tokenizer's
-    logit_bias: dict[str, float] = {}
+    logit_bias: Annotated[dict[str, float], pydantic.BeforeValidator(_check_size)] = {}
     prompt_logprobs: int | None = None
     untempered_logprobs: bool = False  # also log-probabilities at temperature 1, without filters
     return_routed_experts: bool | None = None  # None: if the server records them
@@ -156,6 +169,7 @@ class UpdateWeights(Body):
 
     version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     weight_dir: str | None = None
+    rollback: bool = False  # true allows an older version than the one in use
 
 
 def describe(error: pydantic.ValidationError) -> str:

@@ -15,7 +15,6 @@ headers could name any, so clients of one proxy share its part.
 import asyncio
 import collections
 import contextlib
-import hmac
 import ipaddress
 import json
 import resource
@@ -23,7 +22,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import TypeVar
 
 import fastapi
@@ -31,7 +30,6 @@ import pydantic
 import uvicorn
 from fastapi import responses
 from starlette import requests
-from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -78,6 +76,18 @@ def run(server: uvicorn.Server, sock: socket.socket) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[sock])
+
+
+@contextlib.contextmanager
+def in_thread(server: uvicorn.Server, sock: socket.socket) -> Iterator[None]:
+    """Serves on a listening socket in a thread until the `with` block ends."""
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextlib.asynccontextmanager
@@ -200,24 +210,6 @@ def error(status: int, message: str, kind: str, headers: dict[str, str] | None =
 def error_body(status: int, message: str, kind: str) -> dict:
     """Returns the inner object of an error body in OpenAI's format."""
     return {"message": message, "type": kind, "code": status, "param": None}
-
-
-class RequireKey:
-    """ASGI middleware that replies 401 to requests without `Authorization: Bearer <key>`, except for health checks."""
-
-    OPEN = ("/health", "/liveness")
-
-    def __init__(self, app: asgi.ASGIApp, key: str):
-        self._app, self._expected = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        """Passes a request on to the app, or replies 401 if its key is missing or wrong."""
-        if scope["type"] == "http" and scope["path"] not in self.OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                message = "the API key is missing or wrong; send the header Authorization: Bearer <key>"
-                return await error(401, message, "authentication_error")(scope, receive, send)
-        await self._app(scope, receive, send)
 
 
 def client_network(request: fastapi.Request) -> str:

@@ -60,9 +60,10 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
             raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
-    for url in config.topology.servers:
-        if not _is_url(url):
-            raise ValueError(f"topology.servers contains {url!r}, which is not a URL; write http://HOST:PORT")
+    for name in ("servers", "control_servers"):
+        for url in config.topology[name]:
+            if not _is_url(url):
+                raise ValueError(f"topology.{name} contains {url!r}, which is not a URL; write http://HOST:PORT")
     for key in config.topology.workers:
         if not re.fullmatch("[0-9a-f]{64}", str(key)):
             raise ValueError(f"topology.workers contains {key!r}, which is not a public key; write 64 hex digits")
@@ -119,6 +120,11 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
     if c.topology.mode == "remote" and not c.topology.servers:
         yield "topology.mode = 'remote' needs inference servers; set topology.servers to their URLs"
+    if c.topology.mode == "remote" and len(c.topology.control_servers) != len(c.topology.servers):
+        found = (
+            f"topology.control_servers has {len(c.topology.control_servers)} URLs for {len(c.topology.servers)} servers"
+        )
+        yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
@@ -170,7 +176,11 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield limits, bool(c.trust.bands), "trust.bands sets the limits; remove it, or trust.bands"
     yield r"trust\.routing_margin", not c.train.router_replay, "rollouts name no experts; set train.router_replay"
     is_local = c.topology.mode == "local"
-    yield r"topology\.(relay_host|relay_port)", is_local, "set topology.mode = 'remote'"
+    yield (
+        r"topology\.(relay_host|relay_port|control_servers|control_token_file)",
+        is_local,
+        "set topology.mode = 'remote'",
+    )
     remote = "with topology.mode = 'remote', servers and workers are started elsewhere; remove it"
     yield r"topology\.num_workers|inference\.mesh\..*", not is_local, remote
 

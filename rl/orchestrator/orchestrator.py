@@ -81,7 +81,8 @@ class Orchestrator:
         self._check_group_with_weights = check_group_with_weights
         self._check_group_without_weights = check_group_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
-        self.servers: Sequence[str] = ()  # URLs of the inference servers; set before `publish`
+        self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
+        self.control: client_lib.Control | None = None  # of those servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
         self._announced = -1  # the newest version that a server may have
         self._version = -1  # the newest version that all servers have
@@ -207,13 +208,10 @@ class Orchestrator:
             raise
 
     def _update_servers(self, version: int) -> None:
-        async def load():
-            async with client_lib.Client(self.servers) as client:
-                await client.update_weights(version)
-
         try:
-            if self.servers:
-                asyncio.run(load())
+            if self.control is not None:
+                # A resumed run may continue before the version that servers elsewhere still have.
+                asyncio.run(self.control.update_weights(version, rollback=self._version < 0))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             found = f"an inference server did not load policy version {version}: {error}"
             self.fail(ValueError(f"{found}; read the log of that server"))

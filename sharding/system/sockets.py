@@ -1,7 +1,10 @@
 """Opens listening sockets for HTTP servers and returns their URLs. Does not import jax."""
 
 import errno
+import os
+import pathlib
 import socket
+import stat
 
 from sharding.system import atomic_file
 
@@ -22,8 +25,31 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def listen_unix(path: str | os.PathLike) -> socket.socket:
+    """Returns a unix socket that listens at `path`, for this user alone. Raises ValueError if it cannot.
+
+    Replaces a socket that nobody listens at, as a killed process leaves it.
+    """
+    path, sock = pathlib.Path(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and sock.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+        sock.close()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(str(path))
+        path.chmod(0o600)  # before `listen`: until then, connections are refused
+        sock.listen(1024)
+    except (OSError, ValueError) as error:  # the system's limit is 107 bytes on Linux, and 103 on macOS
+        sock.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on unix socket {path}: {reason}; choose a new, short path") from error
+    return sock
+
+
 def address(sock: socket.socket) -> str:
-    """Returns the URL of a bound socket, such as http://127.0.0.1:8200."""
+    """Returns the URL of a bound socket, such as http://127.0.0.1:8200, or unix:PATH."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -5,11 +5,16 @@ import base64
 import collections
 import json
 import re
+import tempfile
 
+import fastapi
 import httpx
 import pytest
 
 from inference import client as client_lib
+from inference.server import web
+from sharding.system import sockets
+from tests.support import serving
 
 A, B = "http://a:1", "http://b:2"
 
@@ -204,24 +209,42 @@ def test_a_broken_encoding_is_a_failed_server(pauses):
     assert isinstance(error, client_lib.Unavailable) and "DecodingError" in str(error)
 
 
-def test_every_server_updates_its_weights():
-    seen = []
+@pytest.mark.parametrize(("given", "environment", "sent"), [("t", "e", "Bearer t"), (None, "e", "Bearer e")])
+def test_every_server_updates_its_weights(monkeypatch, tmp_path, given, environment, sent):
+    """Over TCP and over a unix socket; the token is the control plane's, never the API key."""
+    monkeypatch.setenv("INTELLAX_API_KEY", "worker")
+    monkeypatch.setenv("INTELLAX_CONTROL_TOKEN", environment)
+    seen, app = [], fastapi.FastAPI()
 
-    def handler(request):
-        seen.append((request.url.host, request.url.path, json.loads(request.content)))
-        if request.url.host == "b" and seen[-1][2]["version"] == 4:
-            return httpx.Response(500, json={"error": {"message": "v00000004/manifest.json: corrupt"}})
-        return httpx.Response(200, json={"status": "ok"})
+    @app.post("/update_weights")
+    async def update(request: fastapi.Request):
+        seen.append((await request.json(), request.headers["authorization"], request.client is None))
+        if request.client is None and seen[-1][0]["version"] == 4:
+            return web.error(500, "v00000004/manifest.json: corrupt", "weights_error")
 
-    result, _ = run(handler, lambda client: client.update_weights(3))
-    assert result is None and sorted(seen) == [(host, "/update_weights", {"version": 3}) for host in "ab"]
-    error, _ = run(handler, lambda client: client.update_weights(4))
-    assert isinstance(error, ValueError) and "http://b:2/update_weights" in str(error) and "corrupt" in str(error)
+    with tempfile.TemporaryDirectory() as folder, serving.in_thread(app) as url:
+        sock = sockets.listen_unix(f"{folder}/c")
+        with web.in_thread(web.server(app), sock):
+            control = client_lib.Control([f"{url}/", sockets.address(sock)], token=given)
+            asyncio.run(control.update_weights(3, rollback=True))
+            body = {"version": 3, "rollback": True}
+            assert sorted(seen, key=lambda entry: entry[2]) == [(body, sent, False), (body, sent, True)]
+            with pytest.raises(ValueError, match="/update_weights rejected the request: v00000004.* corrupt"):
+                asyncio.run(control.update_weights(4))
+
+
+def test_a_client_of_the_data_listener_has_no_way_to_the_control_routes(monkeypatch):
+    monkeypatch.delenv("INTELLAX_API_KEY", raising=False)
+    monkeypatch.setenv("INTELLAX_CONTROL_TOKEN", "t")
+    client = client_lib.Client([A])
+    assert "authorization" not in client._http.headers and not hasattr(client, "update_weights")
 
 
 def test_an_empty_list_of_servers_is_rejected():
     with pytest.raises(ValueError, match="pass at least one URL"):
         client_lib.Client([])
+    with pytest.raises(ValueError, match="pass at least one address"):
+        client_lib.Control([])
 
 
 @pytest.mark.parametrize(

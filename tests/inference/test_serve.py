@@ -50,7 +50,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(weights):
-    server = inference_server.start(str(weights), CONFIG)
+    server = inference_server.start(str(weights), CONFIG, allow=[str(weights.parent)])
     yield server
     server.close()
 
@@ -58,6 +58,11 @@ def server(weights):
 @pytest.fixture(scope="module")
 def ask(server):
     return serving.asker(serve.make_app(server))
+
+
+@pytest.fixture(scope="module")
+def control(server):
+    return serving.asker(serve.make_control_app(server))
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +189,10 @@ def test_a_body_that_is_no_request(ask, content, message):
     assert message in refused(ask("POST", "/inference/v1/generate", content=content))
 
 
-def test_a_body_that_never_ends_is_cut_off(ask, monkeypatch):
+def test_a_body_that_never_ends_is_cut_off(ask, control):
     size = serve.MAX_BODY_BYTES
     assert f"exceeds {size} bytes" in refused(ask("POST", "/inference/v1/generate", content=b" " * (size + 1)))
-    monkeypatch.setattr(web.read_body, "__defaults__", (1000,))
-    assert "exceeds 1000 bytes" in refused(ask("POST", "/update_weights", content=b" " * 1001))
+    assert "exceeds 65536 bytes" in refused(control("POST", "/update_weights", content=b" " * (web.MAX_JSON_BYTES + 1)))
 
 
 def test_a_full_queue_is_429(generate, server, monkeypatch):
@@ -222,15 +226,9 @@ def test_a_scheduler_that_stopped_is_503(weights, server):
     scheduler.close()
     stopped = inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store)
     stopped.have = broadcast.pull(str(weights), 0)
-    app = serve.make_app(stopped)
-
-    async def exchange():
-        async with serving.client(app) as client:
-            generate = await client.post("/inference/v1/generate", json={"token_ids": PROMPT})
-            update = await client.post("/update_weights", json={"version": 0})
-            return generate, update, await client.get("/health")
-
-    generate, update, health = asyncio.run(exchange())
+    ask, control = serving.asker(serve.make_app(stopped)), serving.asker(serve.make_control_app(stopped))
+    generate = ask("POST", "/inference/v1/generate", json={"token_ids": PROMPT})
+    update, health = control("POST", "/update_weights", json={"version": 0}), ask("GET", "/health")
     assert "shutting down" in refused(generate, 503)
     assert update.json()["version"] == 0  # it is in force: nothing to do
     assert health.status_code == 503 and "stopped" in health.json()["status"]
@@ -239,7 +237,7 @@ def test_a_scheduler_that_stopped_is_503(weights, server):
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_update_weights(ask, generate, weights, server, tmp_path):
+def test_update_weights(control, generate, weights, tmp_path):
     """A newer version swaps in; a corrupt, absent or malformed one leaves the old one serving, and the reply has the reason."""
     fixed = {"seed": 3, "max_tokens": 8, "ignore_eos": True}
 
@@ -247,7 +245,7 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
         return generate(**fixed).json()["choices"][0]
 
     def update(**body):
-        return ask("POST", "/update_weights", json=body)
+        return control("POST", "/update_weights", json=body)
 
     assert update(version=None).json() == {"status": "ok", "version": 0}  # nothing newer
     before = answer()
@@ -256,7 +254,8 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
     assert update(version=1).json() == {"status": "ok", "version": 1}
     after = answer()
     assert after["token_ids"] != before["token_ids"] and after["policy_versions"] == [[1, 8]]
-    assert update(version=0).json()["version"] == 0 and answer() == before  # back, by name
+    assert "version 0 is older than version 1, which is in use" in refused(update(version=0))
+    assert update(version=0, rollback=True).json()["version"] == 0 and answer() == before
     assert update().json()["version"] == 1
 
     publish(weights, 2)
@@ -275,17 +274,19 @@ def test_update_weights(ask, generate, weights, server, tmp_path):
         ({"version": 0, "weight_dir": 5}, "weight_dir: Input should be a valid string; got 5"),
     ):
         assert text in refused(update(**body))
-    assert answer() == after and ask("GET", "/health").json()["policy_version"] == 1
+    assert answer() == after and control("GET", "/health").json()["policy_version"] == 1
 
     publish(tmp_path, 7)  # another root, by name
     assert update(weight_dir=str(tmp_path)).json()["version"] == 7
     assert answer()["policy_versions"] == [[7, 8]]
-    assert "no version 7" in refused(update(version=7), 500)  # the server's own broadcast has none
-    assert update(version=1).json()["version"] == 1 and answer() == after
+    assert update().json()["version"] == 7  # the server's own broadcast has older ones only
+    assert "is older than version 7" in refused(update(version=1))
+    assert update(version=1, rollback=True).json()["version"] == 1 and answer() == after
     folder = tmp_path / "model"
     hf.save(folder, MODEL, jax.jit(transformer.init, static_argnums=1)(jax.random.key(9), MODEL))
-    assert update(weight_dir=str(folder), version=1).json()["version"] == 1 and answer() != after
-    assert update(version=1).json()["version"] == 1 and answer() == after
+    assert "version 1 has other weights than version 1" in refused(update(weight_dir=str(folder), version=1))
+    assert update(weight_dir=str(folder)).json()["version"] == 2 and answer() != after
+    assert update(version=1, rollback=True).json()["version"] == 1 and answer() == after
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -328,13 +329,13 @@ def test_the_process_answers_and_ends_with_its_parent(weights, tmp_path):
         assert f"serving policy version {newest} on http://127.0.0.1:" in (tmp_path / "output").read_text()
 
 
-def test_an_update_that_cannot_be_leaves_the_old_weights(ask, generate, server, tmp_path):
+def test_an_update_that_cannot_be_leaves_the_old_weights(control, generate, server, tmp_path):
     """Nothing published, another model's tensors, a folder of one version."""
     in_force, fixed = server.scheduler.version, {"seed": 3, "max_tokens": 4, "ignore_eos": True}
     before = generate(**fixed).json()["choices"]
 
     def update(**body):
-        return ask("POST", "/update_weights", json=body)
+        return control("POST", "/update_weights", json=body)
 
     assert "no published version under" in refused(update(weight_dir=str(tmp_path / "nowhere")), 500)
     assert "no published version under" in refused(update(weight_dir=str(tmp_path)), 500)
@@ -346,6 +347,10 @@ def test_an_update_that_cannot_be_leaves_the_old_weights(ask, generate, server, 
     del params["final_norm"]
     broadcast.publish(params, 6, str(tmp_path), metadata=METADATA)
     assert update(weight_dir=str(tmp_path)).status_code in (400, 500)
+    params = tiny.params(MODEL, 7)
+    params["final_norm"] = np.full_like(params["final_norm"], np.nan)
+    broadcast.publish(params, 7, str(tmp_path / "diverged"), metadata=METADATA)
+    assert "have NaN or infinity in ['final_norm']" in refused(update(weight_dir=str(tmp_path / "diverged")))
     assert server.scheduler.version == in_force and generate(**fixed).json()["choices"] == before
     publish(tmp_path / "good", 1000)
     own = str(tmp_path / "good" / "v00001000")  # one version's own folder, as prime-rl names it
@@ -361,7 +366,8 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
         publish(root, version, broadcast.PublishOptions(keep=num_swaps))
 
     async def main():
-        async with serving.client(serve.make_app(server)) as client:
+        data, control = serving.client(serve.make_app(server)), serving.client(serve.make_control_app(server))
+        async with data as client, control:
             swapped = asyncio.Event()
 
             async def ask(i):
@@ -384,7 +390,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
                         task.result()  # raises its error: no task is done before the last swap
                     await asyncio.sleep(0.001)
                 body = {"version": version, "weight_dir": str(root)}
-                response = await client.post("/update_weights", json=body)
+                response = await control.post("/update_weights", json=body)
                 assert response.json().get("version") == version, response.text
             swapped.set()
             return [await task for task in tasks]
@@ -448,7 +454,8 @@ def test_twenty_swaps_under_sixty_four_requests(server, tmp_path):
 def test_swaps_on_a_mesh(tmp_path):
     """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
     publish(tmp_path / "own", 0)
-    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, mesh={"tensor": 2, "data": -1})
+    mesh = {"tensor": 2, "data": -1}
+    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, allow=[str(tmp_path)], mesh=mesh)
     try:
         down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
         assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
@@ -490,7 +497,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = inference_server.start_model(str(folders[0]), CONFIG)
+    server = inference_server.start_model(str(folders[0]), CONFIG, allow=[str(folders[1])])
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:

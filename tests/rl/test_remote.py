@@ -24,11 +24,12 @@ NUM_STEPS = 4
 
 @pytest.mark.slow
 def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
-    server_port, relay_port = free_port(), free_port()
+    server_port, control_port, relay_port = free_port(), free_port(), free_port()
     workdir = tmp_path / "run"
     overrides = {
         "topology.mode": "remote",
         "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
         "topology.relay_port": relay_port,
         "broadcast.snapshot_every": 3,
         "rl.num_steps": NUM_STEPS,
@@ -48,6 +49,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     start(
         *("server", "-m", "inference.serve", "--weights", second, "--weights_key", key, "--port", str(server_port)),
         *sizes,
+        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
     )
     for i in range(2):
         start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
@@ -81,12 +83,17 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
-    workdir, server_port, relay_port = tmp_path / "run", free_port(), free_port()
+    workdir, server_port, control_port, relay_port = tmp_path / "run", free_port(), free_port(), free_port()
     overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
     assert tiny_run.run(workdir, **overrides).returncode == 0
     key = broadcast.read_manifest(workdir / "weights", 2).public_key
     overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
     overrides |= {"topology.relay_port": relay_port}
+    overrides |= {"topology.control_servers": f"('http://127.0.0.1:{control_port}',)"}
+    token = tmp_path / "token"  # made by the operator, who gives both sides a copy
+    token.write_text("t" * 16)
+    token.chmod(0o600)
+    overrides |= {"topology.control_token_file": str(token)}
     start = Starter(tmp_path, request)
     scorer = start("scorer", *tiny_run.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
     said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
@@ -94,6 +101,7 @@ def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_pa
     (orchestrator,) = re.search(said, scorer.text()).groups()
     weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key]
     sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64", "--port", str(server_port)]
+    sizes += ["--control", f"127.0.0.1:{control_port}", "--control_token_file", str(token)]
     start("server", "-m", "inference.serve", *weights, *sizes)
     start("worker", "-m", "rl.worker", "--orchestrator", orchestrator)
     proxy.wait_until(lambda: start.ended(), 200, "the evaluation")

@@ -20,8 +20,11 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA
 
 
 def client(app) -> httpx.AsyncClient:
-    """Returns a client whose requests go straight to an ASGI app."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server", timeout=600)
+    """Returns a client whose requests go straight to an ASGI app; bodies are sent as JSON, also malformed ones."""
+    headers = {"content-type": "application/json"}
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://server", headers=headers, timeout=600
+    )
 
 
 def asker(app):

@@ -387,7 +387,12 @@ def test_completions(ask):
 # ---- control ---------------------------------------------------------------------------------------------------------
 
 
-def test_pause_keeps_requests_and_resume_finishes_them(ask, server):
+def test_pause_keeps_requests_and_resume_finishes_them(server):
+    control = serving.asker(serve.make_control_app(server))
+
+    def ask(path, method="POST"):
+        return control(method, path)
+
     assert ask("/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
     assert ask("/health", method="GET").json()["paused"]
     future = server.scheduler.submit(scheduler_lib.GenerateRequest(tuple(b"hi"), max_tokens=3))

@@ -121,6 +121,7 @@ def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path)
         ("optimizer.momentum=0.9", "set optimizer.name = 'muon' or 'sgd'"),
         ("optimizer.final_rate=0.1", "set optimizer.schedule"),
         ("topology.relay_port=8200", "set topology.mode = 'remote'"),
+        ("topology.control_token_file=FILE", "set topology.mode = 'remote'"),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(override, words):
@@ -176,6 +177,10 @@ def resolved(**changes):
         ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
         ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
+        (
+            {"topology__mode": "remote", "topology__servers": ("http://a:1",)},
+            "control_servers has 0 URLs for 1 servers; set it",
+        ),
         (
             {"topology__mode": "remote", "topology__servers": ("http://a:99999",)},
             "'http://a:99999', which is not a URL",

@@ -48,9 +48,11 @@ class Locked(orchestrator_lib.Orchestrator):
         self._queue.entries.is_owned = self._changed._is_owned
 
     def __setattr__(self, name, value):
-        assert not hasattr(self, "_updater") or name in ("_web", "_thread", "servers") or self._changed._is_owned(), (
-            name
-        )
+        assert (
+            not hasattr(self, "_updater")
+            or name in ("_web", "_thread", "servers", "control")
+            or self._changed._is_owned()
+        ), name
         super().__setattr__(name, value)
 
 
@@ -648,7 +650,7 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
 def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
     """A refused connection (port 9 has no listener), and addresses that are none: never a wait without end."""
     orchestrator = make()
-    orchestrator.servers = [url]
+    orchestrator.control = orchestrator_lib.client_lib.Control([url])
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
     with pytest.raises(ValueError, match="an inference server did not load policy version 0: "):
@@ -659,12 +661,12 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
 def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     """No caller looks at the updater's future: the error must come out where the learner waits."""
     orchestrator = make()
-    orchestrator.servers = ["http://127.0.0.1:9"]
+    orchestrator.control = orchestrator_lib.client_lib.Control(["http://127.0.0.1:9"])
 
-    async def load(client, version):
+    async def load(control, version, rollback):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(orchestrator_lib.client_lib.Client, "update_weights", load)
+    monkeypatch.setattr(orchestrator_lib.client_lib.Control, "update_weights", load)
     waiting = later(orchestrator.next_batch, 1)
     publish(orchestrator, 0)
     with pytest.raises(KeyError, match="a bug"):
@@ -771,7 +773,11 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
 
 
 def test_the_routes(make):
-    there = {"topology__mode": "remote", "topology__servers": ("http://127.0.0.1:1",)}
+    there = {
+        "topology__mode": "remote",
+        "topology__servers": ("http://127.0.0.1:1",),
+        "topology__control_servers": ("http://127.0.0.1:1",),
+    }
     orchestrator = make(**there, topology__workers=(KEY.worker,))
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
         run = http.get("/run").json()

@@ -1,10 +1,8 @@
-"""The routes of the operator: weights, pause, health, metrics. Names and formats are those of prime-rl.
+"""The routes that show a server's state and change nothing: model, health, metrics. Both listeners have them.
 
-/pause stops between two engine calls and keeps every sequence with its cache; /resume continues. An update of the weights
-needs neither, because it also happens between two calls.
+Names and formats are those of OpenAI (/v1/models) and prime-rl, whose administrator polls /health and /v1/models, too.
 """
 
-import asyncio
 from collections.abc import Iterator
 
 import fastapi
@@ -12,30 +10,25 @@ import prometheus_client
 from fastapi import responses
 from prometheus_client import core, registry
 
-from inference.server import inference_server, schemas, web
+from inference.server import inference_server
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
-    """Adds the inference server's routes for weight updates, pausing, health and metrics to an app."""
+    """Adds the routes for the served model, health and metrics to an app."""
     scheduler = server.scheduler
 
-    @app.post("/update_weights")
-    async def update_weights(request: fastapi.Request):
-        body = schemas.UpdateWeights.model_validate_json(await web.read_body(request) or b"{}")
-        version = await asyncio.to_thread(server.update, body.version, body.weight_dir)
-        return {"status": "ok", "version": version}
-
-    @app.post("/pause")
-    async def pause(mode: str = "keep", clear_cache: bool = False):
-        if mode != "keep":
-            raise ValueError(f"mode {mode!r} is not supported; use keep, and disconnect to abort a request")
-        await asyncio.wrap_future(scheduler.pause(clear_prefixes=clear_cache))
-        return {"status": "paused"}
-
-    @app.post("/resume")
-    async def resume():
-        await asyncio.wrap_future(scheduler.resume())
-        return {"status": "resumed"}
+    @app.get("/v1/models")
+    async def models():
+        card = {
+            "id": server.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "intellax",
+            "max_model_len": server.engine.config.max_model_len,
+            "policy_version": server.scheduler.version,
+            "quantization": server.store.quantization,
+        }
+        return {"object": "list", "data": [card]}
 
     @app.get("/health")
     async def health():

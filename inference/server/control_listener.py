@@ -1,0 +1,58 @@
+"""The socket of the control routes, apart from that of the data routes, and who may use it.
+
+1. By default a unix socket in a new directory that only this user can enter. Nobody else reaches it, so it needs no token.
+2. A path given by `--control` is a unix socket, too; its mode lets only this user connect.
+3. HOST:PORT needs a token, also on 127.0.0.1, which every user of the machine reaches. The Host header is checked as well.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import tempfile
+from collections.abc import Collection, Iterator
+
+from sharding.system import secret_file, sockets
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlListener:
+    """A bound control socket, the token that its clients must send (None: none), and their allowed Host names (None: any)."""
+
+    sock: socket.socket = dataclasses.field(repr=False)
+    token: str | None = dataclasses.field(repr=False)
+    hosts: Collection[str] | None
+
+
+@contextlib.contextmanager
+def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iterator[ControlListener]:
+    """Yields a listener at `control`: a path, HOST:PORT, or "" for a new unix socket; deletes a unix socket at the end.
+
+    Args:
+      control: where to listen.
+      token_file: file of the token, created if it does not exist; None for no token.
+      hosts: names of this machine that clients may use in the Host header, besides that of `control`.
+
+    Raises ValueError if it cannot listen there, or if HOST:PORT has no token.
+    """
+    host, _, port = control.rpartition(":")
+    is_unix = "/" in control or not port.isdecimal()
+    if not is_unix and token_file is None:
+        raise ValueError(
+            f"--control {control} can be reached by other users and has no token; add --control_token_file FILE (created "
+            "if absent), or use a unix socket (--control PATH)"
+        )
+    token = None if token_file is None else secret_file.read_or_create(token_file)
+    with contextlib.ExitStack() as stack:
+        if is_unix:
+            path = control or f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='intellax-'))}/control.sock"
+            sock = stack.enter_context(contextlib.closing(sockets.listen_unix(path)))
+            stack.callback(_remove, path)
+        else:
+            sock = stack.enter_context(contextlib.closing(sockets.listen(host.strip("[]"), int(port))))
+        yield ControlListener(sock, token, None if is_unix else {host, *hosts})
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,49 @@
+"""The routes that change a server: weights, pause. Only the control listener has them. Names and formats are those of prime-rl.
+
+/pause stops between two engine calls and keeps every sequence with its cache; /resume continues. An update of the weights
+needs neither, because it also happens between two calls.
+"""
+
+import asyncio
+
+import fastapi
+
+from inference.server import inference_server, schemas, web
+
+PATHS = ("/update_weights", "/pause", "/resume")
+# Routes of vLLM and prime-rl that this server lacks; their clients get the same hint on the data listener.
+OTHER_PATHS = ("/init_broadcaster", "/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
+    """Adds the routes for weight updates and pausing to an app."""
+    scheduler = server.scheduler
+
+    @app.post("/update_weights")
+    async def update_weights(request: fastapi.Request):
+        body = schemas.UpdateWeights.model_validate_json(await web.read_body(request, web.MAX_JSON_BYTES) or b"{}")
+        version = await asyncio.to_thread(server.update, body.version, body.weight_dir, rollback=body.rollback)
+        return {"status": "ok", "version": version}
+
+    @app.post("/pause")
+    async def pause(mode: str = "keep", clear_cache: bool = False):
+        if mode != "keep":
+            raise ValueError(f"mode {mode!r} is not supported; use keep, and disconnect to abort a request")
+        await asyncio.wrap_future(scheduler.pause(clear_prefixes=clear_cache))
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume():
+        await asyncio.wrap_future(scheduler.resume())
+        return {"status": "resumed"}
+
+
+def refuse(app: fastapi.FastAPI) -> None:
+    """Makes an app reply 404 to control routes, with the place that has them."""
+
+    async def elsewhere(request: fastapi.Request):
+        place = "the control listener, which --control sets and the server prints at its start, has the control routes"
+        return web.error(404, f"{request.url.path} is not a route of this listener; {place}", "not_found")
+
+    for path in (*PATHS, *OTHER_PATHS):
+        app.add_api_route(path, elsewhere, methods=["GET", "POST"])
