@@ -32,3 +32,11 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def forget_heads():
+    """Forgets the signed heads that this process has accepted: tests sign several runs with one key."""
+    from sharding.format import head
+
+    head.verifier.cache_clear()

@@ -23,6 +23,7 @@ from typing import Any
 
 from sharding.download import concurrency, object_download, range_get, relay_selector
 from sharding.format import digests, journal
+from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 
 MIN_BYTES_PER_S = 32_000  # an object that is slower fails: a 4 MB chunk may take two minutes
@@ -37,19 +38,28 @@ PHANTOM_S = 5.0
 class Relays:
     """Published weights as read from one or more relays: processes of `python -m sharding.relay`. Has a `Directory`'s methods."""
 
-    def __init__(self, urls: Sequence[str], trusted_key: str | None = None, options: range_get.Options | None = None):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        trusted: head_lib.HeadVerifier | None = None,
+        options: range_get.Options | None = None,
+    ):
         self._options = options or range_get.Options()
         self.relays = [range_get.Relay(url, self._options) for url in urls]
         self._selector = relay_selector.RelaySelector(self.relays, self._options.seed)
         self._pool = range_get.RequestPool(self._options.parallel, len(urls))
         self._concurrency = concurrency.AdaptiveConcurrency(FEW_READS, QUICK_S)
-        self._trusted_key = trusted_key
+        self.trusted = trusted
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
         self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
         self._phantoms: dict[int, float] = {}  # versions that were listed but not delivered -> ignored until
 
     # ---- versions
+
+    def head(self) -> head_lib.Head | None:
+        """Returns the newest head that a relay has; None without a trusted key, and if no relay has one."""
+        return None  # to come: relays do not serve heads yet
 
     def versions(self) -> list[int]:
         """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource."""
@@ -147,7 +157,7 @@ class Relays:
         deadline_s = time.monotonic() + self._options.patience_s
         num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
         while True:
-            if self._trusted_key is None:
+            if self.trusted is None:
                 relays = self.relays
             else:
                 given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
@@ -158,12 +168,12 @@ class Relays:
                     num_missing[relay] += isinstance(reply, range_get.Missing)
                 elif reply not in valid:
                     try:
-                        valid[reply] = relay, manifest_lib.parse(reply, version=version, trusted_key=self._trusted_key)
+                        valid[reply] = relay, self._parse(reply, version)
                     except journal.CorruptSource as corrupt:
                         self._selector.record_corrupt(relay, str(corrupt))
                         num_corrupt[relay] += 1
                         error = error or journal.CorruptSource(f"{relay.url}: {corrupt}")
-            if len(valid) > 1 and self._trusted_key is None:
+            if len(valid) > 1 and self.trusted is None:
                 urls = ", ".join(relay.url for relay, _ in valid.values())
                 text = f"relays {urls} have different manifests of version {version}: pass the publisher's trusted key"
                 raise journal.CorruptSource(text)
@@ -174,7 +184,12 @@ class Relays:
             if time.monotonic() > deadline_s:
                 text = f"the manifest of version {version} was not downloaded in time ({self._selector.reasons()})"
                 raise error or journal.Unavailable(f"{text}: try again, or use other relays")
-            time.sleep(0.2 if self._trusted_key is None else 0.02)
+            time.sleep(0.2 if self.trusted is None else 0.02)
+
+    def _parse(self, data: bytes, version: int) -> manifest_lib.Manifest:
+        return (
+            manifest_lib.parse(data, version=version) if self.trusted is None else self.trusted.manifest(data, version)
+        )
 
     def _request_manifest(
         self, relays: list[range_get.Relay], version: int, deadline_s: float
@@ -186,7 +201,7 @@ class Relays:
         replies, waiting, has_body = {}, set(calls), False
         # One relay that hangs must not use up the time.
         until_s = min(deadline_s, time.monotonic() + self._options.patience_s / 4)
-        while waiting and not (has_body and self._trusted_key is not None):
+        while waiting and not (has_body and self.trusted is not None):
             done, waiting = _wait_first(waiting, until_s)
             if not done:
                 break
@@ -205,7 +220,7 @@ class Relays:
             get = calls[future]
             get.abort()
             replies[get.relay] = error = range_get.Failed(f"{path} did not come in time")
-            if not (has_body and self._trusted_key is not None):  # not for being slower than the first body
+            if not (has_body and self.trusted is not None):  # not for being slower than the first body
                 self._selector.record_failure(get, error)
         return replies
 

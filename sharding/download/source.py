@@ -1,65 +1,65 @@
 """The places that published versions are read from: a directory, a bucket, or relays (`sharding/download/relays.py`).
 
-`open` returns a `Source`. It returns nothing unverified: a manifest is parsed (and, with `trusted_key`, its signature checked),
-and an object is hashed before the read returns. Imports no jax, and tensorstore only for a bucket: relays start without them.
+`open` returns a `Source`. It returns nothing unverified: with a trusted key a manifest is one that the signed head lists
+(sharding/format/head.py), and an object is hashed before the read returns. Imports no jax, and tensorstore only for a bucket: relays start without them.
 """
 
 import collections
 import os
 import pathlib
-import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sharding.download import range_get, relays
 from sharding.format import digests, journal
+from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 
 DIRECTORY_POLL_S = 0.01
 BUCKET_POLL_S = 1.0
 MAX_TRIES = 3  # of an object that a bucket delivers wrong
 
+Trusted = str | os.PathLike | head_lib.HeadVerifier | None
+
 
 def open(
     source: str | os.PathLike | Sequence[str],
     *,
-    trusted_key: str | None = None,
+    trusted_key: Trusted = None,
     options: range_get.Options | None = None,
 ) -> "Source":
     """Returns an open source of published weights: a directory, a bucket, or one or more relays.
 
     Args:
       source: the path of a directory, the URL of a bucket (gs://, s3://) or a relay, or a sequence of relay URLs.
-      trusted_key: hex of the ed25519 public key that must have signed every manifest. Without it, several relays must agree
-        on each manifest.
+      trusted_key: hex of the publisher's ed25519 public key, the path of its root file, or a verifier (one per key and process by
+        default). Versions that its signed head does not list do not exist. Without it, several relays must agree on each manifest.
       options: timeouts and concurrency for relays.
 
     Raises:
       ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
     """
-    sources = _checked(source, trusted_key)
+    trusted = head_lib.verifier_of(trusted_key)
+    sources = _checked(source)
     if sources[0].startswith(("http://", "https://")):
-        return relays.Relays(sources, trusted_key, options)
+        return relays.Relays(sources, trusted, options)
     if "://" not in sources[0]:
-        return Directory(sources[0], trusted_key)
-    return Bucket(sources[0], trusted_key)
+        return Directory(sources[0], trusted)
+    return Bucket(sources[0], trusted)
 
 
 def open_each(
-    sources: Sequence[str], *, trusted_key: str | None = None, options: range_get.Options | None = None
+    sources: Sequence[str], *, trusted_key: Trusted = None, options: range_get.Options | None = None
 ) -> dict[str, "Source"]:
     """Returns an open source for each of `sources`, by its name; arguments and errors are those of `open`."""
-    return {s: open(s, trusted_key=trusted_key, options=options) for s in _checked(sources, trusted_key)}
+    return {s: open(s, trusted_key=trusted_key, options=options) for s in _checked(sources)}
 
 
-def _checked(source: str | os.PathLike | Sequence[str], trusted_key: str | None) -> list[str]:
+def _checked(source: str | os.PathLike | Sequence[str]) -> list[str]:
     """Returns the different sources as texts. Raises ValueError unless they are relays, or one directory or bucket."""
-    if trusted_key is not None and not re.fullmatch(r"[0-9a-f]{64}", trusted_key):
-        raise ValueError(
-            f"the trusted key {trusted_key!r} is not 64 lowercase hex digits; pass the publisher's public key"
-        )
     sources = list(dict.fromkeys(map(str, [source] if isinstance(source, str | os.PathLike) else source)))
     if not sources:
         raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
@@ -84,10 +84,12 @@ class _Storage:
     _scan: Callable[[], journal.Listing]
     _new_entries: Callable[[int], list[journal.Object]]
     _read_manifest: Callable[[int], bytes]
+    _read_head: Callable[[], bytes | None]
 
-    def __init__(self, place: str, trusted_key: str | None, poll_s: float):
+    def __init__(self, place: str, trusted_key: Trusted, poll_s: float):
         self._place = place if place.endswith("/") else f"{place}/"
-        self._trusted_key, self._poll_s = trusted_key, poll_s
+        self.trusted, self._poll_s = head_lib.verifier_of(trusted_key), poll_s
+        self._expired: head_lib.Head | None = None  # the one of which a notice was printed
         self._is_closed = False
         self._counters = collections.Counter()
 
@@ -95,8 +97,31 @@ class _Storage:
         """Returns the numbers of the complete versions, ascending."""
         return list(self.listing().complete)
 
+    def head(self) -> head_lib.Head | None:
+        """Returns the head, read and verified; None without a trusted key, and if there is none (of an earlier release, or not yet).
+
+        An expired head is reported once on standard error, and accepted. Raises CorruptSource for a head that is not the trusted
+        key's, or older than one that this process has accepted from anywhere.
+        """
+        if self.trusted is None or (data := self._read_head()) is None:
+            return None
+        try:
+            head = self.trusted.accept(data, expired=True)
+        except journal.CorruptSource as error:
+            raise type(error)(f"{self._place}{head_lib.NAME}: {error}") from error
+        try:
+            self.trusted.check_time(head)
+        except head_lib.ExpiredHead as error:
+            if head != self._expired:
+                print(f"notice: {self._place}{head_lib.NAME}: {error}", file=sys.stderr)
+            self._expired = head
+        return head
+
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Returns the complete and the partial versions. Blocks up to `wait_s` seconds until they differ from `known`."""
+        """Returns the complete and the partial versions. Blocks up to `wait_s` seconds until they differ from `known`.
+
+        If there is a head, complete are those that it lists, and partial is the one that it says is being written.
+        """
         deadline_s = time.monotonic() + wait_s
         while True:
             listing = self._scan()
@@ -120,9 +145,12 @@ class _Storage:
 
         Raises CorruptSource if the manifest is invalid, and FileNotFoundError if it is missing.
         """
+        self.head()
         data = self._read_manifest(version)
         try:
-            return data, manifest_lib.parse(data, version=version, trusted_key=self._trusted_key)
+            if self.trusted is None:
+                return data, manifest_lib.parse(data, version=version)
+            return data, self.trusted.manifest(data, version)
         except journal.CorruptSource as error:
             raise journal.CorruptSource(f"{self._place}{journal.dirname(version)}/manifest.json: {error}") from error
 
@@ -133,6 +161,18 @@ class _Storage:
     def close(self) -> None:
         """Makes blocking calls of `listing` and `entries`, also later ones, return early."""
         self._is_closed = True
+
+    def _listed(self, complete: Iterable[int], partial: Iterable[int]) -> journal.Listing:
+        """Returns the listing of the versions found, as far as the head confirms them."""
+        head = self.head()
+        if head is not None:
+            complete, partial = (
+                {*complete} & {*head.versions},
+                {*complete, *partial} - {*head.versions} & {head.writing},
+            )
+        elif self.trusted is not None and self.trusted.needs_head:
+            complete, partial = (), ()
+        return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
 
     def _sleep(self, deadline_s: float) -> bool:
         """Sleeps until the next poll and returns True, or returns False if the deadline has passed or the source is closed."""
@@ -146,7 +186,7 @@ class _Storage:
 class Directory(_Storage):
     """Published weights as read from a directory: the root that a publisher writes to, or the one that a relay mirrors to."""
 
-    def __init__(self, root: str, trusted_key: str | None = None):
+    def __init__(self, root: str, trusted_key: Trusted = None):
         super().__init__(root, trusted_key, DIRECTORY_POLL_S)
         self.root = pathlib.Path(root)
         self._cursors: dict[int, tuple[int, bytes]] = {}  # version -> bytes read of the journal, the last line of them
@@ -208,7 +248,14 @@ class Directory(_Storage):
                 complete.append(version)
             elif (self.root / name / "objects.jsonl").is_file():
                 partial.append(version)
-        return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
+        return self._listed(complete, partial)
+
+    def _read_head(self) -> bytes | None:
+        try:
+            with (self.root / head_lib.NAME).open("rb") as file:
+                return file.read(head_lib.MAX_HEAD_BYTES + 1)
+        except FileNotFoundError:
+            return None
 
     def _read_manifest(self, version: int) -> bytes:
         try:
@@ -221,7 +268,7 @@ class Directory(_Storage):
 class Bucket(_Storage):
     """Published weights as read from a bucket (gs://, s3://) by tensorstore, which handles credentials and retries."""
 
-    def __init__(self, url: str, trusted_key: str | None = None):
+    def __init__(self, url: str, trusted_key: Trusted = None):
         import tensorstore as ts  # only here: relays and their clients start without it
 
         super().__init__(url, trusted_key, BUCKET_POLL_S)
@@ -260,7 +307,11 @@ class Bucket(_Storage):
         partial = {n for path, n in numbers if path == "objects.jsonl" and n is not None}
         with self._lock:
             self._complete |= found
-            return journal.Listing(tuple(sorted(self._complete)), tuple(sorted(partial - found)))
+            complete = set(self._complete)
+        return self._listed(complete, partial - found)
+
+    def _read_head(self) -> bytes | None:
+        return self._get(head_lib.NAME)
 
     def _new_entries(self, version: int) -> list[journal.Object]:
         data = self._get(f"{journal.dirname(version)}/objects.jsonl") or b""

@@ -36,6 +36,7 @@ from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Tar
 from tuf.api.serialization.json import JSONSerializer
 
 from sharding.format import journal
+from sharding.format import manifest as manifest_lib
 from sharding.format import roots as roots_lib
 from sharding.system import atomic_file
 
@@ -136,6 +137,11 @@ class HeadVerifier:
         role = self._root.roles[Targets.type]
         return frozenset(self._root.keys[keyid].keyval["public"] for keyid in role.keyids)
 
+    @property
+    def needs_head(self) -> bool:
+        """Whether versions without a head are refused, those of earlier releases, too."""
+        return self.requires_head or self.head is not None
+
     def accept(self, data: bytes, *, expired: bool = False) -> Head:
         """Returns the head in `data`, the untrusted bytes of a head.jsonl, and raises the floor to it.
 
@@ -169,13 +175,29 @@ class HeadVerifier:
 
     def check_headless(self, version: int, epoch: int | None, public_key: str | None) -> None:
         """Raises CorruptSource unless a manifest may be accepted from a source without a head: one of an earlier release."""
-        known = self.head is not None or self.requires_head or epoch is not None
+        known = self.needs_head or epoch is not None
         _require(
             not known,
             f"version {version} comes without the signed head that key {self.name} writes: use another source",
         )
         text = f"version {version} is signed by {str(public_key)[:80]}, not by the trusted {self.name}"
         _require(public_key in self.keys, text)
+
+    def manifest(self, data: bytes, version: int) -> manifest_lib.Manifest:
+        """Returns the manifest of `version` in `data`, untrusted bytes: those that the accepted head lists, or of an earlier release.
+
+        Raises CorruptSource for any other bytes. Those that the head lists are hashed before they are parsed.
+        """
+        head = self.head
+        if head is not None:
+            _require(
+                version in head.versions, f"version {version} is not in the signed head: it has {sorted(head.versions)}"
+            )
+            head.versions[version].check(data)
+            return manifest_lib.parse(data, version=version, is_proved=True)
+        found = manifest_lib.parse(data, version=version)
+        self.check_headless(version, found.epoch, found.public_key)
+        return found
 
     def _accept(self, data: bytes) -> None:
         _require(len(data) <= MAX_HEAD_BYTES, f"the head has {len(data)} bytes: at most {MAX_HEAD_BYTES} are allowed")

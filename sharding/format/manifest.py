@@ -32,11 +32,14 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from sharding.format import digests, journal, tree
 
 _require = journal.require
-FORMAT = 3
+FORMATS = (3, 4)  # 4 has the field `epoch`: of versions in a signed head
 ENCODINGS = (["zarr3"], ["xor"], ["xor", "zarr3"])
 CRC_BYTES = 4  # appended to each chunk by the crc32c codec
 MAX_CHUNK_BYTES = 256 << 20  # a hostile manifest must not make a reader allocate more
 MAX_DELTA_BYTES = 320 << 20  # a patch is at most a little larger than its chunk
+MAX_TENSOR_BYTES = 1 << 48
+MAX_UNPROVED_BYTES = 16 << 20  # of a manifest that no signed head lists: parsing costs its reader up to 1 s
+MAX_UNPROVED_LISTS = 100_000  # lists and objects in it, and one more per 24 bytes: our own have one per 50 or more
 MAX_RANK = 32
 MAX_RUN_LENGTH = 200
 
@@ -85,7 +88,9 @@ class Tensor:
 
     def chunk_regions(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
         """Yields (path of the chunk's file in a snapshot, slices of the array that the chunk contains), row-major."""
-        for index in itertools.product(*map(range, self.grid)):
+        for index in (
+            itertools.product(*map(range, self.grid)) if 0 not in self.grid else ()
+        ):  # product copies the ranges
             yield f"tensors/{self.name}/{'.'.join(['c', *map(str, index)])}", self._region(index)
 
     def region(self, number: int) -> tuple[slice, ...]:
@@ -120,7 +125,12 @@ class Manifest:
     run: Annotated[str, pydantic.Field(max_length=MAX_RUN_LENGTH)] = ""
     public_key: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")] | None = None
     signature: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{128}$")] | None = None
-    format: int = FORMAT
+    epoch: Number | None = None  # of the signed head; None: published without one, as earlier releases did
+
+    @property
+    def format(self) -> int:
+        """The number of the format that manifest.json has."""
+        return 3 if self.epoch is None else 4
 
     @property
     def digest(self) -> str:
@@ -136,7 +146,7 @@ class Manifest:
 def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> bytes:
     """Returns the bytes of manifest.json, signed with `key`, or unsigned if `key` is None.
 
-    Ignores `manifest.public_key` and `manifest.signature`. Raises ValueError if the result is larger than readers accept.
+    Ignores `manifest.public_key` and `manifest.signature`. Raises ValueError for a manifest that `parse` would refuse.
     """
     body = _to_json(manifest)
     del body["signature"]
@@ -144,12 +154,27 @@ def encode(manifest: Manifest, key: ed25519.Ed25519PrivateKey | None = None) -> 
     body["own_digest"] = digests.of(canonical(body))
     body["signature"] = None if key is None else key.sign(canonical(body)).hex()
     data = canonical(body)
-    if len(data) > journal.MAX_MANIFEST_BYTES:
-        raise ValueError(f"manifest has {len(data)} bytes, not at most {journal.MAX_MANIFEST_BYTES}: shorten metadata")
+    try:
+        parse(data, is_proved=manifest.epoch is not None)
+    except journal.CorruptSource as error:
+        raise ValueError(f"readers would refuse the manifest of version {manifest.version}: {error}") from error
     return data
 
 
-def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = None) -> Manifest:
+def readable(metadata: dict | None) -> dict:
+    """Returns `metadata` as readers of a manifest get it: tuples are lists. Raises ValueError or TypeError if they would refuse it."""
+    try:
+        return _METADATA.validate_json(canonical({"metadata": metadata or {}}))["metadata"]
+    except pydantic.ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise ValueError(
+            f"metadata cannot be published: {reason}; pass a JSON object of UTF-8 text, nested less deeply"
+        ) from error
+
+
+def parse(
+    data: bytes, *, version: int | None = None, trusted_key: str | None = None, is_proved: bool = False
+) -> Manifest:
     """Returns the manifest in `data`, the untrusted bytes of a manifest.json, after checking it.
 
     Raises CorruptSource, with the reason, if it is malformed, contradicts itself, or is not of `version` or `trusted_key`.
@@ -158,8 +183,10 @@ def parse(data: bytes, *, version: int | None = None, trusted_key: str | None = 
       data: the bytes of a manifest.json.
       version: the version number that the manifest must have; None accepts any.
       trusted_key: hex of the only public key whose signature is accepted; None accepts any valid signature, and none.
+      is_proved: whether the bytes are those that a signed head lists. Others may be fewer: parsing them costs their reader time.
     """
     try:
+        _check_size(data, is_proved)
         return _parse(data, version, trusted_key)
     except journal.CorruptSource:
         raise
@@ -207,24 +234,36 @@ def zarr_json(tensor: Tensor) -> bytes:
     )
 
 
-_FIELDS = {field.name for field in dataclasses.fields(Manifest)} | {"own_digest"}
+_FIELDS = {field.name for field in dataclasses.fields(Manifest)} | {"own_digest", "format"}
 _MANIFEST = pydantic.TypeAdapter(Manifest)
+_METADATA = pydantic.TypeAdapter(dict[str, dict])
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields of manifest.json except `own_digest`."""
-    return vars(manifest) | {name: list(map(vars, getattr(manifest, name))) for name in ("tensors", "objects")}
+    body = vars(manifest) | {name: list(map(vars, getattr(manifest, name))) for name in ("tensors", "objects")}
+    if manifest.epoch is None:
+        del body["epoch"]
+    return body | {"format": manifest.format}
+
+
+def _check_size(data: bytes, is_proved: bool) -> None:
+    """Raises CorruptSource if parsing `data` would take too long; this costs 1 ms per 10 MB."""
+    most = journal.MAX_MANIFEST_BYTES if is_proved else min(MAX_UNPROVED_BYTES, journal.MAX_MANIFEST_BYTES)
+    _require(len(data) <= most, f"manifest has {len(data)} bytes: at most {most} are allowed")
+    count, most = data.count(b"[") + data.count(b"{"), MAX_UNPROVED_LISTS + len(data) // 24
+    _require(is_proved or count <= most, f"manifest has {count} lists in {len(data)} bytes: at most {most} are allowed")
 
 
 def _parse(data: bytes, version: int | None, trusted_key: str | None) -> Manifest:
-    limit = f"at most {journal.MAX_MANIFEST_BYTES} are allowed"
-    _require(len(data) <= journal.MAX_MANIFEST_BYTES, f"manifest has {len(data)} bytes: {limit}")
     body = json.loads(data)
     _require(isinstance(body, dict), f"manifest is a {type(body).__name__}, not an object")
     remedy = "which this release reads: publish again, or use the release that wrote it"
-    _require(body.get("format") == FORMAT, f"format {str(body.get('format'))[:80]} is not {FORMAT}, {remedy}")
-    fields = sorted(set(body) ^ _FIELDS)
-    _require(not fields, f"manifest lacks, or has in addition to those of format {FORMAT}, the fields {fields[:8]}")
+    number = body.get("format")
+    known = type(number) is int and number in FORMATS
+    _require(known, f"format {str(number)[:80]} is not one of {[*FORMATS]}, {remedy}")
+    fields = sorted(set(body) ^ (_FIELDS if number == 4 else _FIELDS - {"epoch"}))
+    _require(not fields, f"manifest lacks, or has in addition to those of format {number}, the fields {fields[:8]}")
     _check_origin(body, trusted_key)
     manifest = _MANIFEST.validate_json(data, strict=True)
     same = canonical(_to_json(manifest) | {"own_digest": body["own_digest"]}) == data
@@ -290,6 +329,9 @@ def _check_tensor(t: Tensor, has_deltas: bool) -> None:
     _require(len(t.chunk) == len(t.shape), f"tensor {t.name!r} of shape {t.shape} has chunk shape {t.chunk}")
     small = t.chunk_bytes <= MAX_CHUNK_BYTES
     _require(small, f"tensor {t.name!r} has chunk {t.chunk} of {t.chunk_bytes} bytes, more than {MAX_CHUNK_BYTES}")
+    num_bytes = math.prod(max(n, 1) for n in t.shape) * ITEM_BYTES[t.dtype]  # an empty one can overflow a reader, too
+    text = f"tensor {t.name!r} of shape {t.shape} has dims for {num_bytes} bytes, more than {MAX_TENSOR_BYTES}"
+    _require(num_bytes <= MAX_TENSOR_BYTES, text)
     if t.tied_to is not None:
         _require(not t.chunks and t.deltas is None, f"tied tensor {t.name!r} has chunks or deltas of its own")
         return

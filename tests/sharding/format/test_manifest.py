@@ -142,8 +142,8 @@ def first_object(**fields):
 
 LIES = {
     "format": (
-        lambda m: m.update(format=4),
-        "^format 4 is not 3, which this release reads: publish again, or use the release that wrote it$",
+        lambda m: m.update(format=5),
+        r"^format 5 is not one of \[3, 4\], which this release reads: publish again, or use the release that wrote it$",
     ),
     "missing field": (lambda m: m.pop("run"), r"in addition to those of format 3, the fields \['run'\]"),
     "unknown field": (lambda m: m.update(colour="red"), "colour"),
@@ -186,6 +186,7 @@ LIES = {
     "negative shape": (first_tensor(shape=[-4, 3]), "tensors.0.shape.0 is '-4': .* 0; read it from another relay"),
     "rank": (first_tensor(shape=[1] * 33, chunk=[1] * 33), "tensors.0.shape is .*at most 32"),
     "huge shape": (first_tensor(shape=[1 << 40, 3]), "has 2 chunk digests for 549755813888 chunks"),
+    "huge empty shape": (first_tensor(shape=[1 << 48, 0], chunks=[]), "has dims for 562949953421312 bytes, more than"),
     "huge chunk": (first_tensor(shape=[1 << 40, 3], chunk=[1 << 40, 3]), "bytes, more than 268435456"),
     "zero chunk": (first_tensor(chunk=[0, 3]), "tensors.0.chunk.0 is '0'"),
     "chunk rank": (first_tensor(chunk=[2]), r"has chunk shape \(2,\)"),
