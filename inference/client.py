@@ -38,6 +38,10 @@ class Unavailable(RuntimeError):
     """Raised when no server sent a valid reply within the allowed time."""
 
 
+class VersionGone(RuntimeError):
+    """Raised when no server serves the policy version that a request must use."""
+
+
 class MalformedReply(ValueError):
     """Raised when an inference server replied with status 200 but an invalid body; `Client` then tries another server."""
 
@@ -50,14 +54,14 @@ class Client:
     ):
         """Creates a client of the servers at `urls`. An attempt may take `timeout_s`; a request is retried for `give_up_s`.
 
-        All servers are sent `api_key`; None sends $INTELLAX_API_KEY, if it is set.
+        All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set.
         """
         if not urls:
             raise ValueError("the list of inference servers is empty; pass at least one URL")
         self._urls = [url.rstrip("/") for url in urls]
         self._give_up_s = give_up_s
         self._in_flight = dict.fromkeys(self._urls, 0)
-        key = api_key or os.environ.get("INTELLAX_API_KEY")
+        key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None),
@@ -71,12 +75,18 @@ class Client:
     async def __aexit__(self, *exc) -> None:
         await self._http.aclose()
 
-    async def generate(self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False) -> list[Sample]:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False, policy_version: int = -1
+    ) -> list[Sample]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Raises ValueError if a server rejects the request, and Unavailable if no server sends a valid reply within `give_up_s`.
+        Policy `policy_version` generates all tokens, unless it is -1. Raises VersionGone if no server serves it any more,
+        ValueError if a server rejects the request, and Unavailable if no server sends a valid reply within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
+        if policy_version >= 0:
+            body["policy_version"] = policy_version
+        gone: set[str] = set()  # servers without that version
         tried: collections.Counter = collections.Counter()
         deadline = asyncio.get_running_loop().time() + self._give_up_s
         while True:
@@ -84,10 +94,13 @@ class Client:
             self._in_flight[url] += 1
             try:
                 response = await self._http.post(f"{url}/inference/v1/generate", json=body)
-                if response.status_code != 429 and response.status_code < 500:
+                if response.status_code not in (409, 429) and response.status_code < 500:
                     _raise_for(response)
-                    return _read_reply(response, sampling, len(token_ids))
+                    return _read_reply(response, sampling, len(token_ids), policy_version)
                 reason = f"HTTP {response.status_code}"
+                if response.status_code == 409:
+                    reason = error_message(response)
+                    gone.add(url)
             except MalformedReply as error:
                 reason = str(error)
             except httpx.RequestError as error:  # no connection, an incomplete reply, a wrong content-encoding
@@ -96,6 +109,8 @@ class Client:
                 self._in_flight[url] -= 1
             tried[url] += 1
             self.num_retries += 1
+            if len(gone) == len(self._in_flight):
+                raise VersionGone(reason)
             if asyncio.get_running_loop().time() > deadline:
                 raise Unavailable(
                     f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {url}: "
@@ -149,7 +164,7 @@ def _raise_for(response: httpx.Response) -> None:
         raise ValueError(f"{response.request.url} rejected the request: {error_message(response)}")
 
 
-def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> list[Sample]:
+def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int) -> list[Sample]:
     """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
     try:
         samples = [_read_choice(choice, sampling, num_prompt) for choice in response.json()["choices"]]
@@ -159,6 +174,9 @@ def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int) -> li
         raise MalformedReply(str(error)[:500]) from error
     if len(samples) != sampling.get("n", 1):
         raise MalformedReply(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
+    versions = {version for sample in samples for version in (sample.prompt_version, *sample.versions)}
+    if policy_version >= 0 and versions != {policy_version}:
+        raise MalformedReply(f"server sent policy versions {sorted(versions)[:4]}; {policy_version} was requested")
     return samples
 
 

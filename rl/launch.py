@@ -74,8 +74,12 @@ def start_rollout_system(
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
-    params = verifier.published(str(weights), keep=keep, key=run_directory.public_key(workdir))
+    key = run_directory.signing_key(workdir)
+    params = verifier.published(str(weights), keep=keep, key=key.worker)
     validator = verifier.Validator(experiment.model, params, rules, evidence)
+    is_local = config.topology.mode == "local"
+    num_workers = config.topology.num_workers if is_local else 0
+    files = [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(num_workers)]
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
@@ -84,6 +88,8 @@ def start_rollout_system(
         check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
+        key=key,
+        invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
         on_wait=on_wait,
     )
     if known:
@@ -101,7 +107,7 @@ def start_rollout_system(
             return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
 
         stack.callback(rollouts.close)
-        if config.topology.mode == "local":
+        if is_local:
             # Short, for a unix socket's path, and on a local disk; nobody else may enter it.
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="intellax-"))
             token = secret_file.read_or_create(f"{private}/control.token")
@@ -109,14 +115,12 @@ def start_rollout_system(
             command += ["--control_token_file", f"{private}/control.token"]
             rollouts.servers = [_address(start, "server", command, workdir)]
             rollouts.control = client.Control([f"unix:{private}/control.sock"], token=token)
-            for i in range(config.topology.num_workers):
-                key = run_directory.worker_key_file(workdir, f"worker{i}")
-                start(f"worker{i}", ["rl.worker", "--orchestrator", url, "--key", str(key)])
+            for file in files:
+                start(file.stem, ["rl.worker", "--orchestrator", url, "--run", key.worker, "--key", str(file)])
         else:
-            key = run_directory.signing_key(workdir).worker
             command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
-            command += ["--port", str(config.topology.relay_port), "--trusted_key", key]
-            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key}"
+            command += ["--port", str(config.topology.relay_port), "--trusted_key", key.worker]
+            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key.worker}"
             if experiment.engine.routed_experts:
                 options += " --routed_experts"
             options += " --port PORT --control HOST:PORT --control_token_file FILE"
@@ -125,7 +129,7 @@ def start_rollout_system(
             on_wait(
                 f"with HOST:PORT of topology.control_servers, and FILE a copy of the token in {place}; no worker needs it"
             )
-            on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url}")
+            on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {key.worker}")
             _await_servers(config.topology.servers, on_wait)
         rollouts.publish(version)
         yield rollouts

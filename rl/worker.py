@@ -1,19 +1,25 @@
 """A rollout worker: leases groups, runs environments against inference servers, scores, signs, submits. Imports no jax.
 
-    python -m rl.worker --orchestrator http://host:port
+    python -m rl.worker --orchestrator http://host:port --run KEY
 
-1. `GET /run` returns environment, tokenizer, and servers; `POST /lease` returns groups (tasks with prescribed seeds).
+1. `GET /run` returns environment, tokenizer, and servers, signed by the run's key; `POST /lease` returns groups (tasks with
+   prescribed seeds), signed as well. All requests are signed for this run and this process of the orchestrator.
 2. Each group is one request of G samples. The environment makes the prompt from the task index and scores each completion.
 3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, when the previous
    submission has been answered. Rejections are printed with their reasons.
 
-The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds.
+The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds. Without
+`--run`, it works for the first run that answers, and sends $INTELLAX_API_KEY to no server.
 """
 
 import asyncio
 import dataclasses
+import hashlib
+import json
 import os
 import pathlib
+import re
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +36,7 @@ from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease
-from sharding.system import cli
+from sharding.system import atomic_file, cli
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
@@ -49,29 +55,112 @@ class Run:
     router_replay: bool = False  # rollouts must name the experts that ran
 
 
-async def work(orchestrator: str, key: rollout_lib.WorkerKey, *, concurrency: int, give_up_s: float) -> None:
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """A worker's signing key, the run that it trusts (a public key in hex, or None), and the file with its proof of work, if any."""
+
+    key: rollout_lib.WorkerKey
+    run: str | None = None
+    work_file: pathlib.Path | None = None
+
+
+async def work(orchestrator: str, identity: Identity, *, concurrency: int, give_up_s: float) -> None:
     """Leases, generates, and submits up to `concurrency` groups at the same time, until an error; never returns.
 
-    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request.
+    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
+    signed by the expected run.
     """
+    key, trusted, described = identity.key, identity.run, None
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
-        run = _read_run(await _exchange(http, "/run", give_up_s))
-        async with client_lib.Client(run.servers, give_up_s=give_up_s) as client, asyncio.TaskGroup() as tasks:
-            finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
-            tasks.create_task(_submit(http, finished, give_up_s))
-            running: set[asyncio.Task] = set()
-            pause_s = 0.01
-            while True:
-                capacity = concurrency - len(running)
-                reply = await _exchange(http, "/lease", give_up_s, lambda n=capacity: {"json": lease.request(key, n)})
-                for group in reply["groups"]:
-                    task = tasks.create_task(_roll_out(client, run, key, group, finished))
-                    running.add(task)
-                    task.add_done_callback(running.discard)
-                if len(running) == concurrency:
-                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                pause_s = 0.01 if reply["groups"] else min(pause_s * 1.5, 0.1)  # idle: poll less often
-                await asyncio.sleep(pause_s)
+        while True:  # a pass per process of the orchestrator
+            session, description = await _open_session(http, trusted, give_up_s)
+            if trusted is None:
+                trusted = session.run
+                _note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
+            if description != described:  # else the environment and its scorer stay
+                run, described = _read_run(description), description
+            proof = await asyncio.to_thread(_find_work, identity, session.run, description.get("admission", {}))
+            signed = Signed(http, key, session, proof, give_up_s)
+            api_key = None if identity.run else ""
+            try:
+                async with client_lib.Client(run.servers, give_up_s=give_up_s, api_key=api_key) as client:
+                    await _work_in_session(signed, client, run, concurrency)
+            except* lease.StaleSession as error:  # its leases are void
+                _note(f"a new session of the orchestrator: {error.exceptions[0]}")
+                await asyncio.sleep(0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signed:
+    """Signed requests of one worker to one session of an orchestrator."""
+
+    http: httpx.AsyncClient
+    key: rollout_lib.WorkerKey
+    session: lease.Session
+    work: str
+    give_up_s: float
+
+    async def lease(self, capacity: int, returned: list) -> list[dict]:
+        """Returns the groups that the orchestrator leases. Raises ValueError if the reply is not signed by the run."""
+        sent = {}
+
+        def make_body():
+            sent.update(lease.request(self.key, self.session, capacity=capacity, returned=returned, work=self.work))
+            return {"json": sent}
+
+        reply = await _exchange(self.http, "/lease", self.give_up_s, make_body)
+        if reply.get("request") != sent["signature"] or not lease.is_signed(self.session.run, reply):
+            raise ValueError(f"the reply to /lease is not signed by run {self.session.run}; correct --orchestrator")
+        return reply["groups"]
+
+    async def submit(self, body: bytes) -> dict[str, str]:
+        """Submits a file of rollouts; returns the verdict per group."""
+        digest = hashlib.sha256(body).hexdigest()
+
+        def make_body():
+            header = json.dumps(lease.request(self.key, self.session, digest=digest))
+            return {"content": body, "headers": {lease.HEADER: header}}
+
+        return (await _exchange(self.http, "/submit", self.give_up_s, make_body))["verdicts"]
+
+
+async def _open_session(http: httpx.AsyncClient, trusted: str | None, give_up_s: float) -> tuple[lease.Session, dict]:
+    """Fetches /run; returns the session and the description of the run. Raises ValueError if another run than `trusted` answers."""
+    nonce = secrets.token_hex(16)
+    body = await _exchange(http, f"/run?nonce={nonce}", give_up_s)
+    try:
+        session, description = lease.Session(body["id"], body["session"]), body["run"]
+        is_valid = body["nonce"] == nonce and lease.is_signed(session.run, body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_an_orchestrator(body) from error
+    if trusted not in (None, session.run):
+        raise ValueError(f"{http.base_url} serves run {session.run}, and --run is {trusted}; correct one of them")
+    if not is_valid:
+        raise ValueError(
+            f"the reply to GET /run is not signed by run {session.run} for this request; correct --orchestrator"
+        )
+    return session, description
+
+
+async def _work_in_session(signed: Signed, client: client_lib.Client, run: Run, concurrency: int) -> None:
+    """Leases, generates, and submits groups in one session of the orchestrator. Never returns; raises the errors of the requests."""
+    async with asyncio.TaskGroup() as tasks:
+        finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
+        tasks.create_task(_submit(signed, finished))
+        running: set[asyncio.Task] = set()
+        returned: list[list] = []  # keys of groups whose policy version is gone
+        pause_s = 0.01
+        while True:
+            sent, returned[:] = returned[: lease.MAX_RETURNED], returned[lease.MAX_RETURNED :]
+            groups = await signed.lease(concurrency - len(running), sent)
+            for group in groups:
+                task = tasks.create_task(_roll_out(client, run, signed.key, group, finished, returned))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            if len(running) == concurrency:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: poll less often
+            await asyncio.sleep(pause_s)
 
 
 def make_rollouts(
@@ -103,19 +192,25 @@ def make_rollouts(
     ]
 
 
-async def _roll_out(client: client_lib.Client, run: Run, key, group: dict, finished: asyncio.Queue) -> None:
+async def _roll_out(
+    client: client_lib.Client, run: Run, key, group: dict, finished: asyncio.Queue, returned: list[list]
+) -> None:
     task = run.env.make_task(group["index"], group["split"])
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     trains = group["split"] == "train"
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
-    samples = await client.generate(prompt, sampling, proofs=trains)
+    try:
+        samples = await client.generate(prompt, sampling, proofs=trains, policy_version=group["version"])
+    except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
+        returned.append([group["split"], group["step"], group["group"]])
+        return
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
 
 
-async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: float) -> None:
+async def _submit(signed: Signed, finished: asyncio.Queue) -> None:
     """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
     rollouts, left = [], []  # `left`: a finished group that did not fit
     while True:
@@ -129,10 +224,36 @@ async def _submit(http: httpx.AsyncClient, finished: asyncio.Queue, give_up_s: f
         if len(body) > web.MAX_BODY_BYTES:
             found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
             raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
-        reply = await _exchange(http, "/submit", give_up_s, lambda body=body: {"content": body})
-        for name, verdict in reply["verdicts"].items():
+        for name, verdict in (await signed.submit(body)).items():
             if verdict.startswith("refused"):
-                print(f"{name} {verdict}", file=sys.stderr, flush=True)
+                _note(f"{name} {verdict}")
+
+
+def _find_work(identity: Identity, run: str, admission: dict) -> str:
+    """Returns the proof of work that a run asks for, "" if none. Reads and writes the worker's file of it; may take minutes."""
+    num_bits, file = admission.get("work_bits", 0), identity.work_file
+    if admission.get("kind") != "work":
+        return ""
+    if (
+        file is not None
+        and file.exists()
+        and lease.is_work(run, identity.key.worker, known := file.read_text(), num_bits)
+    ):
+        return known
+    begun_s = time.monotonic()
+
+    def report(count: int) -> None:
+        rate = count / (time.monotonic() - begun_s)
+        _note(f"proof of work: {count:.2e} of about {2.0**num_bits:.2e} hashes, {2**num_bits / rate:.0f} s on average")
+
+    proof = lease.find_work(run, identity.key.worker, num_bits, report)
+    if file is not None:
+        atomic_file.write(file, proof.encode())
+    return proof
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read_run(body: dict) -> Run:
@@ -143,26 +264,34 @@ def _read_run(body: dict) -> Run:
         servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay = bool(body.get("router_replay"))
     except (KeyError, TypeError, ValueError) as error:
-        found = f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator"
-        raise ValueError(f"{found}; correct --orchestrator") from error
+        raise _not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
+
+
+def _not_an_orchestrator(body) -> ValueError:
+    found = f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator"
+    return ValueError(f"{found}; correct --orchestrator")
 
 
 async def _exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_body: Callable[[], dict] = dict) -> dict:
     """Sends a GET request, or a POST request with a body, until the orchestrator replies; returns the JSON of the reply.
 
     `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
-    request, and ConnectionError if it does not reply for `give_up_s` seconds.
+    request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
     """
     begun, is_noticed = time.monotonic(), False
     while True:
         try:
             body = make_body()
             response = await http.request("POST" if body else "GET", path, **body)
+            if response.status_code == 409:
+                raise lease.StaleSession(client_lib.error_message(response))
             if response.status_code == 400:
-                raise ValueError(f"the orchestrator rejected {path}: {client_lib.error_message(response)}")
+                raise ValueError(
+                    f"the orchestrator rejected {path.partition('?')[0]}: {client_lib.error_message(response)}"
+                )
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
@@ -173,7 +302,7 @@ async def _exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_b
                 ) from error
             if waited > NOTICE_S and not is_noticed:
                 is_noticed = True
-                print(f"waiting for the orchestrator at {http.base_url}: {error}", file=sys.stderr, flush=True)
+                _note(f"waiting for the orchestrator at {http.base_url}: {error}")
             await asyncio.sleep(0.5)
 
 
@@ -182,6 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m rl.worker", description=__doc__)
     add = parser.add_argument
     add("--orchestrator", required=True, help="URL of the run's orchestrator")
+    add("--run", help="public key (hex) of the run to work for; any other is refused (default: the first that answers)")
     add("--key", help="file of this worker's signing key; generated if absent (default: a new key per process)")
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
     add("--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator")
@@ -192,12 +322,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args.orchestrator.startswith(("http://", "https://")):
             raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")
+        if args.run and not re.fullmatch("[0-9a-f]{64}", args.run):
+            raise ValueError(f"--run {args.run!r} is not a public key; write the 64 hex digits that the run prints")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1; raise it")
         if args.key and not pathlib.Path(args.key).exists():
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
-        asyncio.run(work(args.orchestrator, key, concurrency=args.concurrency, give_up_s=args.give_up_s))
+        identity = Identity(key, args.run, pathlib.Path(f"{args.key}.work") if args.key else None)
+        asyncio.run(work(args.orchestrator, identity, concurrency=args.concurrency, give_up_s=args.give_up_s))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -180,6 +180,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         ("topology.mode", config.topology.mode, ("local", "remote")),
         ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
+        ("trust.admission", config.trust.admission, ("", "open", "invited", "stake", "work")),
+        ("trust.pin_versions", config.trust.pin_versions, ("strangers", "all", "none")),
     ):
         if value not in table:
             raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(x or repr(x) for x in table)}")
@@ -241,8 +243,7 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
 
 def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     """Returns the text that a run prints first: the config fields that differ from configs/base.py, and the files to watch."""
-    defaults = flat(json.loads(runpy.run_path(str(ROOT / "configs" / "base.py"))["get_config"]().to_json()))
-    found = fields(experiment)
+    defaults, found = flat(_defaults()), fields(experiment)
     changed = {name: value for name, value in found.items() if value != defaults.get(name)}
     width = max(map(len, changed), default=0)
     count = f"{len(changed)} of {len(found)} config fields differ from configs/base.py"
@@ -255,6 +256,24 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
 def fields(experiment: Experiment) -> dict:
     """Returns the fields of the resolved config as plain JSON values, by dotted name."""
     return flat(json.loads(experiment.config.to_json()))
+
+
+def with_new_fields(saved: dict) -> dict:
+    """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time."""
+
+    def merged(defaults: dict, given: dict) -> dict:
+        new = {name: value for name, value in defaults.items() if name not in given}
+        both = {
+            name: merged(defaults[name], v) if isinstance(v, dict) and name in defaults else v
+            for name, v in given.items()
+        }
+        return both | new
+
+    return merged(_defaults(), saved)
+
+
+def _defaults() -> dict:
+    return json.loads(runpy.run_path(str(ROOT / "configs" / "base.py"))["get_config"]().to_json())
 
 
 def flat(tree: dict) -> dict:

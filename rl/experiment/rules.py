@@ -27,7 +27,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
-        "trust.routing_margin trust.logprob_tolerance evaluation.every evaluation.temperature",
+        "trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature",
     ),
     (
         "at least 1",
@@ -47,6 +47,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0", lambda v: 0 < v < math.inf, "topology.lease_s topology.join_s lora.alpha"),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),
+    ("in 1..64", lambda v: 1 <= v <= 64, "trust.work_bits"),
 )
 
 

@@ -65,6 +65,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
+    free += ["trust.admission", "trust.min_stake", "trust.work_bits", "trust.pin_versions"]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
@@ -98,11 +99,13 @@ def public_key(workdir: pathlib.Path) -> str | None:
 
 
 def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the path of a local worker's private key, which the worker generates; moves an older run's key out of `logs/`."""
+    """Returns the path of a local worker's private key, generated at first use; moves an older run's key out of `logs/`."""
     file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"
     file.parent.mkdir(mode=0o700, exist_ok=True)
     if old.exists():
         old.rename(file.with_suffix(".old.key") if file.exists() else file)
+    if not file.exists():
+        rollout_lib.WorkerKey.generate().save(file)
     return file
 
 
@@ -135,7 +138,8 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 
 def _saved(path: pathlib.Path) -> dict:
     try:
-        return experiment_lib.flat(json.loads((path / "config.json").read_text())["config"])
+        saved = json.loads((path / "config.json").read_text())["config"]
+        return experiment_lib.flat(experiment_lib.with_new_fields(saved))
     except (ValueError, KeyError, TypeError, AssertionError) as error:  # flax asserts that a tree is a dict
         raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
 

@@ -75,14 +75,23 @@ class GroupQueue:
             self.entries.move_to_end(group.key, last=not first)
 
     def lease(
-        self, worker: str, count: int, deadline_s: float, may_lease: Callable[[Key], bool] = lambda key: True
+        self,
+        worker: str,
+        count: int,
+        deadline_s: float,
+        may_lease: Callable[[Key], bool] = lambda key: True,
+        version: int = -1,
     ) -> list[task_schedule.Group]:
-        """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups."""
+        """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
+
+        They pin the policy version `version`, unless it is -1.
+        """
         allowed = (e for e in self.entries.values() if e.state is State.OPEN and may_lease(e.group.key))
         leased = list(itertools.islice(allowed, max(0, count)))
         for entry in leased:
             _move(entry, State.LEASED)
             entry.worker, entry.deadline_s = worker, deadline_s
+            entry.group = dataclasses.replace(entry.group, version=version)
         return [entry.group for entry in leased]
 
     def expire(self, now_s: float) -> list[Entry]:

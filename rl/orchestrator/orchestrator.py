@@ -17,7 +17,6 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import hmac
 import pathlib
 import threading
@@ -33,7 +32,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.batch import credit as credit_lib
 from rl.batch import packing
-from rl.orchestrator import group_queue, routes, worker_health
+from rl.orchestrator import admission, group_queue, routes, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
 from rl.verification import checks
@@ -62,7 +61,8 @@ class Orchestrator:
     Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `check_group_with_weights` replays a group, in one
     thread; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the validator's evidence
     against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed:
-    workers must not know it. `on_wait` receives a status line for people every `WAIT_NOTICE_S` seconds of waiting.
+    workers must not know it. `key` is the run's, which signs replies to workers (None: a new one); `invited` are public keys of
+    workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger. `on_wait` receives a status line for people every `WAIT_NOTICE_S` seconds of waiting.
     """
 
     def __init__(
@@ -75,6 +75,9 @@ class Orchestrator:
         check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, ()),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
+        key: rollout_lib.WorkerKey | None = None,
+        invited: Collection[str] = (),
+        stake: Callable[[str], int] = lambda worker: 0,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
@@ -89,6 +92,10 @@ class Orchestrator:
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
         self._health = worker_health.WorkerHealth(config.trust.max_attempts, config.topology.lease_s)
+        self._key = key or rollout_lib.WorkerKey.generate()
+        invited = {*invited, *config.topology.workers}
+        rules = admission.Policy.of(config), self._key.worker, invited, config.topology.lease_s
+        self._admission = admission.Admission(*rules, stake)
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._failure: BaseException | None = None
@@ -99,7 +106,7 @@ class Orchestrator:
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
-        self._web = web.server(routes.make_app(self, self._config.topology.workers))
+        self._web = web.server(routes.make_app(self, self._key, self._admission))
         self._thread = threading.Thread(target=self._web.run, args=([sock],), name="orchestrator", daemon=True)
         self._thread.start()
         return sockets.address(sock)
@@ -118,6 +125,7 @@ class Orchestrator:
             self._opened_step = step
             if state:
                 self._health.restore(state["standing"])
+                self._admission.restore(state.get("admission", {"records": {}}))
                 self._states[step] = state
 
     # Called by the learner.
@@ -174,23 +182,61 @@ class Orchestrator:
             "servers": list(self.servers),
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
+            "admission": dataclasses.asdict(self._admission.policy),
             "step": version,
         }
 
-    def lease(self, worker: str, capacity: int) -> list[task_schedule.Group]:
-        """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases."""
+    def lease(
+        self, worker: str, capacity: int, network: str = "", returned: Collection[group_queue.Key] = ()
+    ) -> list[task_schedule.Group]:
+        """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
+
+        `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
+        """
         with self._changed:
             now_s = time.monotonic()
-            self._health.seen(worker, now_s)
             for expired in self._queue.expire(now_s):
-                self._counts["lease_expired"] += 1
-                self._health.expired(expired.worker, expired.group.key)
+                self._lose(expired, now_s)
+            for key in returned:
+                entry = self._queue.entries.get(key)
+                if entry and (entry.state, entry.worker) == (State.LEASED, worker):
+                    self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._announced)
+            num_held = self._queue.num_held(worker)
+            if num_held or self._admission.is_known(worker):  # a key that only asks leaves no trace
+                self._health.seen(worker, now_s)
+            if not self._health.is_banned(worker):
+                self._admission.seen(worker, now_s)
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
-            room = self._health.room(worker, self._queue.num_held(worker), num_unfinished, now_s)
-            may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
-            deadline_s = now_s + self._config.topology.lease_s
-            return self._queue.lease(worker, min(room, capacity), deadline_s, may_lease)
+            room = min(
+                self._health.room(worker, num_held, num_unfinished, now_s),
+                self._admission.room(worker, network, num_held, num_unfinished, self._is_held),
+            )
+            pins = {"all": True, "none": False}.get(
+                self._config.trust.pin_versions, self._admission.is_stranger(worker)
+            )
+            groups = self._queue.lease(
+                worker,
+                min(room, capacity),
+                now_s + self._admission.lease_s(worker),
+                lambda key: (
+                    self._health.may_lease(worker, key, now_s) and self._admission.may_lease(worker, key, now_s)
+                ),
+                self._version if pins else -1,
+            )
+            self._admission.leased(worker, network, [group.key for group in groups])
+            return groups
+
+    def _is_held(self, key: group_queue.Key, worker: str) -> bool:
+        entry = self._queue.entries.get(key)
+        return entry is not None and entry.worker == worker and entry.state not in (State.OPEN, State.ELIGIBLE)
+
+    def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
+        """Counts a lease that ended without rollouts against its worker, unless `is_void`: its version is not served any more."""
+        self._counts["lease_void" if is_void else "lease_expired"] += 1
+        self._admission.lost(entry.worker, entry.group.key, now_s, blame=not is_void)
+        if not is_void and self._admission.is_known(entry.worker):
+            self._health.expired(entry.worker, entry.group.key)
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of "accepted", "checking", or "refused: REASON"."""
@@ -294,6 +340,7 @@ class Orchestrator:
         self._queue.accept(key)
         self._counts["accepted"] += len(entry.rollouts) if key[0] == "train" else 0
         self._health.accepted(entry.worker, key)
+        self._admission.accepted(entry.worker, key)
         self._changed.notify_all()
         return "accepted"
 
@@ -304,6 +351,7 @@ class Orchestrator:
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{verdict.reason}"] += 1
         self._health.rejected(worker, by_replay=by_replay)
+        self._admission.rejected(worker, key, time.monotonic())
         if by_replay:
             for suspect in self._queue.recheck(worker):
                 self._counts["called_back"] += len(suspect.rollouts)  # maybe accepted before the counts were last taken
@@ -331,6 +379,7 @@ class Orchestrator:
                     continue
                 if step is not None:
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
+                    state["admission"] = self._admission.state()
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
                 taken = self._queue.take(keys)
                 self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)
@@ -354,7 +403,17 @@ class Orchestrator:
     def _take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
-            names = ("accepted", "called_back", "refused", "checked", "stale", "lease_expired", "unleased", "given_up")
+            names = (
+                "accepted",
+                "called_back",
+                "refused",
+                "checked",
+                "stale",
+                "lease_expired",
+                "lease_void",
+                "unleased",
+                "given_up",
+            )
             counts = dict.fromkeys(names, 0) | dict(self._counts)
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}

@@ -1,4 +1,4 @@
-"""The HTTP routes of an orchestrator: `GET /run`, `POST /lease`, `POST /submit`.
+"""The HTTP routes of an orchestrator: `GET /run`, `POST /lease`, `POST /submit`, with signed requests (rl/protocol/lease.py).
 
 Two threads decode submissions, which bounds the memory; networks take turns there. A group that is then queued for its checks was
 leased to its signer. So queued groups take no more memory than the open batches, and slow submissions delay only their sender.
@@ -7,22 +7,30 @@ leased to its signer. So queued groups take no more memory than the open batches
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import json
+import time
 
 import fastapi
 from starlette import requests
 
 from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
+from rl.orchestrator import admission as admission_lib
 from rl.protocol import lease as lease_lib
 
+MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
+MAX_NONCE = 64  # characters
 NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
 
-def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
-    """Returns the web app that serves an `Orchestrator`; only public keys in `invited` may lease (if empty, all keys)."""
+def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.Admission) -> fastapi.FastAPI:
+    """Returns the web app that serves an `Orchestrator` in a new session. Its replies are signed by the run's `key`."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
-    verifier = lease_lib.LeaseVerifier(invited)
+    session = lease_lib.Session.open(key.worker)
+    verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=admission.is_known)
+    rate = admission_lib.RequestRate()
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -32,22 +40,53 @@ def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
 
-    def decode_and_submit(body: bytes) -> dict:
+    def limit_rate(request: fastapi.Request) -> str:
+        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many."""
+        network = web.client_network(request)
+        if not rate.take(network, time.monotonic()):
+            message = f"your network sent more than {admission_lib.RATE:.0f} requests per second; send fewer"
+            raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
+        return network
+
+    def verify(message: dict, kind: str, network: str) -> str:
+        worker = verifier.verify(message, kind)
+        if admission.is_known(worker):  # such as many workers on one machine
+            rate.give_back(network)
+        return worker
+
+    def decode_and_submit(body: bytes, digest: str) -> dict:
+        if hashlib.sha256(body).hexdigest() != digest:
+            raise ValueError(
+                f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent"
+            )
         return orchestrator.submit(parquet.from_bytes(body))
 
     @app.get("/run")
-    async def run():
-        return orchestrator.describe()
+    async def run(request: fastapi.Request, nonce: str = ""):
+        limit_rate(request)
+        if len(nonce) > MAX_NONCE:
+            raise ValueError(f"nonce has {len(nonce)} characters; send at most {MAX_NONCE}")
+        bound = {"id": session.run, "session": session.id, "nonce": nonce}
+        return lease_lib.sign(key, bound | {"run": orchestrator.describe()})
 
     @app.post("/lease")
     async def lease(request: fastapi.Request):
-        worker, capacity = verifier.verify(await web.read_json(request))
-        return {"groups": [dataclasses.asdict(group) for group in orchestrator.lease(worker, capacity)]}
+        network = limit_rate(request)
+        message = await web.read_json(request, MAX_LEASE_BYTES)
+        worker = verify(message, "lease", network)
+        groups = orchestrator.lease(worker, message["capacity"], network, [tuple(x) for x in message["returned"]])
+        # Signed over the request, so that no third party can send a worker to other tasks.
+        reply = {"groups": [dataclasses.asdict(group) for group in groups], "request": message["signature"]}
+        return lease_lib.sign(key, reply)
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
+        network = limit_rate(request)
+        message = read_header(request)
+        verify(message, "submit", network)
         async with web.open_body(request) as body:
-            futures = await asyncio.wrap_future(decoders.submit(web.client_network(request), decode_and_submit, body))
+            work = decoders.submit(network, decode_and_submit, body, message["digest"])
+            futures = await asyncio.wrap_future(work)
         del body
         # Shielded: a group whose checks were cancelled with its request would never be requeued.
         pending = {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in futures.items()}
@@ -55,8 +94,25 @@ def make_app(orchestrator, invited: Sequence[str]) -> fastapi.FastAPI:
         # Workers must not learn which groups are replayed.
         return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
 
+    @app.exception_handler(lease_lib.StaleSession)
+    async def reject_session(request, error):
+        return web.error(409, str(error), "stale_session")
+
     @app.exception_handler(ValueError)
     async def reject(request, error):
         return web.error(400, str(error), "invalid_request_error")
 
     return app
+
+
+def read_header(request: fastapi.Request) -> dict:
+    """Returns the signed request in a submission's header. Raises ValueError if there is none."""
+    try:
+        message = json.loads(request.headers.get(lease_lib.HEADER, ""))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the header {lease_lib.HEADER} is missing or not JSON ({error}); send the signed request"
+        ) from error
+    if not isinstance(message, dict):
+        raise ValueError(f"the header {lease_lib.HEADER} is not a JSON object; send the signed request")
+    return message

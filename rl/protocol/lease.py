@@ -1,17 +1,48 @@
-"""Signed lease requests: a worker can only lease groups under its own key. Imports no jax.
+"""Signed messages between a worker and an orchestrator, which are worth nothing anywhere else. Imports no jax.
 
-The worker signs its key, the number of groups, and the time, with the key that will sign its rollouts. The orchestrator rejects
-requests that are not newer than the worker's previous one, so that a copied request is useless.
+1. An orchestrator process draws a random session. Its replies to `GET /run` and `POST /lease` are signed by the run's key.
+2. A worker signs each lease request and each submission over run, session, its own key, and the time, with the key that
+   signs its rollouts. Another orchestrator, or this one after a restart, rejects them (`StaleSession`, HTTP 409).
+3. A lease request must be newer than the worker's previous one, so that a copy is useless within a session as well. A copied
+   submission needs no such rule: its groups are not leased any more, or are answered by the same bytes again.
+4. A run may ask for a proof of work per key (hashcash): `find_work` searches for it, `is_work` checks it with one hash.
 """
 
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
 import re
+import secrets
 import time
+from collections.abc import Callable
 
 from inference.rollouts import rollout as rollout_lib
 
 MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
+MAX_RETURNED = 64
+MAX_REMEMBERED = 2**16  # workers whose previous request is known
+HEADER = "x-intellax-submission"  # of a submission: its signed request as JSON
 _last_s = 0.0  # returned last by `steady_time`
+
+
+class StaleSession(ValueError):
+    """Raised for a request to another run, or to an earlier process of the orchestrator; fetch /run again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One process of one run's orchestrator."""
+
+    run: str  # the run's public key in hex
+    id: str  # random hex
+
+    @classmethod
+    def open(cls, run: str) -> "Session":
+        """Returns a new session of a run with a random ID."""
+        return cls(run, secrets.token_hex(16))
 
 
 def steady_time() -> float:
@@ -24,52 +55,148 @@ def steady_time() -> float:
     return _last_s
 
 
-def request(key: rollout_lib.WorkerKey, capacity: int, *, clock=steady_time) -> dict:
-    """Returns the signed JSON body of a `POST /lease` request for up to `capacity` groups."""
-    time_us = int(clock() * 1e6)
-    signature = key.private.sign(_text(key.worker, capacity, time_us)).hex()
-    return {"worker": key.worker, "capacity": capacity, "time_us": time_us, "signature": signature}
+def request(key: rollout_lib.WorkerKey, session: Session, *, clock=steady_time, **fields) -> dict:
+    """Returns the signed JSON body of a worker's request with these fields of `_FIELDS`, all but the first five."""
+    bound = {"run": session.run, "session": session.id, "worker": key.worker, "time_us": int(clock() * 1e6)}
+    return sign(key, bound | fields)
 
 
-class LeaseVerifier:
-    """Verifies signed lease requests. Each request of a worker must be newer than the one before, so that copies are rejected.
+def sign(key: rollout_lib.WorkerKey, message: dict) -> dict:
+    """Returns a copy of a JSON object with the field `signature`, made by `key` over all other fields."""
+    return message | {"signature": key.private.sign(_bytes(message)).hex()}
 
-    `invited` are the public keys (hex) of the workers that may lease groups; if it is empty, any worker may.
+
+def is_signed(signer: str, message: dict) -> bool:
+    """Returns True if `message` was signed by the key with this public half. Never raises for an object that JSON can express."""
+    message = dict(message)
+    signature = message.pop("signature", None)
+    if not isinstance(signature, str) or not re.fullmatch("[0-9a-f]{128}", signature):
+        return False
+    return rollout_lib.signed(signer, bytes.fromhex(signature), _bytes(message))
+
+
+class RequestVerifier:
+    """Verifies the signed requests of workers to one session. A lease request must be newer than the worker's previous one.
+
+    `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked.
+    Previous requests of the last `MAX_REMEMBERED` workers are known, and those of workers that `is_known` for as long as needed.
     """
 
-    def __init__(self, invited=(), *, clock=time.time):
-        self._invited, self._clock = frozenset(invited), clock
-        self._last_us: dict[str, int] = {}
-        self._prune_at = 1024
+    def __init__(
+        self,
+        session: Session,
+        *,
+        admit: Callable[[str, dict], None] = lambda worker, request: None,
+        is_known: Callable[[str], bool] = lambda worker: False,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._session, self._admit, self._is_known, self._clock = session, admit, is_known, clock
+        self._last_us: collections.OrderedDict[str, int] = collections.OrderedDict()  # of lease requests, by worker
 
-    def verify(self, body: dict) -> tuple[str, int]:
-        """Returns (worker's public key, number of groups requested) of a request body. Raises ValueError to reject it."""
-        worker, capacity, time_us, signature = (body.get(x) for x in ("worker", "capacity", "time_us", "signature"))
-        if not isinstance(worker, str) or type(capacity) is not int or not 0 < capacity <= MAX_CAPACITY:
-            found = f"worker {worker!r:.80} and capacity {capacity!r:.80}"
-            raise ValueError(f"lease request has {found}; send a hex public key and an integer in 1..{MAX_CAPACITY}")
-        if type(time_us) is not int or not 0 <= time_us < 2**63:
-            raise ValueError(f"lease request has time_us {time_us!r:.80}; send an integer in 0..2^63 - 1")
-        if not isinstance(signature, str) or not re.fullmatch("([0-9a-fA-F]{2})*", signature):
-            raise ValueError(f"lease request has signature {signature!r:.80}; send an ed25519 signature in hex")
-        if self._invited and worker not in self._invited:
-            raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
+    def verify(self, message: dict, kind: str) -> str:
+        """Returns the worker's public key of a request to `kind`: "lease" or "submit". Raises ValueError to reject it."""
+        rules = _FIELDS["request"] | _FIELDS[kind]
+        if missing := rules.keys() - message.keys():
+            raise ValueError(
+                f"{kind} request without {', '.join(sorted(missing))}; sign one as rl/protocol/lease.py does"
+            )
+        if unknown := message.keys() - rules.keys():
+            raise ValueError(f"{kind} request has the unknown field {min(unknown)!r:.80}; leave it out")
+        for name, (is_ok, rule) in rules.items():
+            if not is_ok(message[name]):
+                raise ValueError(f"{kind} request has {name} {message[name]!r:.80}; send {rule}")
+        worker, time_us = message["worker"], message["time_us"]
+        if (message["run"], message["session"]) != (self._session.run, self._session.id):
+            found = f"run {message['run'][:16]}, session {message['session'][:16]}"
+            raise StaleSession(f"{kind} request is for {found}, which is not this orchestrator; fetch /run again")
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
             found = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
-            raise ValueError(f"lease request is dated {found}; set the worker's clock")
-        if not rollout_lib.signed(worker, bytes.fromhex(signature), _text(worker, capacity, time_us)):
-            raise ValueError(f"lease request is not signed by the key it names, {worker[:16]}; sign it with that key")
-        if time_us <= self._last_us.get(worker, 0):
-            found = "its time_us is not later than this worker's previous request"
-            raise ValueError(f"lease request rejected as a replay: {found}; sign a new one with the current time")
-        self._last_us[worker] = time_us
-        if len(self._last_us) > self._prune_at:
-            oldest_us = now_us - MAX_CLOCK_SKEW_S * 1e6  # a copy of anything older is rejected by its date
-            self._last_us = {name: last for name, last in self._last_us.items() if last >= oldest_us}
-            self._prune_at = 2 * len(self._last_us) + 1024
-        return worker, capacity
+            raise ValueError(f"{kind} request is dated {found}; set the worker's clock")
+        self._admit(worker, message)
+        if not is_signed(worker, message):
+            raise ValueError(f"{kind} request is not signed by the key it names, {worker[:16]}; sign it with that key")
+        if kind == "lease":
+            if time_us <= self._last_us.get(worker, 0):
+                found = "its time_us is not later than this worker's previous request"
+                raise ValueError(f"lease request rejected as a replay: {found}; sign a new one with the current time")
+            self._last_us[worker] = time_us
+            self._last_us.move_to_end(worker)
+            self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date
+        return worker
+
+    def _forget(self, oldest_us: float) -> None:
+        """Forgets the previous requests that are no longer needed, and those beyond the limit; a known worker's is kept."""
+        for _ in range(2):  # more than one, so that the number falls
+            worker, last_us = next(iter(self._last_us.items()))
+            if last_us >= oldest_us and len(self._last_us) <= MAX_REMEMBERED:
+                return
+            if last_us >= oldest_us and self._is_known(worker):
+                self._last_us.move_to_end(worker)
+            else:
+                del self._last_us[worker]
 
 
-def _text(worker: str, capacity: int, time_us: int) -> bytes:
-    return f"intellax/lease/{worker}/{capacity}/{time_us}".encode()
+def find_work(run: str, worker: str, num_bits: int, on_progress: Callable[[int], None] = lambda count: None) -> str:
+    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Calls `on_progress` every 2^20 hashes."""
+    for number in itertools.count():
+        if is_work(run, worker, work := f"{number:x}", num_bits):
+            return work
+        if number % 2**20 == 0 and number:
+            on_progress(number)
+    raise AssertionError
+
+
+def is_work(run: str, worker: str, work: str, num_bits: int) -> bool:
+    """Returns True if `work` is a proof of work: the SHA-256 over run, key, and `work` begins with `num_bits` zero bits."""
+    digest = hashlib.sha256(f"intellax/work/1/{run}/{worker}/{work}".encode()).digest()
+    return int.from_bytes(digest, "big") >> (256 - num_bits) == 0
+
+
+def _bytes(message: dict) -> bytes:
+    return b"intellax/message/1" + json.dumps(message, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _is_hex(digits: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
+
+
+def _is_int(low: int, high: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _are_keys(value: object) -> bool:
+    """Returns True for a list of at most `MAX_RETURNED` group keys [split, step, group]."""
+    return isinstance(value, list) and len(value) <= MAX_RETURNED and all(_is_key(key) for key in value)
+
+
+def _is_key(value: object) -> bool:
+    is_index = _is_int(0, 2**63 - 1)
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and value[0] in ("train", "held_out")
+        and all(map(is_index, value[1:]))
+    )
+
+
+# {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
+# signature for one is none for another.
+_FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
+    "request": {
+        "run": (_is_hex("64"), "the run's public key in hex"),
+        "session": (_is_hex("32"), "the session of GET /run"),
+        "worker": (_is_hex("64"), "a hex public key"),
+        "time_us": (_is_int(0, 2**63 - 1), "an integer in 0..2^63 - 1"),
+        "signature": (_is_hex("128"), "an ed25519 signature in hex"),
+    },
+    "lease": {
+        "capacity": (_is_int(0, MAX_CAPACITY), f"an integer in 0..{MAX_CAPACITY}"),
+        "returned": (
+            _are_keys,
+            f"at most {MAX_RETURNED} keys [split, step, group] of groups that will not be finished",
+        ),
+        "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
+    },
+    "submit": {"digest": (_is_hex("64"), "the SHA-256 of the body in hex")},
+}

@@ -28,6 +28,7 @@ class Group:
     num_samples: int
     temperature: float
     min_version: int  # the oldest policy version that may generate
+    version: int = -1  # the only one that may, pinned by the lease; -1: any from min_version on
 
     @property
     def key(self) -> tuple[str, int, int]:

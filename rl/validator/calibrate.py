@@ -251,7 +251,8 @@ def load_experiment(workdir: str) -> experiment_lib.Experiment:
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
-    return experiment_lib.resolve(config_dict.ConfigDict(json.loads(file.read_text())["config"]))
+    saved = experiment_lib.with_new_fields(json.loads(file.read_text())["config"])
+    return experiment_lib.resolve(config_dict.ConfigDict(saved))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

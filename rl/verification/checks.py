@@ -134,6 +134,8 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
     if np.any(np.diff(versions) < 0):
         return Verdict("versions", "they decrease along the sequence")
+    if group.version >= 0 and (low, int(versions[-1])) != (group.version, group.version):
+        return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train":
         newest = min(newest, group.step - 1)

@@ -48,4 +48,4 @@ def test_keys_of_workers_are_not_among_the_logs(tmp_path):
     assert not list((tmp_path / "logs").iterdir())
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
     assert modes == [0o600, 0o700]
-    assert not run_directory.worker_key_file(tmp_path, "worker1").exists()  # the worker generates it
+    assert rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker1")).worker != old

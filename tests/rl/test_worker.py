@@ -6,6 +6,8 @@ The played server answers each prompt with the right text for even seeds and wit
 import asyncio
 import base64
 import collections
+import hashlib
+import json
 import pathlib
 import stat
 import subprocess
@@ -33,6 +35,8 @@ OPTIONS = {"min_length": 3, "max_length": 6, "reward": "exact"}
 ENV = envs.load("reverse_text", seed=4, **OPTIONS)
 WAIT_S = 60
 GROUP = dict(step=3, group=7, split="train", index=12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1)
+GROUP["version"] = -1
+RUN = rollout_lib.WorkerKey.generate()
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
 
 
@@ -43,6 +47,8 @@ class Played:
         self.groups, self.leases, self.requests, self.submitted = collections.deque(groups), [], [], []
         self.failures = collections.deque()  # (path, status, body) answered once instead
         self.submission = threading.Event()
+        self.session, self.described, self.forged_run, self.forged_lease = lease.Session.open(RUN.worker), {}, {}, {}
+        self.api_keys = []
         self.change = lambda choice: choice
         app = fastapi.FastAPI()
 
@@ -54,20 +60,28 @@ class Played:
             return await call_next(request)
 
         @app.get("/run")
-        async def run():
+        async def run(nonce: str):
             env = {"name": "reverse_text", "options": OPTIONS, "seed": 4}
             tokenizer = {"tokenizer": "byte_chatml", "tokenizer_date": "2026-01-01"}
-            return tokenizer | {"env": env, "servers": [self.url], "sampling": SAMPLING, "step": 2}
+            run = tokenizer | {"env": env, "servers": [self.url], "sampling": SAMPLING, "step": 2} | self.described
+            reply = {"id": RUN.worker, "session": self.session.id, "nonce": nonce, "run": run}
+            return lease.sign(RUN, reply) | self.forged_run
 
         @app.post("/lease")
-        async def lease(request: fastapi.Request):
+        async def lease_groups(request: fastapi.Request):
             body = await request.json()
+            if body["session"] != self.session.id:
+                return fastapi.responses.JSONResponse(refusal("not this session"), status_code=409)
             self.leases.append(body)
-            return {"groups": [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]}
+            groups = [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]
+            return lease.sign(RUN, {"groups": groups, "request": body["signature"]}) | self.forged_lease
 
         @app.post("/submit")
         async def submit(request: fastapi.Request):
-            self.submitted += parquet.from_bytes(await request.body())
+            body, header = await request.body(), json.loads(request.headers[lease.HEADER])
+            assert lease.is_signed(header["worker"], header) and header["session"] == self.session.id
+            assert hashlib.sha256(body).hexdigest() == header["digest"]
+            self.submitted += parquet.from_bytes(body)
             self.submission.set()
             return {"verdicts": {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}}
 
@@ -75,6 +89,7 @@ class Played:
         async def generate(request: fastapi.Request):
             body = await request.json()
             self.requests.append(body)
+            self.api_keys.append(request.headers.get("authorization"))
             seed, n = body["sampling_params"]["seed"], body["sampling_params"]["n"]
             prompt = TOKENIZER.decode(body["token_ids"])
             answer = prompt.rpartition("Reverse: ")[2][: prompt.rpartition("Reverse: ")[2].index("\n")][::-1]
@@ -116,12 +131,12 @@ def play():
         each.close()
 
 
-def work_until(played, done, *, concurrency=4, key=None, give_up_s=0.0):
+def work_until(played, done, *, concurrency=4, key=None, give_up_s=0.0, run=RUN.worker):
     """Runs the worker until `done()`; raises the first error of the worker."""
 
     async def main():
-        key_ = key or rollout_lib.WorkerKey.generate()
-        task = asyncio.create_task(worker.work(played.url, key_, concurrency=concurrency, give_up_s=give_up_s))
+        identity = worker.Identity(key or rollout_lib.WorkerKey.generate(), run)
+        task = asyncio.create_task(worker.work(played.url, identity, concurrency=concurrency, give_up_s=give_up_s))
         deadline = time.monotonic() + WAIT_S
         while not done() and not task.done():
             assert time.monotonic() < deadline
@@ -143,15 +158,16 @@ def test_a_group_from_lease_to_submission(play, capsys):
         return bool(since) and since[-1] - since[0] > 2.0
 
     work_until(played, done, key=key)
-    verifier = lease.LeaseVerifier([key.worker])
-    assert verifier.verify(played.leases[0]) == (key.worker, 4)
+    verifier = lease.RequestVerifier(played.session)
+    assert verifier.verify(played.leases[0], "lease") == key.worker and played.leases[0]["capacity"] == 4
     for again in played.leases[1:5]:  # each is newer and signed
-        verifier.verify(again)
+        verifier.verify(again, "lease")
 
     (request,) = played.requests  # one for the group
     task = ENV.make_task(GROUP["index"], "train")
     prompt = TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
     assert request["token_ids"] == prompt and request["proofs"] is True
+    assert "policy_version" not in request
     of_group = {"n": 4, "temperature": 0.8, "seed": 2**32 - 2, "return_routed_experts": False}
     assert request["sampling_params"] == SAMPLING | of_group
 
@@ -189,7 +205,7 @@ def test_held_out_groups_need_no_proofs(play):
 
 
 def run_main(url, *arguments):
-    return worker.main(["--orchestrator", url, "--give_up_s", "0", *arguments])
+    return worker.main(["--orchestrator", url, "--give_up_s", "0", "--run", RUN.worker, *arguments])
 
 
 def refusal(message):
@@ -250,7 +266,8 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
             finished.put_nowait(group)
         total = sum(map(len, groups))
         async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
-            task = asyncio.create_task(worker._submit(http, finished, 0.0))
+            signed = worker.Signed(http, RUN, lease.Session.open(RUN.worker), "", 0.0)
+            task = asyncio.create_task(worker._submit(signed, finished))
             while sum(map(len, bodies)) < total and not task.done():
                 await asyncio.sleep(0.001)
             task.cancel()

@@ -28,10 +28,12 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
 from rl.verification import checks
-from tests.support import proxy
+from tests.support import proxy, signed_http
 from tests.support.groups import answers
 
-KEY, OTHER = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
+KEY, OTHER, STRANGER = (
+    rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3)
+)
 WAIT_S = 60
 SAMPLING = checks.Verdict("sampling", "3 of 12 tokens")
 SECRET = b"secret"
@@ -84,7 +86,8 @@ def make(tmp_path):
     made = []
 
     def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, **changes):
-        exp, hooks = resolve(**changes), dict(hooks or {}, check_group_with_weights=check)
+        exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
+        hooks["check_group_with_weights"] = check
         if screen:
             hooks["check_group_without_weights"] = screen
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
@@ -509,7 +512,8 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
 
     def post(rollouts, key):
         body = parquet.to_bytes([rollout_lib.sign(r, key) for r in rollouts])
-        return httpx.post(f"{url}/submit", content=body, timeout=WAIT_S)
+        with httpx.Client(base_url=url, timeout=WAIT_S) as http:
+            return http.post("/submit", **signed_http.submission(key, signed_http.session(http), body))
 
     publish(orchestrator, 0)
     groups = lease(orchestrator, 11)
@@ -536,8 +540,9 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
     publish(orchestrator, 0)
 
     def post(body, address):
-        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_S) as http:
-            return http.post(f"{url}/submit", content=body)
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(base_url=url, transport=transport, timeout=WAIT_S) as http:
+            return http.post("/submit", **signed_http.submission(KEY, signed_http.session(http), body))
 
     slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
     (budget,) = {orchestrator._web.config.app.state.body_budget}
@@ -778,35 +783,48 @@ def test_the_routes(make):
         "topology__servers": ("http://127.0.0.1:1",),
         "topology__control_servers": ("http://127.0.0.1:1",),
     }
-    orchestrator = make(**there, topology__workers=(KEY.worker,))
+    orchestrator = make(**there, topology__workers=(KEY.worker,), hooks={"invited": ()})
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
-        run = http.get("/run").json()
+        run = http.get("/run").json()["run"]
         options = orchestrator._config.env.options.to_dict()
         assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0}
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
         assert run["servers"] == [] and run["step"] == -1
         publish(orchestrator, 0)
-        assert http.get("/run").json()["step"] == 0
+        assert http.get("/run").json()["run"]["step"] == 0
 
-        good = lease_lib.request(KEY, 2)
+        session = signed_http.session(http)
+        assert session.run == orchestrator._key.worker
+        good = signed_http.lease_body(KEY, session, 2)
         for body in ({}, good | {"capacity": 3}, good | {"worker": OTHER.worker}, []):
             reply = http.post("/lease", json=body)
             assert reply.status_code == 400 and reply.json()["error"]["message"], body
         assert http.post("/lease", content=b"{").status_code == 400
+        assert "8192 bytes" in http.post("/lease", content=b" " * 8193).json()["error"]["message"]
 
-        leased = http.post("/lease", json=good).json()["groups"]
-        groups = [task_schedule.Group(**group) for group in leased]
+        reply = http.post("/lease", json=good).json()
+        assert lease_lib.is_signed(session.run, reply) and reply["request"] == good["signature"]
+        groups = [task_schedule.Group(**group) for group in reply["groups"]]
         assert groups == task_schedule.train_groups(orchestrator._config, 1)[:2]
-        stranger = http.post("/lease", json=lease_lib.request(OTHER, 2))
+        stranger = http.post("/lease", json=signed_http.lease_body(STRANGER, session))
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
         assert "as a replay" in http.post("/lease", json=good).json()["error"]["message"]
 
+        def submit(body, **changes):
+            return http.post("/submit", **signed_http.submission(KEY, session, body, **changes))
+
         good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(groups[0])])
         for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
-            reply = http.post("/submit", content=garbage)
+            reply = submit(garbage)
             assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]
-        assert http.post("/submit", content=good).json() == {"verdicts": {"train/1/0": "taken"}}
-        assert http.post("/submit", content=good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
+        for header in ({}, {lease_lib.HEADER: "[]"}, {lease_lib.HEADER: "{"}):
+            reply = http.post("/submit", content=good, headers=header)
+            assert reply.status_code == 400 and lease_lib.HEADER in reply.json()["error"]["message"]
+        other = signed_http.submission(KEY, session, garbage) | {"content": good}
+        assert "does not have the SHA-256" in http.post("/submit", **other).json()["error"]["message"]
+        assert "not signed by" in submit(good, worker=OTHER.worker).json()["error"]["message"]
+        assert submit(good).json() == {"verdicts": {"train/1/0": "taken"}}
+        assert submit(good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
         assert http.get("/nothing").status_code == 404
     orchestrator.close()

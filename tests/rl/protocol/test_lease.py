@@ -1,11 +1,18 @@
-"""Requests for work: only the named key's own, fresh, in order, and once."""
+"""Signed requests for work: only the named key's own, for this run and session, fresh, in order, and once."""
+
+import hashlib
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease
+from tests.support import signed_http
 
-KEY, OTHER = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+RUN, KEY, OTHER = (
+    rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3)
+)
+SESSION = lease.Session.open(RUN.worker)
 
 
 class Clock:
@@ -20,32 +27,59 @@ def clock():
     return Clock()
 
 
+def asked(key, clock, capacity=1, session=SESSION, **fields):
+    return signed_http.lease_body(key, session, capacity, clock=clock, **fields)
+
+
+def verifier_of(clock, session=SESSION, **options):
+    return lease.RequestVerifier(session, clock=clock, **options)
+
+
 def test_a_request_is_read_as_it_was_written(clock):
-    verifier = lease.LeaseVerifier(clock=clock)
-    for capacity in (1, 64, lease.MAX_CAPACITY):
+    verifier = verifier_of(clock)
+    for capacity in (0, 1, 64, lease.MAX_CAPACITY):
         clock.now_s += 0.001
-        assert verifier.verify(lease.request(KEY, capacity, clock=clock)) == (KEY.worker, capacity)
-    assert verifier.verify(lease.request(OTHER, 3, clock=clock)) == (OTHER.worker, 3)  # each worker has its own order
+        assert verifier.verify(asked(KEY, clock, capacity), "lease") == KEY.worker
+    returned = [["train", 3, 7]] * lease.MAX_RETURNED
+    assert (
+        verifier.verify(asked(OTHER, clock, returned=returned, work="ab"), "lease") == OTHER.worker
+    )  # an order of its own
+    for _ in range(2):  # a submission has no order
+        assert verifier.verify(lease.request(KEY, SESSION, clock=clock, digest="0" * 64), "submit") == KEY.worker
 
 
-def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
-    verifier = lease.LeaseVerifier(clock=clock)
-    first = lease.request(KEY, 1, clock=clock)
-    verifier.verify(first)
-    clock.now_s += 1
-    verifier.verify(lease.request(KEY, 1, clock=clock))
-    clock.now_s += 1
-    verifier._prune_at = 0  # the next reading forgets whom it may
-    verifier.verify(lease.request(OTHER, 1, clock=clock))
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock, is_known, monkeypatch):
+    verifier = verifier_of(clock, is_known=lambda worker: is_known and worker == KEY.worker)
+    first = asked(KEY, clock)
+    verifier.verify(first, "lease")
+    monkeypatch.setattr(lease, "MAX_REMEMBERED", 4)
+    for _ in range(12 if is_known else 2):  # a known worker is remembered however many other keys ask
+        clock.now_s += 0.001
+        verifier.verify(asked(rollout_lib.WorkerKey.generate(), clock), "lease")
+        assert len(verifier._last_us) <= 4 + 1
     for _ in range(10):
         with pytest.raises(ValueError, match="as a replay|off our clock"):
-            verifier.verify(first)
+            verifier.verify(first, "lease")
         clock.now_s += lease.MAX_CLOCK_SKEW_S / 4
-    verifier._prune_at = 0
-    verifier.verify(lease.request(OTHER, 1, clock=clock))
-    assert verifier._last_us.keys() == {OTHER.worker}  # requests that cannot pass any more are forgotten
+    for _ in range(4):
+        verifier.verify(asked(OTHER, clock), "lease")
+        clock.now_s += 0.001
     with pytest.raises(ValueError, match="off our clock"):
-        verifier.verify(first)
+        verifier.verify(first, "lease")
+
+
+def test_a_request_is_worth_nothing_in_another_run_or_after_a_restart(clock):
+    """Attack: a request or submission that was seen on the way is sent to another orchestrator, or to this one's successor."""
+    requests = ("lease", asked(KEY, clock)), ("submit", lease.request(KEY, SESSION, clock=clock, digest="0" * 64))
+    restarted, elsewhere = lease.Session.open(RUN.worker), lease.Session(OTHER.worker, SESSION.id)
+    for kind, message in requests:
+        for session in (restarted, elsewhere):
+            with pytest.raises(lease.StaleSession, match="not this orchestrator; fetch /run again"):
+                verifier_of(clock, session).verify(message, kind)
+            with pytest.raises(ValueError, match="not signed by the key"):  # relabeled
+                verifier_of(clock, session).verify(message | {"run": session.run, "session": session.id}, kind)
+        assert verifier_of(clock).verify(message, kind) == KEY.worker
 
 
 @pytest.mark.parametrize(
@@ -53,34 +87,68 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock):
     [
         ({"worker": OTHER.worker}, "not signed by the key it names"),
         ({"capacity": 2}, "not signed by"),
+        ({"returned": [["train", 1, 2]]}, "not signed by"),
+        ({"work": "0"}, "not signed by"),
         ({"time_us": int(1e15) + 1}, "not signed by"),
         ({"signature": "00" * 64}, "not signed by"),
         ({"signature": "zz"}, "signature 'zz'; send"),
-        ({"worker": "zz"}, "not signed by"),
+        ({"worker": KEY.worker.upper()}, "send a hex public key"),  # a second name for the same key
         ({"worker": 5}, "send a hex public key"),
-        ({"capacity": 0}, "an integer in 1..4096"),
-        ({"capacity": True}, "an integer in 1..4096"),
-        ({"capacity": 1.0}, "an integer in 1..4096"),
-        ({"capacity": 10**9}, "an integer in 1..4096"),
+        ({"capacity": -1}, "an integer in 0..4096"),
+        ({"capacity": True}, "an integer in 0..4096"),
+        ({"capacity": 1.0}, "an integer in 0..4096"),
+        ({"capacity": 10**9}, "an integer in 0..4096"),
+        ({"returned": [["train", 1, 2]] * 65}, "at most 64 keys"),
+        ({"returned": [["train", 1, 2.0]]}, "at most 64 keys"),
+        ({"returned": [["train", [[]], 2]]}, "at most 64 keys"),
+        ({"work": "0" * 33}, "the proof of work in hex"),
         ({"time_us": 1e15}, "time_us 1000000000000000.0;"),
         ({"time_us": 10**400}, r"an integer in 0..2\^63"),  # no float holds the difference
         ({"time_us": -1}, r"an integer in 0..2\^63"),
         ({"time_us": int(1e15 + 301e6)}, r"dated \+301 s off our clock, at most 300 s are allowed; set the"),
         ({"time_us": int(1e15 - 301e6)}, "dated -301 s off"),
         ({"signature": None}, "signature None; send"),
+        ({"extra": 1}, "the unknown field 'extra'"),
     ],
 )
 def test_what_is_wrong_is_said(clock, change, message):
-    body = lease.request(KEY, 1, clock=clock)
     with pytest.raises(ValueError, match=message):
-        lease.LeaseVerifier(clock=clock).verify(body | change)
+        verifier_of(clock).verify(asked(KEY, clock) | change, "lease")
 
 
-def test_only_the_invited_are_served_where_there_is_a_list(clock):
-    verifier = lease.LeaseVerifier([KEY.worker], clock=clock)
-    assert verifier.verify(lease.request(KEY, 1, clock=clock)) == (KEY.worker, 1)
-    with pytest.raises(ValueError, match="is not in topology.workers; ask"):
-        verifier.verify(lease.request(OTHER, 1, clock=clock))
+def test_one_kind_of_message_is_not_another(clock):
+    """Attack: a signature over one kind of message is used for another."""
+    verifier, body = verifier_of(clock), asked(KEY, clock)
+    with pytest.raises(ValueError, match="submit request without digest"):
+        verifier.verify(body, "submit")
+    with pytest.raises(ValueError, match="lease request without capacity, "):
+        verifier.verify(lease.request(KEY, SESSION, clock=clock, digest="0" * 64), "lease")
+    described = lease.sign(
+        RUN, {"id": RUN.worker, "session": SESSION.id, "nonce": "a", "run": {"servers": ["http://a"]}}
+    )
+    assert lease.is_signed(RUN.worker, described) and not lease.is_signed(KEY.worker, described)
+    for change in ({"nonce": "b"}, {"run": {"servers": ["http://b"]}}, {"session": ""}, {"more": 1}):
+        assert not lease.is_signed(RUN.worker, described | change)
+
+
+def test_an_uninvited_key_is_refused_before_its_signature_is_checked(clock, monkeypatch):
+    def admit(worker, message):
+        raise ValueError(f"{worker[:4]} may not")
+
+    monkeypatch.setattr(lease, "is_signed", None)
+    with pytest.raises(ValueError, match="may not"):
+        verifier_of(clock, admit=admit).verify(asked(KEY, clock), "lease")
+
+
+def test_a_proof_of_work_is_of_its_run_and_key():
+    work = lease.find_work(RUN.worker, KEY.worker, 12)
+    digest = hashlib.sha256(f"intellax/work/1/{RUN.worker}/{KEY.worker}/{work}".encode()).hexdigest()
+    assert digest.startswith("000") and lease.is_work(RUN.worker, KEY.worker, work, 12)
+    others = [(OTHER.worker, KEY.worker, work), (RUN.worker, OTHER.worker, work), (RUN.worker, KEY.worker, work + "0")]
+    assert sum(lease.is_work(*other, 12) for other in others) == 0
+    assert sum(lease.is_work(RUN.worker, KEY.worker, f"{n:x}", 4) for n in range(4096)) == pytest.approx(
+        256, abs=5 * 16
+    )
 
 
 def test_a_workers_own_clock_never_runs_back():
@@ -94,7 +162,7 @@ def test_a_workers_own_clock_is_right_after_a_sleep(monkeypatch):
     monkeypatch.setattr(lease, "_last_s", now_s)
     monkeypatch.setattr(lease.time, "monotonic", lambda: 5.0)
     monkeypatch.setattr(lease.time, "time", lambda: now_s + 360)
-    verifier = lease.LeaseVerifier(clock=lambda: now_s + 360)
-    assert verifier.verify(lease.request(KEY, 1)) == (KEY.worker, 1)
+    verifier = verifier_of(lambda: now_s + 360)
+    assert verifier.verify(signed_http.lease_body(KEY, SESSION), "lease") == KEY.worker
     monkeypatch.setattr(lease.time, "time", lambda: now_s + 350)  # set back a little
-    assert verifier.verify(lease.request(KEY, 2)) == (KEY.worker, 2)
+    assert verifier.verify(signed_http.lease_body(KEY, SESSION), "lease") == KEY.worker
