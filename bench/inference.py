@@ -221,7 +221,8 @@ class OverHttp:
             body = json.dumps({"token_ids": prompt, "sampling_params": sampling})
             reader, writer = await asyncio.open_connection(host, int(port))
             head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
-            writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
+            head += "content-type: application/json\r\nconnection: close\r\n"
+            writer.write(f"{head}\r\n{body}".encode())
             reply = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
             writer.close()
             assert len(reply["choices"][0]["token_ids"]) == length, reply

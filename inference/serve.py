@@ -89,7 +89,8 @@ def make_control_app(
 
 
 def _app(server: inference_server.InferenceServer) -> fastapi.FastAPI:
-    app = fastapi.FastAPI(title="Intellax inference server", docs_url=None, redoc_url=None, openapi_url=None)
+    no_docs = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = fastapi.FastAPI(title="Intellax inference server", redirect_slashes=False, **no_docs)
     status_routes.add(app, server)
     app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     for kind in ERRORS:

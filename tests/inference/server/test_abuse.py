@@ -11,6 +11,7 @@ import pathlib
 import random
 import socket
 import struct
+import tempfile
 import time
 
 import httpx
@@ -33,7 +34,7 @@ def publish(root, model=MODEL, version=0):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(process, host, port, folder with weights of another shape)."""
+    """(process, host, port, client of the control listener, folder with weights of another shape)."""
     folder = tmp_path_factory.mktemp("abuse")
     publish(folder / "weights")
     publish(folder / "other", dataclasses.replace(MODEL, ffn_dim=72))
@@ -49,9 +50,14 @@ def server(tmp_path_factory):
         256,
     ]
     command += ["--prefill_batch", 4, "--max_queue", MAX_QUEUE, "--prefill_chunk", 64, "--prefix_cache_mib", 4]
-    with serving.child(folder, *command) as (process, url):
+    command += ["--weights_allow", folder, "/nowhere"]
+    with (
+        tempfile.TemporaryDirectory() as private,
+        serving.child(folder, *command, "--control", f"{private}/control") as (process, url),
+    ):
         host, port = url.removeprefix("http://").split(":")
-        yield process, host, int(port), folder / "other"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=f"{private}/control"), base_url="http://c") as control:
+            yield process, host, int(port), control, folder / "other"
 
 
 def resident_bytes(pid):
@@ -64,17 +70,18 @@ def open_files(pid):
 
 
 def request_bytes(path, body, length=None):
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body) if length is None else length}\r\n\r\n"
-    return head.encode() + body
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body) if length is None else length}\r\n"
+    return f"{head}content-type: application/json\r\n\r\n".encode() + body
 
 
+JSON = {"content-type": "application/json"}
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 LONG = json.dumps({"token_ids": PROMPT, "sampling_params": {"n": 8, "ignore_eos": True}}).encode()
 HELLO = [{"role": "user", "content": "x"}]
 STREAM = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
 
 
-async def refusals(client, rng, other):
+async def refusals(client, rng, control, other):
     """Each gets status 400 and a message that names the mistake."""
     huge = rng.choice([10**30, -1, -(10**30), 2**63, float("nan"), float("inf"), "1", None, [], {}, True, 1e400])
     field = rng.choice("temperature top_k top_p min_p n max_tokens seed stop_token_ids logit_bias".split())
@@ -93,9 +100,9 @@ async def refusals(client, rng, other):
     assert response.status_code in (200, 400, 429), (field, huge, response.text)
     response = await client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 5000}]})
     assert response.status_code == 400 and "maximum context length" in response.text
-    response = await client.post("/update_weights", json={"weight_dir": str(other)})
+    response = control.post("/update_weights", json={"weight_dir": str(other)})
     assert response.status_code == 400 and "publish weights of that model" in response.text
-    response = await client.post("/update_weights", json={"weight_dir": "/nowhere", "version": None})
+    response = control.post("/update_weights", json={"weight_dir": "/nowhere", "version": None})
     assert response.status_code == 500 and "keep serving" in response.text
     assert (await client.get("/" + "x" * rng.randrange(100))).status_code == 404
 
@@ -161,12 +168,12 @@ async def settled(client):
 
 
 def test_abuse(server):
-    process, host, port, other = server
+    process, host, port, control, other = server
     rng, half_open = random.Random(0), []
 
     async def main():
         timeout = httpx.Timeout(300, pool=None)
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=timeout) as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=timeout, headers=JSON) as client:
             sampling = {"seed": 1, "max_tokens": 20, "ignore_eos": True}
             normal = {"token_ids": PROMPT, "sampling_params": sampling}
             before = (await client.post(GENERATE, json=normal)).json()["choices"]
@@ -174,7 +181,7 @@ def test_abuse(server):
             await settled(client)
             memory, deadline, rounds = resident_bytes(process.pid), time.monotonic() + ABUSE_S, 0
             while time.monotonic() < deadline:
-                await refusals(client, rng, other)
+                await refusals(client, rng, control, other)
                 await asyncio.to_thread(disconnects, host, port, rng, half_open)
                 while len(half_open) > 150:
                     hang_up(half_open.pop(0), rng)

@@ -1,0 +1,433 @@
+"""The control plane under attack: a real server with a key, a token and signed weights, and an attacker who has the API key.
+
+Each attack that worked when control and data shared a listener is here, with the one that comes next.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+
+import grpc
+import httpx
+import jax
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from inference import serve
+from inference.server import control_listener, guard, web, weight_sources
+from models import hf
+from rl import launch
+from sharding import broadcast
+from sharding.system import secret_file, sockets
+from tests.support import proxy, serving, tiny
+
+MODEL = tiny.model()
+API_KEY, TOKEN = "a-worker-has-this", "only-the-operator-has-this"
+GENERATE = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+KEY, OTHER_KEY = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([i]) * 32) for i in (1, 2))
+
+
+def publish(root, version, key=KEY, seed=None):
+    options = broadcast.PublishOptions(key=key)
+    metadata = {"model": dataclasses.asdict(MODEL), "tokenizer": "byte_chatml"}
+    broadcast.publish(
+        tiny.params(MODEL, version if seed is None else seed), version, str(root), options, metadata=metadata
+    )
+    return str(root)
+
+
+@dataclasses.dataclass
+class Server:
+    """The process, its folder of weights, and its addresses."""
+
+    folder: str
+    data: str
+    control: str
+    grpc: str
+
+    def post(self, path, body=None, *, headers=None, url=None, **options):
+        """Posts JSON to the control listener, as the operator does."""
+        headers = {"authorization": f"Bearer {TOKEN}"} | (headers or {})
+        if body is not None:
+            options = {"content": json.dumps(body)} | options
+            headers = {"content-type": "application/json"} | headers
+        headers = {name: value for name, value in headers.items() if value is not None}
+        return httpx.post((url or self.control) + path, headers=headers, timeout=60, **options)
+
+    def update(self, **body):
+        return self.post("/update_weights", body)
+
+    def health(self):
+        return httpx.get(f"{self.data}/health", timeout=60).json()
+
+
+def write(path, text, mode=0o600):
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server on versions 0 and 1 of a signed broadcast; `allowed` may hold further weights."""
+    folder = tmp_path_factory.mktemp("control")
+    for version in range(2):
+        publish(folder / "weights", version)
+    (folder / "allowed").mkdir()
+    command = [
+        "inference.serve",
+        "--weights",
+        folder / "weights",
+        "--weights_key",
+        KEY.public_key().public_bytes_raw().hex(),
+    ]
+    command += ["--api_key_file", write(folder / "api_key", API_KEY), "--port", 0, "--grpc_port", 0]
+    command += ["--control", "127.0.0.1:0", "--control_token_file", write(folder / "token", TOKEN)]
+    command += ["--control_hosts", "box.example", "--weights_allow", folder / "allowed", "http://127.0.0.1:80/weights"]
+    command += ["--num_slots", 2, "--prefill_batch", 1, "--max_model_len", 32, "--steps_per_call", 4]
+    with serving.child(folder, *command) as (process, data):
+        found = re.search(r"control routes on (\S+)\n.*Decode on (\S+)\n", (folder / "output").read_text())
+        yield Server(str(folder), data, *found.groups())
+        assert process.poll() is None
+
+
+def refusal(response, status):
+    assert response.status_code == status, response.text
+    return response.json()["error"]["message"]
+
+
+# ---- who may change a server -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/pause", "/resume", "/load_lora_adapter"])
+@pytest.mark.parametrize("token", [API_KEY, TOKEN])
+def test_the_data_listener_has_no_control_routes(server, path, token):
+    """Neither a worker's key nor the operator's token helps there, and the reply says where to go."""
+    reply = server.post(path, {}, url=server.data, headers={"authorization": f"Bearer {token}"})
+    if token == API_KEY:
+        assert "the control listener, which --control sets" in refusal(reply, 404)
+    else:
+        assert "API key is missing or wrong" in refusal(reply, 401)
+    assert not server.health()["paused"] and server.health()["policy_version"] == 1
+
+
+@pytest.mark.parametrize(
+    "target", ["//pause", "/./pause", "/%70ause", "/pause/", "/x/../pause", "http://{host}/pause", "/v1/../pause?"]
+)
+def test_no_spelling_of_a_control_route_works_on_the_data_listener(server, target):
+    host = server.data.removeprefix("http://")
+    head = f"POST {target.format(host=host)} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {API_KEY}\r\n"
+    assert exchange(server.data, f"{head}connection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 404 ")
+    assert not server.health()["paused"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"authorization": None}, 401, "missing or wrong"),
+        ({"authorization": f"Bearer {API_KEY}"}, 401, "missing or wrong"),
+        ({"authorization": f"Bearer {TOKEN[:-1]}"}, 401, "missing or wrong"),
+        ({"authorization": f"Basic {TOKEN}"}, 401, "missing or wrong"),
+        ({"authorization": "Bearer \xff"}, 401, "missing or wrong"),
+        ({"content-type": "text/plain"}, 415, "Content-Type is not application/json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type is not application/json"),
+        ({"content-type": None}, 415, "Content-Type is not application/json"),
+        ({"content-type": "text/plain; a=application/json"}, 415, "Content-Type is not application/json"),
+        ({"content-type": "Application/JSON; charset=utf-8"}, 200, ""),
+        ({"origin": "http://evil.example"}, 403, "browser pages"),
+        ({"origin": "null"}, 403, "browser pages"),
+        ({"host": "evil.example"}, 403, "Host header"),
+        ({"host": "127.0.0.1.evil.example:80"}, 403, "Host header"),
+        ({"host": "[::1"}, 403, "Host header"),
+        ({"host": "LocalHost:9"}, 200, ""),
+        ({"host": "box.example"}, 200, ""),
+    ],
+)
+def test_a_control_request_that_a_browser_page_or_a_worker_can_send(server, change, status, words):
+    change = {name: value if value is None else value.encode("latin-1") for name, value in change.items()}
+    reply = server.post("/update_weights", {"version": 1}, headers=change)
+    assert reply.status_code == status and words in reply.text, reply.text
+
+
+@pytest.mark.parametrize("headers", [{"origin": "http://evil.example"}, {"content-type": "text/plain"}])
+def test_a_form_without_a_body_pauses_nothing(server, headers):
+    assert server.post("/pause", headers=headers).status_code in (403, 415)
+    assert not server.health()["paused"]
+
+
+def test_the_operator_pauses_as_prime_rl_does(server):
+    """No body and no content type; the parameters are in the query."""
+    assert server.post("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
+    assert server.health()["paused"]
+    assert server.post("/resume").json() == {"status": "resumed"} and not server.health()["paused"]
+    assert httpx.get(f"{server.control}/v1/models", headers={"authorization": f"Bearer {TOKEN}"}).json()["data"]
+    assert (
+        httpx.get(f"{server.control}/metrics").status_code == 401 and httpx.get(f"{server.control}/health").is_success
+    )
+
+
+def test_a_page_without_a_key_cannot_post_to_a_local_server(server):
+    """Without --api_key, on the data listener: text/plain is refused, and so is an Origin, which every page sends."""
+    calls = []
+
+    async def app(scope, receive, send):
+        calls.append(scope["path"])
+        await web.error(200, "", "")(scope, receive, send)
+
+    def ask(method="POST", **headers):
+        return serving.asker(guard.Guard(app))(method, "/v1/completions", headers=headers, content=b"{}").status_code
+
+    assert ask(**{"content-type": "text/plain"}) == 415 and ask(origin="http://evil.example") == 403 and not calls
+    assert ask() == ask("GET") == 200  # a proxy that adds TLS may hand on any Host header
+    reply = server.post(
+        "/inference/v1/generate", GENERATE, url=server.data, headers={"authorization": f"Bearer {API_KEY}"}
+    )
+    assert reply.status_code == 200
+    page = {"authorization": f"Bearer {API_KEY}", "origin": "http://chat.example"}  # a page that was given the key
+    assert server.post("/inference/v1/generate", GENERATE, url=server.data, headers=page).status_code == 200
+
+
+def exchange(url, sent: bytes) -> bytes:
+    """Returns all bytes that a server replies until it closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(sent)
+        return b"".join(iter(lambda: sock.recv(2**16), b""))
+
+
+@pytest.mark.parametrize("listener", ["data", "control"])
+def test_a_request_with_two_lengths_smuggles_nothing(server, listener):
+    """The first is refused and its connection closed, so that the hidden second one is never read."""
+    key = {"data": API_KEY, "control": TOKEN}[listener]
+    hidden = f"POST /pause HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {TOKEN}\r\n\r\n"
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+    body = f"content-length: {len(hidden) + 5}\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{hidden}"
+    replies = exchange(getattr(server, listener), (head + body).encode())
+    assert replies.startswith(b"HTTP/1.1 400 ") and b"Content-Length and Transfer-Encoding" in replies
+    assert replies.count(b"HTTP/1.1 ") == 1 and not server.health()["paused"]
+
+
+def test_an_upgrade_does_not_slip_past_the_guard(server):
+    head = "GET /pause HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, close\r\nupgrade: websocket\r\n"
+    head += "sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    assert exchange(server.control, head.encode()).startswith(b"HTTP/1.1 401 ")
+    assert not server.health()["paused"]
+
+
+def test_jetstreams_decode_needs_the_api_key(server):
+    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+
+    request = jetstream_pb2.DecodeRequest(token_content={"token_ids": [1, 2]}, max_tokens=2)
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+        assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=60).is_live
+        for metadata in (
+            (),
+            (("authorization", f"Bearer {TOKEN}"),),
+            (("authorization", API_KEY),),
+            (("authorization-bin", b"\xff"),),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                list(stub.Decode(request, metadata=metadata, timeout=60))
+            assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert list(stub.Decode(request, metadata=[("authorization", f"Bearer {API_KEY}")], timeout=60))
+
+
+# ---- which weights it takes ------------------------------------------------------------------------------------------
+
+
+def test_a_signed_server_takes_no_folder_and_no_stamped_number(server):
+    allowed = f"{server.folder}/allowed"
+    zeros = jax.tree.map(np.zeros_like, tiny.params(MODEL, 0))
+    hf.save(f"{allowed}/model", MODEL, zeros)
+    assert "nobody signed" in refusal(server.update(weight_dir=f"{allowed}/model", version=77), 400)
+    unsigned, foreign = publish(f"{allowed}/unsigned", 5, None), publish(f"{allowed}/foreign", 5, OTHER_KEY)
+    for root in (unsigned, foreign):
+        assert "sign" in refusal(server.update(weight_dir=root), 500)
+    signed = publish(f"{allowed}/signed", 2)
+    assert "no version 77" in refusal(server.update(weight_dir=signed, version=77), 500)
+    message = refusal(server.update(weight_dir=f"{signed}/v00000002", version=77), 400)
+    assert "weight_dir is version 2, not 77" in message
+    os.rename(f"{signed}/v00000002", f"{signed}/v00000077")
+    assert "version" in refusal(server.update(weight_dir=f"{signed}/v00000077"), 500)
+    assert server.health()["policy_version"] == 1
+
+
+def test_an_older_version_needs_the_operators_word(server):
+    assert "version 0 is older than version 1, which is in use" in refusal(server.update(version=0), 400)
+    assert "rollback" in refusal(server.update(version=0, rollback="yes"), 400)
+    old = publish(f"{server.folder}/allowed/old", 0)
+    assert "is older" in refusal(server.update(weight_dir=old), 400)
+    twin = publish(f"{server.folder}/allowed/twin", 1, seed=9)  # signed by the same key, too
+    assert "version 1 has other weights than version 1" in refusal(server.update(weight_dir=twin), 400)
+    hidden = f"{server.folder}/weights/v00000001"
+    os.rename(hidden, f"{server.folder}/hidden")  # a root that conceals its newest version
+    try:
+        assert server.update().json()["version"] == 1
+    finally:
+        os.rename(f"{server.folder}/hidden", hidden)
+    assert server.update(version=0, rollback=True).json()["version"] == 0
+    assert server.update(version=1).json()["version"] == 1
+
+
+def test_no_request_leaves_the_server_for_an_address_that_is_not_allowed(server):
+    """The allowed prefix is http://127.0.0.1:80/weights; a listener counts the connections to another port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        port = listener.getsockname()[1]
+        at = f"127.0.0.1:{port}"
+        for url in (
+            f"http://{at}/weights",
+            f"http://127.0.0.1:80@{at}/weights",
+            f"HTTP://{at}/weights",
+            f"http://{at}/#http://127.0.0.1:80/weights",
+            f"http://127.0.0.1:80/weights/../..//{at}",
+            f"http://127.0.0.1:80/weights/%2e%2e/%2e%2e//{at}",
+            f"http://127.0.0.1:80\\@{at}/weights",
+            f"s3://bucket/weights?endpoint=http://{at}",
+            f"file://{server.folder}/weights",
+        ):
+            assert re.search("not one of|not a plain URL|has . or ..", refusal(server.update(weight_dir=url), 400))
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc",
+        "/etc/passwd",
+        "../../..",
+        "{0}",
+        "{0}/allowed/../token",
+        "{0}/allowed-too",
+        "{0}/allowed/out",
+        "",
+        "\0",
+        "~",
+        "x" * 5000,
+    ],
+)
+def test_a_path_that_is_not_allowed_says_nothing_about_files(server, path):
+    """The message is the same whether the path exists or not."""
+    with contextlib.suppress(FileExistsError):
+        os.symlink(server.folder, f"{server.folder}/allowed/out")
+    message = refusal(server.update(weight_dir=path.format(server.folder)), 400)
+    assert "is not one of this server's sources" in message or "is not a path" in message
+
+
+def test_an_allow_list_compares_whole_parts():
+    sources = weight_sources.WeightSources(["/srv/a", "http://host:1/w", "http://user:secret@host/w", "gs://bucket"])
+    for good in (
+        "/srv/a",
+        "/srv/a/b",
+        "http://host:1/w",
+        "http://host:1/w/",
+        "http://host:1/w/x",
+        "HTTP://Host:1/w",
+        "gs://bucket/x",
+    ):
+        assert sources.check(good) == good
+    for bad in (
+        "/srv/ab",
+        "/srv",
+        "http://host:1/",
+        "http://host:1/ww",
+        "http://host:10/w",
+        "http://host/w",
+        "gs://bucket-2/x",
+    ):
+        with pytest.raises(ValueError, match="not one of this server's sources"):
+            sources.check(bad)
+
+
+# ---- the listener, its token, and who has it -------------------------------------------------------------------------
+
+
+def test_a_listener_without_a_token_is_a_private_socket(tmp_path, capsys):
+    with control_listener.opened("", None, ()) as listener:
+        path = sockets.address(listener.sock).removeprefix("unix:")
+        modes = [stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))]
+        assert modes == [0o600, 0o700] and listener.token is None and listener.hosts is None
+        with pytest.raises(ValueError, match="Address already in use; choose a new, short path"):
+            sockets.listen_unix(path)
+    assert not os.path.exists(os.path.dirname(path))
+    for control in ("127.0.0.1:0", "0.0.0.0:0", "[::1]:0", "localhost:0"):
+        assert serve.main(["--model", "nowhere", "--port", "0", "--control", control]) == 1
+        assert "has no token; add --control_token_file FILE" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="AF_UNIX path too long; choose a new, short path"):
+        sockets.listen_unix(tmp_path / ("x" * 120))
+
+
+def test_a_killed_servers_socket_is_replaced_and_a_file_is_not(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:
+        sockets.listen_unix(f"{folder}/s").close()  # leaves its file
+        sockets.listen_unix(f"{folder}/s").close()
+        write(tmp_path / "file", "precious")
+        with pytest.raises(ValueError, match="cannot listen on unix socket"):
+            sockets.listen_unix(tmp_path / "file")
+        assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        ("", 0o600, "no secret"),
+        ("\n \n", 0o600, "no secret"),
+        ("two words-0123456789", 0o600, "no secret"),
+        ("\xff" * 20, 0o600, "no secret"),
+        ("short", 0o600, "has 5 characters, not 16 or more"),
+        (TOKEN, 0o644, "any user may use its secret; run chmod 600"),
+        (TOKEN, 0o602, "any user may use its secret; run chmod 600"),
+    ],
+)
+def test_a_bad_token_file_is_refused_and_not_replaced(tmp_path, text, mode, words):
+    file = write(tmp_path / "token", text, mode)
+    with pytest.raises(ValueError, match=words) as error:
+        secret_file.read_or_create(file)
+    assert file.read_text() == text and (not text.strip() or text not in str(error.value))
+
+
+def test_a_token_is_created_once_for_its_owner_alone(tmp_path):
+    """Also by many processes at once: all get the same one."""
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        tokens = set(pool.map(lambda _: secret_file.read_or_create(tmp_path / "token"), range(64)))
+    assert len(tokens) == 1 and len(tokens.pop()) >= 32
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    with pytest.raises(ValueError, match="cannot create the secret .*: No such file or directory; name a file"):
+        secret_file.read_or_create(tmp_path / "nowhere" / "token")
+
+
+def test_a_child_of_the_launcher_does_not_inherit_the_token(tmp_path, monkeypatch):
+    """A worker runs completions: neither its environment nor its command line holds the control token."""
+    monkeypatch.setenv("INTELLAX_CONTROL_TOKEN", TOKEN)
+    monkeypatch.setenv("INTELLAX_API_KEY", API_KEY)
+    with launch._Child("worker0", ["rl.worker", "--orchestrator", "http://127.0.0.1:9"], tmp_path, print) as child:
+
+        def environment():
+            with open(f"/proc/{child.process.pid}/environ", "rb") as file:
+                return file.read()
+
+        proxy.wait_until(lambda: b"PYTHONUNBUFFERED" in environment(), 10, "the start of the child")
+        assert API_KEY.encode() in environment() and TOKEN.encode() not in environment()
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_logit_bias_of_500000_entries_is_refused_by_its_length(server):
+    bias = dict.fromkeys(map(str, range(500_000)), "x")
+    body = GENERATE | {"sampling_params": {"logit_bias": bias}}
+    begun_s = time.monotonic()
+    reply = server.post("/inference/v1/generate", body, url=server.data, headers={"authorization": f"Bearer {API_KEY}"})
+    assert "500000 logit_bias entries given; at most 300" in refusal(reply, 400)
+    assert time.monotonic() - begun_s < 5  # 8 s of pydantic's errors before, on an idle machine
