@@ -154,8 +154,14 @@ def get_config() -> config_dict.ConfigDict:
     i.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))
 
     # Checks of rollouts beyond their format.
-    c.trust = tr = config_dict.ConfigDict()
-    tr.check_fraction = 0.125  # fraction of groups that are replayed
+    c.trust = tr = _Trust()
+    # A worker's groups are replayed at a rate that starts at 1 and falls with its record (rl/orchestrator/worker_health.py).
+    tr.min_rate = 0.05  # the lowest rate
+    tr.invited_rate = 0.125  # the first rate of the keys in topology.workers and of local workers
+    # "http://HOST:PORT#KEY" of each `python -m rl.validator serve` that replays for this run; (): this process does.
+    tr.validators = ()
+    tr.quorum = 0  # validators that must agree on a group; 0: more than half of them
+    tr.verdict_s = 120.0  # seconds that a validator has for one request
     tr.device = "auto"  # of the replays: "accelerator", "cpu"; "auto": cpu if the learner has several hosts
     tr.max_attempts = 5  # rejections after which a worker is banned; the run ends if no other worker is active
     tr.margin = 0.02  # nats by which the noised logit of a claimed token may be below the largest
@@ -216,3 +222,19 @@ def get_config() -> config_dict.ConfigDict:
     for open_ended in (c.env.options, c.loss_options):  # any environment, and losses of one's own
         open_ended.unlock()
     return c
+
+
+class _Trust(config_dict.ConfigDict):
+    """Reads, and drops, the field that earlier versions had in this section: the same rate of replays for every worker."""
+
+    check_fraction = property(lambda self: 0.0)
+
+    def __setitem__(self, name, value):
+        if name != "check_fraction":
+            super().__setitem__(name, value)
+        else:
+            print("trust.check_fraction is dropped: trust.min_rate and trust.invited_rate replace it")
+
+    def get_type(self, name):
+        """Returns the type of a field, as the command line needs it."""
+        return float if name == "check_fraction" else super().get_type(name)  # pyright: ignore

@@ -24,5 +24,4 @@ def get_config():
     c.optimizer.learning_rate = 3e-7
     c.sampling.max_tokens = 15000  # 16,000 minus a prompt of up to 1,000
     c.inference.update(num_slots=64, max_model_len=16000, prefill_batch=8)
-    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

@@ -29,5 +29,4 @@ def get_config():
     c.sampling.max_tokens = 60000
     c.evaluation.every = 15
     c.inference.update(num_slots=12, max_model_len=65536, prefill_batch=8)
-    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

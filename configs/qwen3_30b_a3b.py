@@ -21,5 +21,4 @@ def get_config():
     c.train.update(row_length=32768, rows=32)  # one row per chip
     c.sampling.max_tokens = 30000
     c.inference.update(num_slots=64, max_model_len=32768, prefill_batch=8)
-    c.trust.check_fraction = 0.0  # no CPU of a host keeps up; `rl.validator serve` replays elsewhere
     return c

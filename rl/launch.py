@@ -32,7 +32,7 @@ from inference import client
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.orchestrator import orchestrator
+from rl.orchestrator import orchestrator, replayer
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
@@ -84,11 +84,11 @@ def start_rollout_system(
         config,
         workdir,
         credit=experiment.credit,
-        check_group_with_weights=_on_device(config.trust.device, validator.check_group_with_weights, num_hosts),
+        key=key,
+        verdicts=replayer.Replayer(_on_device(config.trust.device, validator.check_with_weights, num_hosts), key),
         check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
-        key=key,
         invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
         on_wait=on_wait,
     )
@@ -143,16 +143,14 @@ def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:
     return secret_file.read_or_create(file), file
 
 
-def _on_device(
-    device: str, check: orchestrator.CheckGroupWithWeights, num_hosts: int
-) -> orchestrator.CheckGroupWithWeights:
+def _on_device(device: str, check: replayer.Check, num_hosts: int) -> replayer.Check:
     """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check
     cpu = jax.local_devices(backend="cpu")[0]
     mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh
 
-    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> checks.Verdict:
+    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         with jax.default_device(cpu), jax.set_mesh(mesh):
             return check(rollouts)
 

@@ -259,7 +259,7 @@ def fields(experiment: Experiment) -> dict:
 
 
 def with_new_fields(saved: dict) -> dict:
-    """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time."""
+    """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time, without dropped ones."""
 
     def merged(defaults: dict, given: dict) -> dict:
         new = {name: value for name, value in defaults.items() if name not in given}
@@ -269,7 +269,9 @@ def with_new_fields(saved: dict) -> dict:
         }
         return both | new
 
-    return merged(_defaults(), saved)
+    config = merged(_defaults(), saved)
+    config["trust"].pop("check_fraction", None)  # until worker rates replaced it
+    return config
 
 
 def _defaults() -> dict:

@@ -27,7 +27,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
-        "trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature",
+        "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature",
     ),
     (
         "at least 1",
@@ -39,12 +39,12 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "in [0, 1]",
         lambda v: 0 <= v <= 1,
-        "trust.check_fraction warmup.decoy_fraction sampling.min_p optimizer.final_rate",
+        "warmup.decoy_fraction sampling.min_p optimizer.final_rate",
     ),
     ("in [0, 1)", lambda v: 0 <= v < 1, "optimizer.beta1 optimizer.beta2 optimizer.momentum"),
-    ("in (0, 1]", lambda v: 0 < v <= 1, "sampling.top_p"),
+    ("in (0, 1]", lambda v: 0 < v <= 1, "sampling.top_p trust.min_rate trust.invited_rate"),
     ("above 0 (greedy samples of a group are all alike)", lambda v: 0 < v < math.inf, "sampling.temperature"),
-    ("above 0", lambda v: 0 < v < math.inf, "topology.lease_s topology.join_s lora.alpha"),
+    ("above 0", lambda v: 0 < v < math.inf, "topology.lease_s topology.join_s trust.verdict_s lora.alpha"),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),
     ("in 1..64", lambda v: 1 <= v <= 64, "trust.work_bits"),
@@ -68,6 +68,15 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for key in config.topology.workers:
         if not re.fullmatch("[0-9a-f]{64}", str(key)):
             raise ValueError(f"topology.workers contains {key!r}, which is not a public key; write 64 hex digits")
+
+    keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
+    for validator, key in zip(config.trust.validators, keys, strict=True):
+        if not (_is_url(validator) and re.fullmatch("[0-9a-f]{64}", key)) or keys.count(key) > 1:
+            found = f"trust.validators contains {validator!r}; write http://HOST:PORT#KEY with its public key of 64 hex digits"
+            raise ValueError(f"{found}, each key once")
+    if config.trust.quorum > len(config.trust.validators):
+        found = f"trust.quorum = {config.trust.quorum} exceeds the {len(config.trust.validators)} trust.validators"
+        raise ValueError(f"{found}; lower it, or name more validators")
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
@@ -176,6 +185,9 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     limits = r"trust\.(margin|max_wrong_tokens|logprob_tolerance|routing_margin)"
     yield limits, bool(c.trust.bands), "trust.bands sets the limits; remove it, or trust.bands"
     yield r"trust\.routing_margin", not c.train.router_replay, "rollouts name no experts; set train.router_replay"
+    alone = not c.trust.validators
+    yield r"trust\.(quorum|verdict_s)", alone, "this process replays alone; set trust.validators"
+    yield r"trust\.device", not alone, "the processes in trust.validators replay, each on its own device; remove it"
     is_local = c.topology.mode == "local"
     yield (
         r"topology\.(relay_host|relay_port|control_servers|control_token_file)",

@@ -1,10 +1,11 @@
 """The life of every group of a run: a pure data structure, without threads, a clock, or I/O.
 
-    OPEN -> LEASED -> SUBMITTED -> (CHECKING ->) ELIGIBLE -> taken by a batch
+    OPEN -> LEASED -> SUBMITTED -> QUARANTINED -> ELIGIBLE -> taken by a batch
 
-A group returns to OPEN, ahead of the others, when its lease expires (`expire`) or the caller rejects its rollouts (`requeue`).
-`recheck` sends accepted groups of a worker that lost its trust back to CHECKING. Every move is checked against `NEXT`. The caller
-provides the lock and the time.
+Only a verdict (`accept`) makes a quarantined group ELIGIBLE. A submitted group may skip the quarantine (`let_pass`) if the caller
+trusts its worker; `recall` quarantines such groups when that trust is gone. A group returns to OPEN, ahead of the others, when its
+lease expires (`expire`) or the caller rejects its rollouts (`requeue`). Every move is checked against `NEXT`. The caller provides
+the lock and the time.
 """
 
 import collections
@@ -12,7 +13,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
@@ -26,16 +27,16 @@ class State(enum.Enum):
     OPEN = "open"  # waits for a worker
     LEASED = "leased"  # a worker has it until the deadline
     SUBMITTED = "submitted"  # its rollouts arrived; the checks that need no weights run
-    CHECKING = "checking"  # waits for the replay
+    QUARANTINED = "quarantined"  # waits for the verdict of a replay
     ELIGIBLE = "eligible"  # a batch may use it
 
 
 NEXT: dict[State, set[State]] = {
     State.OPEN: {State.LEASED},
     State.LEASED: {State.SUBMITTED, State.OPEN},
-    State.SUBMITTED: {State.CHECKING, State.ELIGIBLE, State.OPEN},
-    State.CHECKING: {State.ELIGIBLE, State.OPEN},
-    State.ELIGIBLE: {State.CHECKING, State.OPEN},
+    State.SUBMITTED: {State.QUARANTINED, State.ELIGIBLE, State.OPEN},
+    State.QUARANTINED: {State.ELIGIBLE, State.OPEN},
+    State.ELIGIBLE: {State.QUARANTINED, State.OPEN},
 }
 
 
@@ -44,13 +45,13 @@ class Entry:
     """A group in the queue with its state. The fields after `state` belong to its current lease and submission."""
 
     group: task_schedule.Group
-    is_drawn: bool = False  # to be replayed for any worker
     state: State = State.OPEN
     worker: str = ""
     deadline_s: float = math.inf  # finite while LEASED
     rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
+    digest: str = ""  # of the rollouts
     timed_out: frozenset[int] = frozenset()  # samples whose reward our scorer could not recompute in time
-    is_replayed: bool = False
+    is_verified: bool = False  # a verdict accepted the rollouts
 
     @property
     def oldest_version(self) -> int:
@@ -59,7 +60,7 @@ class Entry:
 
 
 class GroupQueue:
-    """All groups of a run that are open, leased, being checked, or accepted.
+    """All groups of a run from their opening until a batch takes them.
 
     `entries` has them by key, in the order in which workers get the open ones. Only the methods may change it.
     """
@@ -67,11 +68,11 @@ class GroupQueue:
     def __init__(self):
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
 
-    def add(self, groups: Sequence[task_schedule.Group], *, drawn: Collection[Key] = (), first: bool = False) -> None:
-        """Adds open groups at the end of the queue or, with `first`, at its front. Those with keys in `drawn` will be replayed."""
+    def add(self, groups: Sequence[task_schedule.Group], *, first: bool = False) -> None:
+        """Adds open groups at the end of the queue or, with `first`, at its front."""
         for group in reversed(groups) if first else groups:
             assert group.key not in self.entries, group.key
-            self.entries[group.key] = Entry(group, group.key in drawn)
+            self.entries[group.key] = Entry(group)
             self.entries.move_to_end(group.key, last=not first)
 
     def lease(
@@ -99,38 +100,46 @@ class GroupQueue:
         expired = [key for key, entry in self.entries.items() if entry.deadline_s < now_s]
         return [self.requeue(key) for key in expired]
 
-    def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+    def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> bool:
         """Stores the rollouts of a leased group, which ends the lease. Returns False, without a change, if `worker` has no lease on it."""
         entry = self.entries.get(key)
         if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
             return False
         _move(entry, State.SUBMITTED)
-        entry.rollouts, entry.deadline_s = sorted(rollouts, key=lambda r: r.sample), math.inf
+        entry.rollouts, entry.digest = sorted(rollouts, key=lambda r: r.sample), digest
+        entry.deadline_s = math.inf
         return True
 
-    def check(self, key: Key) -> None:
-        """Moves a submitted group to CHECKING: it waits for its replay with the weights."""
-        _move(self.entries[key], State.CHECKING)
+    def quarantine(self, key: Key) -> None:
+        """Moves a submitted group to QUARANTINED, where it waits for a verdict."""
+        _move(self.entries[key], State.QUARANTINED)
 
-    def accept(self, key: Key) -> None:
-        """Makes a submitted or replayed group ELIGIBLE: a training batch may use it."""
+    def let_pass(self, key: Key) -> None:
+        """Makes a submitted group ELIGIBLE without a verdict, by trust in its worker."""
         entry = self.entries[key]
-        entry.is_replayed = entry.state is State.CHECKING
+        assert entry.state is State.SUBMITTED, (key, entry.state)
         _move(entry, State.ELIGIBLE)
 
-    def recheck(self, worker: str) -> list[Entry]:
-        """Moves the eligible training groups of `worker` that were never replayed to CHECKING; returns their entries."""
+    def accept(self, key: Key) -> None:
+        """Makes a quarantined group ELIGIBLE, by a verdict."""
+        entry = self.entries[key]
+        assert entry.state is State.QUARANTINED, (key, entry.state)
+        _move(entry, State.ELIGIBLE)
+        entry.is_verified = True
+
+    def recall(self, worker: str) -> list[Entry]:
+        """Quarantines the eligible training groups of `worker` that have no verdict; returns their entries."""
         eligible = [e for e in self.entries.values() if e.state is State.ELIGIBLE and e.worker == worker]
-        found = [e for e in eligible if e.group.split == "train" and not e.is_replayed]
+        found = [e for e in eligible if e.group.split == "train" and not e.is_verified]
         for entry in found:
-            _move(entry, State.CHECKING)
+            _move(entry, State.QUARANTINED)
         return found
 
     def requeue(self, key: Key) -> Entry:
         """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
         old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
-        self.entries[key] = Entry(old.group, old.is_drawn)
+        self.entries[key] = Entry(old.group)
         self.entries.move_to_end(key, last=False)
         return old
 
@@ -144,7 +153,7 @@ class GroupQueue:
         return sum(key in self.entries and self.entries[key].state is State.ELIGIBLE for key in keys)
 
     def num_held(self, worker: str) -> int:
-        """Returns the number of groups of `worker` that are leased, submitted, or waiting for a replay."""
+        """Returns the number of groups of `worker` that are leased, submitted, or quarantined."""
         return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self.entries.values())
 
     def count(self) -> collections.Counter[State]:

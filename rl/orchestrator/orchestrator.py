@@ -4,13 +4,17 @@ For batch n (1-based) of P groups:
 1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
 2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
    (rl/orchestrator/routes.py). An expired lease goes to the next worker.
-3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A fraction of the groups
-   that no worker can predict is also replayed. A rejected group is requeued, so that a batch is always its P prescribed
-   groups. A sample whose reward we could not recompute in time has reward 0 and rejects nothing: it would recur forever.
-4. `next_batch(n)` waits for the groups, requeues those that became too stale, assigns advantages, and returns the batch.
+3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A sample whose reward we could
+   not recompute in time has reward 0 and rejects nothing: it would recur forever.
+4. Then the group is quarantined until a verdict on its replay accepts it. Only a draw that no worker can predict lets a group pass
+   without one, and only by the worker's record (rl/orchestrator/worker_health.py). After a failed check, all groups of that worker
+   that no batch has taken are quarantined, and the steps that trained on its unverified groups are named.
+5. A rejected group is requeued, so that a batch is always its P prescribed groups. `next_batch(n)` waits for the groups, requeues
+   those that became too stale, assigns advantages, and returns the batch.
 
 rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, threads, clock, and servers. It runs in the
-learner's process and imports no environment: a task is only an index here.
+learner's process and imports no environment: a task is only an index here. Verdicts come from this process (replayer.py) or from
+validators elsewhere (verdict_collector.py).
 """
 
 import asyncio
@@ -32,16 +36,17 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.batch import credit as credit_lib
 from rl.batch import packing
-from rl.orchestrator import admission, group_queue, routes, worker_health
+from rl.ledger import run_ledger, run_rules
+from rl.orchestrator import admission, group_queue, routes, verdict_source, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
+from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-CheckGroupWithWeights = Callable[[Sequence[rollout_lib.Rollout]], checks.Verdict]
 # (group, split) -> its verdict, and the samples that are worth 0 because their reward could not be recomputed in time.
 CheckGroupWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Collection[int]]]
 
@@ -58,11 +63,12 @@ class Batch:
 class Orchestrator:
     """Serves groups to workers over HTTP, has their rollouts checked, and returns batches. All methods are thread-safe.
 
-    Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `check_group_with_weights` replays a group, in one
-    thread; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the validator's evidence
-    against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are replayed:
-    workers must not know it. `key` is the run's, which signs replies to workers (None: a new one); `invited` are public keys of
-    workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger. `on_wait` receives a status line for people every `WAIT_NOTICE_S` seconds of waiting.
+    Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `key` is the run's, which signs replies to workers;
+    `invited` are public keys of workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger.
+    `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
+    validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
+    verified: workers must not know it. Events go to `ledger`. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S`
+    seconds of waiting, and the steps that a caught worker spoiled.
     """
 
     def __init__(
@@ -71,17 +77,18 @@ class Orchestrator:
         workdir: pathlib.Path,
         *,
         credit: credit_lib.Credit,
-        check_group_with_weights: CheckGroupWithWeights,
+        key: rollout_lib.WorkerKey,
+        verdicts: verdict_source.VerdictSource,
         check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, ()),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
-        key: rollout_lib.WorkerKey | None = None,
         invited: Collection[str] = (),
         stake: Callable[[str], int] = lambda worker: 0,
+        ledger: run_ledger.RunLedger | None = None,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
-        self._check_group_with_weights = check_group_with_weights
+        self._key, self._verdicts, self._ledger = key, verdicts, ledger
         self._check_group_without_weights = check_group_without_weights
         self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
         self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
@@ -91,17 +98,22 @@ class Orchestrator:
         self._version = -1  # the newest version that all servers have
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
-        self._health = worker_health.WorkerHealth(config.trust.max_attempts, config.topology.lease_s)
-        self._key = key or rollout_lib.WorkerKey.generate()
-        invited = {*invited, *config.topology.workers}
-        rules = admission.Policy.of(config), self._key.worker, invited, config.topology.lease_s
+        self._invited = frozenset({*invited, *config.topology.workers})
+        rules = admission.Policy.of(config), key.worker, self._invited, config.topology.lease_s
         self._admission = admission.Admission(*rules, stake)
+        self._health = worker_health.WorkerHealth(
+            config.trust.max_attempts,
+            config.topology.lease_s,
+            min_rate=config.trust.min_rate,
+            invited_rate=config.trust.invited_rate,
+            invited=self._invited,
+        )
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._failure: BaseException | None = None
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
-        self._replayer = concurrent.futures.ThreadPoolExecutor(1, "validator")
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
+        verdicts.start(self._decide, self.fail)
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
@@ -117,7 +129,7 @@ class Orchestrator:
         self._thread.join()
         self._updater.shutdown(cancel_futures=True)
         self._checkers.close()
-        self._replayer.shutdown(cancel_futures=True)
+        self._verdicts.close()
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
@@ -127,6 +139,8 @@ class Orchestrator:
                 self._health.restore(state["standing"])
                 self._admission.restore(state.get("admission", {"records": {}}))
                 self._states[step] = state
+            for worker in self._ledger.ejected_workers if self._ledger else ():  # maybe after the checkpoint
+                self._health.ban(worker)
 
     # Called by the learner.
 
@@ -139,6 +153,7 @@ class Orchestrator:
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
         taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
+        recorded = self._record_batch(step, taken)
         path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
         parquet.write(path, [rollout for entry in taken for rollout in entry.rollouts])  # as they were signed
         groups = [_rewarded(entry) for entry in taken]
@@ -147,6 +162,7 @@ class Orchestrator:
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
         metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
         metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
+        recorded.result()
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
@@ -225,6 +241,10 @@ class Orchestrator:
                 self._version if pins else -1,
             )
             self._admission.leased(worker, network, [group.key for group in groups])
+            if groups:
+                self._record("joined", worker, worker in self._invited)
+            for group in groups:
+                self._record("leased", worker, *group.key, group.version)
             return groups
 
     def _is_held(self, key: group_queue.Key, worker: str) -> bool:
@@ -239,7 +259,7 @@ class Orchestrator:
             self._health.expired(entry.worker, entry.group.key)
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
-        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "checking", or "refused: REASON"."""
+        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""
         by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
@@ -266,8 +286,7 @@ class Orchestrator:
             self._version = version
             last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
             for step in range(self._opened_step + 1, last + 1):
-                groups = task_schedule.train_groups(self._config, step)
-                self._queue.add(groups, drawn=_drawn(groups, self._config.trust.check_fraction, self._secret))
+                self._queue.add(task_schedule.train_groups(self._config, step))
             self._opened_step = max(self._opened_step, last)
             self._changed.notify_all()
 
@@ -291,78 +310,113 @@ class Orchestrator:
         signed = rollouts[: entry.group.num_samples + 1]
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
             return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
+        digest = verdict_lib.group_digest(rollouts)
         with self._changed:
-            if not self._queue.deliver(key, holder, rollouts):
+            if not self._queue.deliver(key, holder, rollouts, digest):
                 return self._not_leased(rollouts)
+            recorded = self._record("submitted", holder, *key, digest)
             verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._announced))
             if not verdict.accepted:
-                return _known(self._reject(key, verdict))
-        return self._checkers.submit(holder, self._guarded, self._check, key)
+                return _known(self._reject(key, verdict, is_fault=False))
+        return self._checkers.submit(holder, self._guarded, self._check, key, recorded)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):
         with self._changed:
             self._counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
-    def _check(self, key: group_queue.Key) -> str:
-        """Checks a submitted group without weights; then accepts it, rejects it, or queues its replay. Returns the reply."""
+    def _check(self, key: group_queue.Key, recorded: concurrent.futures.Future) -> str:
+        """Checks a submitted group without weights; rejects it, quarantines it, or lets it pass. Returns the reply, when it is `recorded`."""
         with self._changed:
             entry = self._queue.entries[key]
         verdict, timed_out = self._check_group_without_weights(entry.rollouts, key[0])
+        recorded.result()
         with self._changed:
             if not verdict.accepted:
-                return self._reject(key, verdict)
+                return self._reject(key, verdict, is_fault=True)
             entry.timed_out = frozenset(timed_out)
-            if key[0] == "train" and (entry.is_drawn or self._health.is_suspect(entry.worker)):
-                self._queue.check(key)
-                self._replayer.submit(self._guarded, self._replay, key)
-                return "checking"
-            return self._accept(key)
+            if key[0] == "train" and self._draw(key) < self._health.rate(entry.worker):
+                self._queue.quarantine(key)
+                self._verdicts.ask(key, entry.rollouts, entry.digest)
+                return "quarantined"
+            self._queue.let_pass(key)
+            return self._accepted(entry)
 
-    def _replay(self, key: group_queue.Key) -> None:
-        """Replays a group in state CHECKING, then accepts or rejects it."""
+    def _draw(self, key: group_queue.Key) -> float:
+        """Returns the number in [0, 1) below which a worker's rate lets its group pass. It depends on the secret and the group alone."""
+        digest = hmac.digest(self._secret, "/".join(map(str, key)).encode(), "sha256")
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+    def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
+        """Accepts or rejects a quarantined group by `verdict`, or without one requeues it: validators cannot agree."""
         with self._changed:
-            rollouts = self._queue.entries[key].rollouts
-        verdict = self._check_group_with_weights(rollouts)
-        if verdict.reason == "weights":  # of a published version: our own fault
-            found = f"the validator cannot replay group {'/'.join(map(str, key))}: {verdict}"
-            self.fail(ValueError(f"{found}; check the published weights of the run"))
-            return
-        with self._changed:
-            self._counts["checked"] += len(rollouts)
+            for one in signed:
+                self._record("verdict", one)
+            entry = self._queue.entries.get(key)
+            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
+                return
+            if verdict is None:
+                self._counts["undecided"] += len(self._queue.requeue(key).rollouts)
+                self._changed.notify_all()
+                return
+            self._counts["checked"] += len(entry.rollouts)
             if verdict.accepted:
-                self._accept(key)
+                self._queue.accept(key)
+                self._health.verified(entry.worker)
+                self._accepted(entry)
             else:
-                self._reject(key, verdict, by_replay=True)
+                self._reject(key, verdict, is_fault=True)
 
-    def _accept(self, key: group_queue.Key) -> str:
-        entry = self._queue.entries[key]
-        self._queue.accept(key)
-        self._counts["accepted"] += len(entry.rollouts) if key[0] == "train" else 0
-        self._health.accepted(entry.worker, key)
-        self._admission.accepted(entry.worker, key)
+    def _accepted(self, entry: group_queue.Entry) -> str:
+        self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
+        self._health.accepted(entry.worker, entry.group.key)
+        self._admission.accepted(entry.worker, entry.group.key)
         self._changed.notify_all()
         return "accepted"
 
-    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, by_replay: bool = False) -> str:
-        """Reopens a group and counts it against its worker; a failed replay also rechecks its accepted groups. Returns the reply."""
+    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
+        """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
         entry = self._queue.requeue(key)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{verdict.reason}"] += 1
-        self._health.rejected(worker, by_replay=by_replay)
+        self._record("refused", worker, *key, entry.digest, str(verdict))
+        self._health.rejected(worker, is_fault=is_fault)
         self._admission.rejected(worker, key, time.monotonic())
-        if by_replay:
-            for suspect in self._queue.recheck(worker):
-                self._counts["called_back"] += len(suspect.rollouts)  # maybe accepted before the counts were last taken
-                self._replayer.submit(self._guarded, self._replay, suspect.group.key)
-        if self._health.is_banned(worker) and not self._health.has_others(worker, time.monotonic()):
-            found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
-            last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
-            remedy = "Look at that worker and its server, or raise trust.max_attempts"
-            self.fail(ValueError(f"{found}; {last}. {remedy}"))
+        if is_fault:
+            self._distrust(worker)
+        if self._health.is_banned(worker):
+            self._record("ejected", worker, f"{self._config.trust.max_attempts} rejected groups; the last: {verdict}")
+            if not self._health.has_others(worker, time.monotonic()):
+                found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
+                last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
+                remedy = "Look at that worker and its server, or raise trust.max_attempts"
+                self.fail(ValueError(f"{found}; {last}. {remedy}"))
         self._changed.notify_all()
         return f"refused: {verdict}"
+
+    def _distrust(self, worker: str) -> None:
+        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
+        for entry in self._queue.recall(worker):
+            self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
+            self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+        num_groups, steps = self._health.reveal(worker)
+        if num_groups:
+            self._counts["trained_unverified_of_cheats"] += num_groups
+            self._record("named", worker, steps)
+            where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
+            self._on_wait(f"worker {worker[:16]} failed a check; {where}; an earlier checkpoint is without them")
+
+    def _record(self, event: str, *fields: Any) -> concurrent.futures.Future:
+        """Passes an event to the ledger, if there is one; returns a future that is done when the event is durable."""
+        found = getattr(self._ledger, event)(*fields) if self._ledger else None
+        return found or _known(None)
+
+    def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
+        basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
+        digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
+        with self._changed:
+            return self._record("batch", step, digest, basis)
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
@@ -377,6 +431,12 @@ class Orchestrator:
                     self._counts["stale"] += len(self._queue.requeue(key).rollouts)
                 if stale:
                     continue
+                unverified = (
+                    [] if step is None else [e for key in keys if not (e := self._queue.entries[key]).is_verified]
+                )
+                for entry in unverified:
+                    self._health.trained_unverified(entry.worker, entry.group.step)
+                self._counts["unverified"] += sum(len(entry.rollouts) for entry in unverified)
                 if step is not None:
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
                     state["admission"] = self._admission.state()
@@ -397,32 +457,19 @@ class Orchestrator:
         return (
             f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
-            f"{count[State.SUBMITTED] + count[State.CHECKING]} are being checked"
-        ) + (f"; workers banned after trust.max_attempts rejections: {banned}" if banned else "")
+            f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
+            f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
+            f"{f'; {silent}' if (silent := self._verdicts.notice()) else ''}"
+        )
 
     def _take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
-            names = (
-                "accepted",
-                "called_back",
-                "refused",
-                "checked",
-                "stale",
-                "lease_expired",
-                "lease_void",
-                "unleased",
-                "given_up",
-            )
-            counts = dict.fromkeys(names, 0) | dict(self._counts)
+            names = "accepted called_back refused checked stale lease_expired lease_void unleased given_up"
+            names += " undecided unverified trained_unverified_of_cheats"
+            counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
-
-
-def _drawn(groups: list[task_schedule.Group], check_fraction: float, secret: bytes) -> set[group_queue.Key]:
-    """Returns the keys of the groups of a batch to replay: ceil(check_fraction * P) of them, drawn by the secret."""
-    shuffled = sorted(groups, key=lambda group: hmac.digest(secret, str(group.group).encode(), "sha256"))
-    return {group.key for group in shuffled[: int(np.ceil(check_fraction * len(groups)))]}
 
 
 def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
@@ -447,7 +494,7 @@ def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
     ]
 
 
-def _known(verdict: str) -> concurrent.futures.Future[str]:
+def _known(result: Any) -> concurrent.futures.Future:
     future = concurrent.futures.Future()
-    future.set_result(verdict)
+    future.set_result(result)
     return future

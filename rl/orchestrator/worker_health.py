@@ -1,17 +1,22 @@
-"""The reputation of a run's workers: expired leases, rejected groups, suspicion, bans.
+"""The reputation of a run's workers: the rate at which their groups are verified, expired leases, rejected groups, bans.
 
-1. Every rejected group counts against its worker. After `max_rejections` the worker is banned: it gets no more work.
-2. A group rejected by the replay also makes its worker a suspect: from then on all of its groups are replayed.
-3. An expired lease halves the number of groups that the worker may lease. It does not get that group again while another worker
+1. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed. A
+   worker that forges at rate q is caught after (1 - q) / q forged groups on average, and q is at least HALF_AT / (n + HALF_AT): so it
+   gets one forged group past us per HALF_AT groups that it did honestly and we verified, and a new key none. The last is also why
+   many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
+2. A failed check makes a worker a suspect: its rate is 1 from then on. `reveal` names the steps trained on its unverified groups.
+3. Every rejected group counts against its worker. After `max_rejections` the worker is banned: it gets no more work.
+4. An expired lease halves the number of groups that the worker may lease. It does not get that group again while another worker
    is active. Each accepted group doubles the number again.
 
-Keys are free where a run accepts any worker. So this limits one key, not a thousand keys: a run with unknown participants
-names its workers (`topology.workers`). Marks go into the checkpoint; otherwise a worker could gain by provoking a restart.
+All of it goes into the checkpoint; otherwise a worker could gain by provoking a restart.
 """
 
 import collections
 import dataclasses
+from collections.abc import Collection
 
+HALF_AT = 32  # verified groups without a fault that bring a worker's rate from 1 to 1/2, as in rl/ledger/balances.py
 MOST_HALVINGS = 12
 MIN_PRUNED = 4096  # workers
 
@@ -21,21 +26,40 @@ class _Worker:
     num_rejected: int = 0
     is_suspect: bool = False
     num_halvings: int = 0
+    num_verified: int = 0  # groups that passed a replay
+    num_unverified: int = 0  # groups that were trained on without one,
+    steps: list[list[int]] = dataclasses.field(default_factory=list)  # in these steps: [first, last] of each range
     seen_s: float = float("-inf")
 
     @property
+    def marks(self) -> list:
+        """The fields that a checkpoint keeps, in their order; `steps` is copied."""
+        counts = [self.num_rejected, self.is_suspect, self.num_halvings, self.num_verified, self.num_unverified]
+        return [*counts, [list(ends) for ends in self.steps]]
+
+    @property
     def is_marked(self) -> bool:
-        return bool(self.num_rejected or self.is_suspect or self.num_halvings)
+        return any(self.marks)
 
 
 class WorkerHealth:
     """The marks against each worker, which decide how many groups it may lease. The caller provides the lock and the time.
 
     A worker is active if it requested work in the last `lease_s` seconds, and banned after `max_rejections` rejected groups.
+    `invited` are the keys of invited workers.
     """
 
-    def __init__(self, max_rejections: int, lease_s: float):
+    def __init__(
+        self,
+        max_rejections: int,
+        lease_s: float,
+        *,
+        min_rate: float,
+        invited_rate: float,
+        invited: Collection[str] = (),
+    ):
         self._max_rejections, self._lease_s = max_rejections, lease_s
+        self._min_rate, self._invited, self._given = min_rate, frozenset(invited), HALF_AT * (1 / invited_rate - 1)
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._expired_with: dict[tuple, str] = {}  # group -> the worker whose lease on it expired last
         self._prune_at = MIN_PRUNED
@@ -51,12 +75,11 @@ class WorkerHealth:
 
     def state(self) -> dict:
         """Returns all marks against workers as plain JSON, for `restore`."""
-        workers = self._workers.items()
-        marks = {name: [w.num_rejected, w.is_suspect, w.num_halvings] for name, w in workers if w.is_marked}
+        marks = {name: worker.marks for name, worker in self._workers.items() if worker.is_marked}
         return {"workers": marks, "expired_with": [[*key, worker] for key, worker in self._expired_with.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks against workers to those that `state` returned earlier."""
+        """Sets the marks against workers to those that `state` returned earlier, maybe in a version with fewer fields."""
         for name, marks in state["workers"].items():
             self._workers[name] = _Worker(*marks)
         self._expired_with = {tuple(key): worker for *key, worker in state["expired_with"]}
@@ -82,14 +105,42 @@ class WorkerHealth:
         self._workers[worker].num_halvings = max(self._workers[worker].num_halvings - 1, 0)
         self._expired_with.pop(key, None)
 
-    def rejected(self, worker: str, *, by_replay: bool) -> None:
-        """Records that a group of this worker was rejected; a failed replay (`by_replay`) makes the worker a suspect."""
-        self._workers[worker].num_rejected += 1
-        self._workers[worker].is_suspect |= by_replay
+    def rate(self, worker: str) -> float:
+        """Returns the probability with which a group of this worker must be verified before it is trained on."""
+        one = self._workers.get(worker, _Worker())
+        if one.is_suspect:
+            return 1.0
+        record = one.num_verified + (self._given if worker in self._invited else 0)
+        return max(self._min_rate, HALF_AT / (HALF_AT + record))
 
-    def is_suspect(self, worker: str) -> bool:
-        """Returns True if a group of this worker failed a replay, so that all of its groups must be replayed."""
-        return self._workers[worker].is_suspect
+    def verified(self, worker: str) -> None:
+        """Records that a group of this worker passed a replay."""
+        self._workers[worker].num_verified += 1
+
+    def trained_unverified(self, worker: str, step: int) -> None:
+        """Records that batch `step`, the newest, contains a group of this worker that was not verified."""
+        one = self._workers[worker]
+        one.num_unverified += 1
+        if one.steps and step <= one.steps[-1][1] + 1:
+            one.steps[-1][1] = step
+        else:
+            one.steps.append([step, step])
+
+    def rejected(self, worker: str, *, is_fault: bool) -> None:
+        """Records that a group of this worker was rejected; a failed check (`is_fault`) makes the worker a suspect."""
+        self._workers[worker].num_rejected += 1
+        self._workers[worker].is_suspect |= is_fault
+
+    def reveal(self, worker: str) -> tuple[int, list[int]]:
+        """Returns (number of unverified groups of this worker that were trained on, their steps), and forgets both: to be named once."""
+        one = self._workers[worker]
+        num, steps = one.num_unverified, [step for first, last in one.steps for step in range(first, last + 1)]
+        one.num_unverified, one.steps = 0, []
+        return num, steps
+
+    def ban(self, worker: str) -> None:
+        """Bans a worker that was ejected before, whatever its record is now."""
+        self._workers[worker].num_rejected = max(self._workers[worker].num_rejected, self._max_rejections)
 
     def is_banned(self, worker: str) -> bool:
         """Returns True if this worker gets no more work, because too many of its groups were rejected."""

@@ -1,4 +1,4 @@
-"""Signed verdicts on groups: what a validator states, so that anyone can check who stated it about which bytes. Imports no jax.
+"""Signed verdicts on groups, so that anyone can check which validator judged which bytes. Imports no jax.
 
 1. A group is named by run, split, step, and number; its content by `group_digest`, since a group may be generated several times.
 2. A validator signs its verdict with its own ed25519 key (`SignedVerdict.sign`); everyone checks it with `SignedVerdict.check`.
@@ -74,7 +74,7 @@ class SignedVerdict:
 
 
 def group_digest(rollouts: Sequence[rollout_lib.Rollout]) -> str:
-    """Returns the SHA-256, in hex, of what the worker of a group signed: the digests of its valid rollouts in order of sample."""
+    """Returns the SHA-256, in hex, of the contents that a group's worker signed: the digests of its valid rollouts in order of sample."""
     hasher = hashlib.sha256(b"intellax/group/1")
     for rollout in sorted(rollouts, key=lambda rollout: rollout.sample):
         hasher.update(rollout_lib.digest(rollout))

@@ -17,11 +17,12 @@ from rl import launch
 from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import replayer
 from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
-from tests.support import claims, groups, tiny, tiny_run
+from tests.support import claims, groups, rollouts, tiny, tiny_run
 
 
 def test_a_run_that_replays_records_asks_and_packs(tmp_path):
@@ -52,14 +53,15 @@ def test_what_cannot_be_replayed_is_refused_before_it_starts(changes, words):
 
 def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_replayed(tmp_path):
     config = claims.moe_config(
-        rl__prompts_per_step=3, rl__samples_per_prompt=2, rl__num_steps=10, trust__check_fraction=0.0
+        rl__prompts_per_step=3, rl__samples_per_prompt=2, rl__num_steps=10, trust__invited_rate=1.0
     )
     exp = experiment.resolve(config)
     orchestrator = orchestrator_lib.Orchestrator(
         exp.config,
         tmp_path,
         credit=exp.credit,
-        check_group_with_weights=lambda rollouts: checks.OK,
+        key=rollouts.KEY,
+        verdicts=replayer.Replayer(lambda rs: [checks.OK] * len(rs), rollouts.KEY),
         secret=b"s",
         on_wait=print,
     )
@@ -79,7 +81,7 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
     orchestrator._updater.shutdown()
     orchestrator._checkers.close()
-    orchestrator._replayer.shutdown()
+    orchestrator._verdicts.close()
 
 
 @pytest.mark.slow
@@ -104,7 +106,7 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_quickstart_of_a_mixture_replays_its_routers(tmp_path, devices):
     """The whole walk: asked for, signed, judged (every group), packed, replayed, kept. Nothing honest is refused."""
-    overrides = {"train__router_replay": True, "trust__check_fraction": 1.0, "model__num_layers": 2, "rl__max_lag": 1}
+    overrides = {"train__router_replay": True, "trust__min_rate": 1.0, "model__num_layers": 2, "rl__max_lag": 1}
     overrides |= {"model__expert_ffn_dim": 32}
     env = {}
     if devices == 8:
@@ -117,7 +119,7 @@ def test_the_quickstart_of_a_mixture_replays_its_routers(tmp_path, devices):
         assert step["trust/num_refused"] == 0
         # One version apart and in programs of other shapes: a few near ties, of thousands of choices.
         assert 0 <= step["moe/routing_mismatch"] < 0.2, step
-    assert sum(step["trust/num_checked"] for step in steps) == 6 * 16
+    assert sum(step["trust/num_checked"] for step in tiny_run.lines(tmp_path / "w")) == 6 * 16
     assert sum(step["loss/grad_norm"] > 0 for step in steps) > 3
     kept = parquet.read(tmp_path / "w" / "rollouts" / "step_3" / "accepted.parquet")
     assert all(r.routed_experts.shape == (len(r.tokens) - 1, 2, 2) and r.routed_experts.max() < 4 for r in kept)

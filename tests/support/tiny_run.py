@@ -28,7 +28,7 @@ TINY = {
     "inference.num_slots": 16,
     "inference.prefill_batch": 4,
     "env.options.reward": "lcs",  # an untrained model scores 0 on "exact", and no advantage means no gradient
-    "trust.check_fraction": 0.5,
+    "trust.invited_rate": 0.5,
 }
 
 
@@ -47,10 +47,16 @@ def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
     )
 
 
+def lines(workdir, phase="rl") -> list[dict]:
+    """All metrics of the steps of a phase."""
+    return [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == phase]
+
+
 def curve(workdir, phases=("rl",)) -> list[dict]:
-    """The metrics of the steps of these phases, without those that depend on the clock."""
+    """The metrics of the steps of these phases, without those that depend on the clock, or on the secret: it draws the groups to verify."""
     lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] in phases]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    varying = ("time/", "trust/num_checked", "trust/num_unverified")
+    return [{k: v for k, v in line.items() if not k.startswith(varying)} for line in lines]
 
 
 @contextlib.contextmanager

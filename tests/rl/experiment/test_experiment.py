@@ -149,7 +149,7 @@ def resolved(**changes):
     [
         ({"rl__loss": "ppo2"}, "rl.loss = 'ppo2' is unknown; choose one of "),
         ({"rl__samples_per_prompt": 0}, "rl.samples_per_prompt = 0 must be at least 1"),
-        ({"trust__check_fraction": 1.5}, r"trust.check_fraction = 1.5 must be in \[0, 1\]"),
+        ({"trust__min_rate": 0.0}, r"trust.min_rate = 0.0 must be in \(0, 1\]"),
         ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
         ({"topology__mode": "remote"}, "needs inference servers; set topology.servers"),

@@ -36,13 +36,13 @@ class Machine(stateful.RuleBasedStateMachine):
         super().__init__()
         self.queue, self.now_s, self.step = group_queue.GroupQueue(), 0.0, 0
         self.sets = {state: set() for state in (*State, TAKEN)}
-        self.lease_of, self.replayed, self.opened = {}, set(), set()
+        self.lease_of, self.verified, self.opened, self.trusted = {}, set(), set(), set()
 
     def move(self, key, old, new):
         self.sets[old].remove(key)
         self.sets[new].add(key)
         if new is State.OPEN:
-            self.replayed.discard(key)
+            self.verified.discard(key)
             del self.lease_of[key]
 
     def pick(self, state, number):
@@ -82,42 +82,64 @@ class Machine(stateful.RuleBasedStateMachine):
     def deliver(self, number, worker):
         key = sorted(self.opened)[number % len(self.opened)] if self.opened else ("train", 1, 0)
         may = key in self.sets[State.LEASED] and self.lease_of[key][0] == worker
-        assert self.queue.deliver(key, worker, rollouts()) is may
+        assert self.queue.deliver(key, worker, rollouts(), f"digest {worker}") is may
         if may:
             self.move(key, State.LEASED, State.SUBMITTED)
             assert [r.sample for r in self.queue.entries[key].rollouts] == [0, 1]
 
     @stateful.rule(number=NUMBER)
-    def check(self, number):
+    def quarantine(self, number):
         if key := self.pick(State.SUBMITTED, number):
-            self.queue.check(key)
-            self.move(key, State.SUBMITTED, State.CHECKING)
+            self.queue.quarantine(key)
+            self.move(key, State.SUBMITTED, State.QUARANTINED)
 
-    @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.CHECKING]))
-    def accept(self, number, state):
-        if key := self.pick(state, number):
-            self.queue.accept(key)
-            self.move(key, state, State.ELIGIBLE)
-            self.replayed |= {key} if state is State.CHECKING else set()
+    @stateful.rule(number=NUMBER)
+    def screened(self, number):
+        """A worker that is trusted now passes; another's group is quarantined."""
+        if key := self.pick(State.SUBMITTED, number):
+            self.finish_screening(key)
 
-    @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.CHECKING, State.ELIGIBLE]))
+    def finish_screening(self, key):
+        if self.lease_of[key][0] in self.trusted:
+            self.queue.let_pass(key)
+            self.move(key, State.SUBMITTED, State.ELIGIBLE)
+        else:
+            self.queue.quarantine(key)
+            self.move(key, State.SUBMITTED, State.QUARANTINED)
+
+    @stateful.rule(number=NUMBER)
+    def accept(self, number):
+        if key := self.pick(State.QUARANTINED, number):
+            self.accept_by_verdict(key)
+
+    def accept_by_verdict(self, key):
+        self.queue.accept(key)
+        self.move(key, State.QUARANTINED, State.ELIGIBLE)
+        self.verified.add(key)
+
+    @stateful.rule(worker=WORKERS)
+    def earn_trust(self, worker):
+        self.trusted.add(worker)
+
+    @stateful.rule(number=NUMBER, state=st.sampled_from([State.SUBMITTED, State.QUARANTINED, State.ELIGIBLE]))
     def requeue(self, number, state):
         if key := self.pick(state, number):
             old = self.queue.requeue(key)
             assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
             assert next(iter(self.queue.entries)) == key  # ahead of all others
             new = self.queue.entries[key]
-            assert (new.worker, new.rollouts, new.timed_out) == ("", [], frozenset())
+            assert (new.worker, new.rollouts, new.digest, new.timed_out) == ("", [], "", frozenset())
             self.move(key, state, State.OPEN)
 
     @stateful.rule(worker=WORKERS)
-    def recheck(self, worker):
+    def lose_trust(self, worker):
+        self.trusted.discard(worker)
         found = {
-            key for key in self.sets[State.ELIGIBLE] if self.lease_of[key][0] == worker and key not in self.replayed
+            key for key in self.sets[State.ELIGIBLE] if self.lease_of[key][0] == worker and key not in self.verified
         }
-        assert {entry.group.key for entry in self.queue.recheck(worker)} == found
+        assert {entry.group.key for entry in self.queue.recall(worker)} == found
         for key in found:
-            self.move(key, State.ELIGIBLE, State.CHECKING)
+            self.move(key, State.ELIGIBLE, State.QUARANTINED)
 
     @stateful.rule(number=NUMBER, finish=st.booleans())
     def take_a_batch(self, number, finish):
@@ -128,16 +150,18 @@ class Machine(stateful.RuleBasedStateMachine):
                 self.move(key, State.OPEN, State.LEASED)
                 self.lease_of[key] = "a", self.now_s + LEASE_S
             if key in self.sets[State.LEASED]:
-                assert self.queue.deliver(key, self.lease_of[key][0], rollouts())
+                assert self.queue.deliver(key, self.lease_of[key][0], rollouts(), "digest")
                 self.move(key, State.LEASED, State.SUBMITTED)
-            for state in (State.SUBMITTED, State.CHECKING):
-                if key in self.sets[state]:
-                    self.queue.accept(key)
-                    self.move(key, state, State.ELIGIBLE)
-                    self.replayed |= {key} if state is State.CHECKING else set()
+            if key in self.sets[State.SUBMITTED]:
+                self.finish_screening(key)
+            if key in self.sets[State.QUARANTINED]:
+                self.accept_by_verdict(key)
         if self.queue.num_eligible(keys) == P:
             taken = self.queue.take(keys)
             assert [entry.group.key for entry in taken] == keys and all(len(e.rollouts) == 2 for e in taken)
+            for entry in taken:  # the promise: a verdict, or trust that still holds
+                assert entry.is_verified or entry.worker in self.trusted
+                assert entry.is_verified == (entry.group.key in self.verified)
             for key in keys:
                 self.move(key, State.ELIGIBLE, TAKEN)
         else:
@@ -150,7 +174,7 @@ class Machine(stateful.RuleBasedStateMachine):
         assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not TAKEN}
         assert kept.keys() | self.sets[TAKEN] == self.opened and not kept.keys() & self.sets[TAKEN]
         assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not TAKEN}
-        held = (State.LEASED, State.SUBMITTED, State.CHECKING)
+        held = (State.LEASED, State.SUBMITTED, State.QUARANTINED)
         for worker in "abc":
             keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
             assert self.queue.num_held(worker) == len(keys)
@@ -163,35 +187,45 @@ TestGroupQueue.settings = hypothesis.settings(max_examples=60, stateful_step_cou
 def test_moves_that_the_states_do_not_allow_fail():
     queue, (key, *_) = group_queue.GroupQueue(), [group.key for group in batch(1)]
     queue.add(batch(1))
-    for move in (queue.check, queue.accept, queue.requeue):
-        with pytest.raises(AssertionError):
-            move(key)
+
+    def must_fail(*moves):
+        for move in moves:
+            with pytest.raises(AssertionError):
+                move(key)
+
+    must_fail(queue.quarantine, queue.let_pass, queue.accept, queue.requeue)
+    queue.lease("a", 1, LEASE_S)
+    assert queue.deliver(key, "a", rollouts(), "digest")
+    must_fail(queue.accept)  # without a quarantine, trust alone lets it pass
+    queue.quarantine(key)
+    must_fail(queue.let_pass, queue.quarantine)  # a verdict alone
     with pytest.raises(AssertionError):
         queue.add(batch(1))
     assert queue.entries.get(("train", 9, 9)) is None
 
 
-def test_held_out_groups_are_not_checked_again_and_the_oldest_sampled_token_counts():
+def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():
     queue = group_queue.GroupQueue()
-    queue.add(batch(1, "held_out"), drawn={("held_out", 1, 1)})
+    queue.add(batch(1, "held_out"))
     for group in queue.lease("a", P, LEASE_S):
-        assert queue.deliver(group.key, "a", rollouts(version=4))
-        queue.accept(group.key)
-    assert queue.recheck("a") == []
-    entries = queue.take([group.key for group in batch(1, "held_out")])
-    assert [entry.is_drawn for entry in entries] == [False, True, False] and entries[0].oldest_version == 4
+        assert queue.deliver(group.key, "a", rollouts(version=4), "digest")
+        queue.let_pass(group.key)
+    assert queue.recall("a") == []
+    assert queue.take([group.key for group in batch(1, "held_out")])[0].oldest_version == 4
 
 
-def test_a_group_that_was_replayed_and_became_stale_may_be_checked_again():
-    """Only the rollouts that were replayed are exempt, not those of its next lease."""
+def test_a_group_that_was_verified_and_became_stale_may_be_recalled():
+    """Only the rollouts that were verified are exempt, not those of its next lease."""
     queue, key = group_queue.GroupQueue(), ("train", 1, 0)
     queue.add(batch(1))
     for worker in ("a", "b"):
         queue.lease(worker, 1, LEASE_S)
-        assert queue.deliver(key, worker, rollouts())  # requeued, it comes before the others
+        assert queue.deliver(key, worker, rollouts(), "digest")  # requeued, it comes before the others
         if worker == "a":
-            queue.check(key)
-        queue.accept(key)
-        assert len(queue.recheck(worker)) == (worker == "b")
+            queue.quarantine(key)
+            queue.accept(key)
+        else:
+            queue.let_pass(key)
+        assert len(queue.recall(worker)) == (worker == "b")
         if worker == "a":
             queue.requeue(key)

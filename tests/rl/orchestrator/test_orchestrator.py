@@ -9,8 +9,8 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import hmac
+import itertools
 import json
-import math
 import threading
 import time
 
@@ -23,7 +23,7 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.orchestrator import group_queue
+from rl.orchestrator import group_queue, replayer
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
@@ -31,8 +31,8 @@ from rl.verification import checks
 from tests.support import proxy, signed_http
 from tests.support.groups import answers
 
-KEY, OTHER, STRANGER = (
-    rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3)
+KEY, OTHER, STRANGER, RUN = (
+    rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3, 4)
 )
 WAIT_S = 60
 SAMPLING = checks.Verdict("sampling", "3 of 12 tokens")
@@ -44,15 +44,20 @@ GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
 class Locked(orchestrator_lib.Orchestrator):
     """Fails on an access of its own to a group, and on a change, without the lock that guards them."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, drawn=None, **options):
+        self._drawn = drawn
         super().__init__(*args, **options)
         self._queue.entries = LockedEntries()
         self._queue.entries.is_owned = self._changed._is_owned
 
+    def _draw(self, key):
+        """With `drawn`, the numbers of the groups that are verified at any rate below 1."""
+        return super()._draw(key) if self._drawn is None else (key[2] not in self._drawn) * 0.999
+
     def __setattr__(self, name, value):
         assert (
             not hasattr(self, "_updater")
-            or name in ("_web", "_thread", "servers", "control")
+            or name in ("_web", "_thread", "servers", "control", "_drawn")
             or self._changed._is_owned()
         ), name
         super().__setattr__(name, value)
@@ -69,7 +74,7 @@ def resolve(**changes):
     config = quickstart.get_config()
     config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
     config.rl.advantage = "group_mean"
-    config.trust.check_fraction = 0.0
+    config.trust.min_rate = config.trust.invited_rate = 1e-9
     config.evaluation.num_tasks = 2
     for name, value in changes.items():
         section, field = name.split("__")
@@ -86,10 +91,16 @@ def make(tmp_path):
     made = []
 
     def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, **changes):
+        """`check` returns the verdict on one group; KEY and OTHER are invited, and others are not."""
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
-        hooks["check_group_with_weights"] = check
         if screen:
             hooks["check_group_without_weights"] = screen
+
+        def check_with_weights(rollouts):
+            groups = [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: (r.step, r.task.group))]
+            return [verdict for group in groups for verdict in [check(group)] * len(group)]
+
+        hooks |= {"key": RUN, "verdicts": replayer.Replayer(check_with_weights, RUN)}
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         return made[-1]
 
@@ -97,7 +108,7 @@ def make(tmp_path):
     for orchestrator in made:
         orchestrator._updater.shutdown()
         orchestrator._checkers.close()
-        orchestrator._replayer.shutdown()
+        orchestrator._verdicts.close()
 
 
 def publish(orchestrator, version):
@@ -107,7 +118,7 @@ def publish(orchestrator, version):
 
 def checked(orchestrator):
     """Returns once the replays queued before are done."""
-    orchestrator._replayer.submit(lambda: None).result(WAIT_S)
+    orchestrator._verdicts.flush()
 
 
 def submit(orchestrator, rollouts, key=KEY):
@@ -133,10 +144,6 @@ def num_eligible(orchestrator):
 def requeue(orchestrator, key):
     with orchestrator._changed:
         orchestrator._queue.requeue(key)
-
-
-def is_drawn(orchestrator, group):
-    return orchestrator._queue.entries.get(group.key).is_drawn
 
 
 def held_out_is_open(orchestrator):
@@ -303,12 +310,12 @@ def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
 
 def test_what_was_not_leased_or_is_there_already(make):
     blocked = threading.Event()
-    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and checks.OK, trust__check_fraction=1.0)
+    orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and checks.OK, trust__min_rate=1.0)
     publish(orchestrator, 0)
     unleased = task_schedule.train_groups(orchestrator._config, 1)[0]
     assert submit(orchestrator, answers(unleased)).startswith("refused: not leased")
     group = lease(orchestrator, 1)[0]
-    assert submit(orchestrator, answers(group)) == "checking"
+    assert submit(orchestrator, answers(group)) == "quarantined"
     assert submit(orchestrator, answers(group)).startswith("refused: not leased (or already submitted)")
     blocked.set()
     checked(orchestrator)
@@ -341,25 +348,29 @@ def test_a_long_wait_is_told(make, monkeypatch):
     groups = lease(orchestrator)
     for group in groups[1:]:
         submit(orchestrator, answers(group))
-    notice = "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked"
+    notice = "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked, 0 wait for a verdict"
     proxy.wait_until(lambda: notice in lines)
     assert not batch.done()
     submit(orchestrator, answers(groups[0]))
     assert len(batch.result(WAIT_S).groups) == 3
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.125, 0.5, 0.51, 1.0])
-def test_exactly_so_many_groups_of_each_batch_are_replayed(fraction):
-    """The ceil(fraction * P) groups of lowest HMAC under the secret."""
-    P = 8
-    batches = [task_schedule.train_groups(config_of(rl__prompts_per_step=P), step) for step in (1, 2, 9)]
-    chosen = [orchestrator_lib._drawn(groups, fraction, SECRET) for groups in batches]
-    for groups, picked in zip(batches, chosen, strict=True):
-        assert len(picked) == math.ceil(fraction * P)
-        draws = {g.key: hmac.new(SECRET, str(g.group).encode(), hashlib.sha256).digest() for g in groups}
-        assert picked == set(sorted(draws, key=draws.get)[: len(picked)])
-    if 0 < fraction < 1:
-        assert chosen != [orchestrator_lib._drawn(groups, fraction, b"other") for groups in batches]
+def test_a_group_is_drawn_by_the_secret_and_the_record_of_its_worker(make):
+    """HMAC under the secret below the rate, for a stranger every group at first, and fewer by and by."""
+    seen = []
+    orchestrator = make(
+        check=lambda rollouts: seen.append(rollouts[0].task.group) or checks.OK, rl__prompts_per_step=40
+    )
+    publish(orchestrator, 0)
+    for _ in range(40):
+        (group,) = lease(orchestrator, 1, STRANGER)
+        draw = hmac.new(SECRET, f"train/1/{group.group}".encode(), hashlib.sha256).digest()
+        is_drawn = int.from_bytes(draw[:8], "big") / 2**64 < 32 / (32 + len(seen))
+        assert submit(orchestrator, answers(group), STRANGER) == ("quarantined" if is_drawn else "accepted"), group
+        checked(orchestrator)
+    assert 20 < len(seen) < 40 and num_eligible(orchestrator) == 40
+    metrics = orchestrator.next_batch(1).metrics
+    assert metrics["trust/num_unverified"] == 2 * (40 - len(seen)) and metrics["trust/num_checked"] == 2 * len(seen)
 
 
 def test_the_verdict_of_the_check_is_honoured(make):
@@ -371,18 +382,17 @@ def test_the_verdict_of_the_check_is_honoured(make):
         assert [r.task.group for r in rollouts] == [seen[-1]] * 2
         return verdicts.pop(seen[-1], checks.OK)
 
-    orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
+    orchestrator, drawn = make(check=check, hooks={"drawn": {1}}), ("train", 1, 1)
     publish(orchestrator, 0)
-    (drawn,) = (entry.group.key for entry in entries(orchestrator) if entry.is_drawn)
     verdicts[drawn[2]] = SAMPLING
     groups = sorted(lease(orchestrator), key=lambda group: group.key == drawn)  # the drawn one last
-    assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "checking"]
+    assert [submit(orchestrator, answers(group)) for group in groups] == ["accepted", "accepted", "quarantined"]
     checked(orchestrator)
     assert seen[0] == drawn[2]
     checked(orchestrator)  # the two that were accepted before
     assert sorted(seen[1:]) == sorted(group.group for group in groups[:2]) and num_eligible(orchestrator) == 2
     (again,) = lease(orchestrator)
-    assert again.key == drawn and submit(orchestrator, answers(again)) == "checking"
+    assert again.key == drawn and submit(orchestrator, answers(again)) == "quarantined"
     checked(orchestrator)
     counts = orchestrator.next_batch(1).metrics
     names = ("checked", "refused", "refused_sampling", "called_back", "accepted")
@@ -396,16 +406,16 @@ def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
         replayed.append(rollouts[0].task.group)
         return SAMPLING if len(replayed) == 1 else checks.OK
 
-    orchestrator = make(check=check, trust__check_fraction=0.3)  # one of three
+    orchestrator = make(check=check, hooks={"drawn": {1}})
     publish(orchestrator, 0)
-    drawn, *others = sorted(lease(orchestrator), key=lambda group: not is_drawn(orchestrator, group))
-    assert submit(orchestrator, answers(drawn)) == "checking"
+    drawn, *others = sorted(lease(orchestrator), key=lambda group: group.group != 1)
+    assert submit(orchestrator, answers(drawn)) == "quarantined"
     checked(orchestrator)
     later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
     held_out = [group for group in lease(orchestrator) if group.split == "held_out"]
     assert [submit(orchestrator, answers(group)) for group in held_out] == ["accepted"] * 2
-    assert [submit(orchestrator, answers(group)) for group in others] == ["checking"] * 2
+    assert [submit(orchestrator, answers(group)) for group in others] == ["quarantined"] * 2
     checked(orchestrator)
     assert replayed == [drawn.group, *(group.group for group in others)]
 
@@ -428,12 +438,11 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
         assert go_on.wait(WAIT_S)
         return checks.OK
 
-    orchestrator = make(
-        check=check, screen=lambda rollouts, split: (checks.OK, {0}), rl__max_lag=2, trust__check_fraction=0.3
-    )
+    hooks = {"drawn": {1, 4, 7}}
+    orchestrator = make(check=check, screen=lambda rollouts, split: (checks.OK, {0}), rl__max_lag=2, hooks=hooks)
     publish(orchestrator, 0)
     groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
-    *early, drawn = sorted(lease(orchestrator), key=lambda group: is_drawn(orchestrator, group))
+    *early, drawn = sorted(lease(orchestrator), key=lambda group: group.group == 7)
     for group in groups:
         submit(orchestrator, answers(group), OTHER)
     for group in early:
@@ -442,13 +451,13 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
     first = orchestrator.next_batch(1).metrics
     found.append(SAMPLING)
     go_on.clear()
-    assert submit(orchestrator, answers(drawn)) == "checking"
+    assert submit(orchestrator, answers(drawn)) == "quarantined"
     proxy.wait_until(lambda: num_eligible(orchestrator) == 3)  # those of batch 2
     second = orchestrator.next_batch(2).metrics
     assert min(second.values()) >= 0 and second["trust/num_called_back"] == 4
     go_on.set()
     checked(orchestrator)
-    assert submit(orchestrator, answers(*lease(orchestrator))) == "checking"
+    assert submit(orchestrator, answers(*lease(orchestrator))) == "quarantined"
     checked(orchestrator)
     third = orchestrator.next_batch(3).metrics
     counts = [m["trust/num_accepted"] - m["trust/num_called_back"] for m in (first, second, third)]
@@ -483,17 +492,17 @@ def test_every_group_is_screened_and_nobody_waits_for_it(make):
             return checks.Verdict("reward", "0.5 was claimed"), ()
         return checks.OK, ()
 
-    orchestrator = make(screen=screen, trust__check_fraction=0.4)  # two of three
+    orchestrator = make(screen=screen, hooks={"drawn": {0, 1}})
     publish(orchestrator, 0)
     groups = lease(orchestrator)
     slow = later(submit, orchestrator, answers(groups[0]))
     assert begun.wait(WAIT_S)
-    assert sorted(submit(orchestrator, answers(group)) for group in groups[1:]) == ["accepted", "checking"]
+    assert sorted(submit(orchestrator, answers(group)) for group in groups[1:]) == ["accepted", "quarantined"]
     assert submit(orchestrator, answers(groups[0])).startswith("refused: not leased (or already submitted)")
     go_on.set()
     assert slow.result(WAIT_S) == "refused: reward: 0.5 was claimed"
     assert [group.key for group in lease(orchestrator)] == [groups[0].key]
-    assert submit(orchestrator, answers(groups[0])) in ("accepted", "checking")
+    assert submit(orchestrator, answers(groups[0])) in ("accepted", "quarantined")
     assert seen == [groups[0].group, groups[1].group, groups[2].group, groups[0].group]
 
 
@@ -572,7 +581,7 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     assert submit(orchestrator, answers(groups[0])).startswith("refused: sampling")
     rewards = dict(reward=5.0, rewards={"reward": 5.0, "style": 2.0})
     for group in [held_out, *lease(orchestrator), *groups[1:]]:
-        assert submit(orchestrator, answers(group, **rewards)) == "accepted"
+        assert submit(orchestrator, answers(group, **rewards)) in ("accepted", "quarantined")  # after a fault
     (samples,) = evaluated.result(WAIT_S)
     assert [r.reward for r in samples] == [0.0]
     batch = orchestrator.next_batch(1)
@@ -626,7 +635,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
     waiting = later(second.next_batch, 2)
     proxy.wait_until(lambda: lines)
-    assert lines[0].endswith("0 are being checked; workers banned after trust.max_attempts rejections: 1")
+    assert lines[0].endswith("0 wait for a verdict; workers banned after trust.max_attempts rejections: 1")
     second.fail(ValueError("enough"))
     with pytest.raises(ValueError, match="enough"):
         waiting.result(WAIT_S)
@@ -639,10 +648,10 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
             return checks.Verdict(*message.split(": "))
         raise ValueError(message)
 
-    orchestrator = make(check=check, trust__check_fraction=1.0)
+    orchestrator = make(check=check, trust__min_rate=1.0)
     publish(orchestrator, 0)
     waiting = later(orchestrator.next_batch, 1)
-    assert submit(orchestrator, answers(lease(orchestrator)[0])) == "checking"
+    assert submit(orchestrator, answers(lease(orchestrator)[0])) == "quarantined"
     with pytest.raises(ValueError, match=message):
         waiting.result(WAIT_S)
     assert not orchestrator._take_counts()["trust/num_refused"]
@@ -752,7 +761,7 @@ def test_a_failure_elsewhere_wakes_who_waits(make):
 
 
 def test_held_out_tasks_come_first_and_are_kept_apart(make):
-    orchestrator = make(trust__check_fraction=1.0, check=lambda rollouts: checks.Verdict("toploc"))
+    orchestrator = make(trust__min_rate=1.0, check=lambda rollouts: checks.Verdict("toploc"))
     publish(orchestrator, 0)
     waiting = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))

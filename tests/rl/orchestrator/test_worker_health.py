@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
+import pytest
+
 from rl.orchestrator import worker_health
 
 KEY = ("train", 1, 0)
 
 
-def make():
-    return worker_health.WorkerHealth(max_rejections=3, lease_s=10.0)
+def make(min_rate=0.05, invited_rate=0.125, invited=("friend",)):
+    rates = dict(min_rate=min_rate, invited_rate=invited_rate, invited=invited)
+    return worker_health.WorkerHealth(max_rejections=3, lease_s=10.0, **rates)
 
 
 def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
@@ -34,13 +38,13 @@ def test_rejections_ban_and_a_failed_replay_makes_a_suspect():
     for name in ("good", "bad"):
         health.seen(name, 0.0)
     assert health.has_others("good", 0.0)
-    health.rejected("bad", by_replay=False)
-    assert not health.is_suspect("bad") and not health.is_banned("bad")
-    health.rejected("bad", by_replay=True)
-    assert health.is_suspect("bad") and health.room("bad", 0, 16, 0.0) == 16
-    health.rejected("bad", by_replay=False)
+    health.rejected("bad", is_fault=False)
+    assert health.rate("bad") == 1 and not health.is_banned("bad")
+    health.rejected("bad", is_fault=True)
+    assert health.rate("bad") == 1 and health.room("bad", 0, 16, 0.0) == 16
+    health.rejected("bad", is_fault=False)
     assert health.is_banned("bad") and health.room("bad", 0, 16, 0.0) == 0
-    assert not health.is_suspect("good") and health.has_others("bad", 0.0) and not health.has_others("good", 0.0)
+    assert health.has_others("bad", 0.0) and not health.has_others("good", 0.0)
     assert health.num_banned(0.0) == 1 and health.num_banned(11.0) == 0  # only of those that still ask
 
 
@@ -49,25 +53,69 @@ def test_marks_against_a_worker_outlive_a_restart():
     for name in ("bad", "shady", "slow", "good"):
         health.seen(name, 0.0)
     for _ in range(3):
-        health.rejected("bad", by_replay=False)
-    health.rejected("shady", by_replay=True)
+        health.rejected("bad", is_fault=False)
+    health.rejected("shady", is_fault=True)
     health.expired("slow", KEY)
+    for _ in range(32):
+        health.verified("good")
+    for step in (4, 5, 9):
+        health.trained_unverified("good", step)
     again = make()
     again.restore(json.loads(json.dumps(health.state())))
-    assert again.state() == health.state() and set(again.state()["workers"]) == {"bad", "shady", "slow"}
+    assert again.state() == health.state() and set(again.state()["workers"]) == {"bad", "shady", "slow", "good"}
     again.seen("good", 1000.0)  # another process, another clock
-    assert again.is_banned("bad") and again.is_suspect("shady") and not again.is_banned("shady")
+    assert again.is_banned("bad") and again.rate("shady") == 1 and not again.is_banned("shady")
+    assert again.rate("good") == 1 / 2 and again.reveal("good") == (3, [4, 5, 9])
+    health.restore({"workers": {"old": [2, True, 0]}, "expired_with": []})  # of an earlier version
+    assert health.rate("old") == 1 and health.rate("friend") == 0.125
     assert again.room("slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
-    again.rejected("shady", by_replay=False)
-    again.rejected("shady", by_replay=False)
+    again.rejected("shady", is_fault=False)
+    again.rejected("shady", is_fault=False)
     assert again.is_banned("shady")
 
 
 def test_keys_that_only_ask_leave_no_trace(monkeypatch):
     monkeypatch.setattr(worker_health, "MIN_PRUNED", 100)
-    health = worker_health.WorkerHealth(max_rejections=3, lease_s=10.0)
-    health.rejected("bad", by_replay=False)
+    health = make()
+    health.rejected("bad", is_fault=False)
     for i in range(20_000):
         health.seen(f"key {i}", i * 0.1)  # a hundred of them within a lease
     assert len(health._workers) <= 2 * 101 + 101 and health.has_others("bad", 1999.9)
-    assert health.state()["workers"] == {"bad": [1, False, 0]}
+    assert health.state()["workers"] == {"bad": [1, False, 0, 0, 0, []]}
+
+
+@pytest.mark.parametrize("record", [0, 1, 31, 32, 100, 607, 608, 10**6])
+def test_a_rate_falls_with_the_record_to_its_floor_and_is_1_after_a_fault(record):
+    health = make()
+    for _ in range(min(record, 700)):
+        health.verified("a")
+        health.verified("friend")
+    health._workers["a"].num_verified = health._workers["friend"].num_verified = record
+    assert health.rate("a") == pytest.approx(max(0.05, 32 / (32 + record)))
+    assert health.rate("friend") == pytest.approx(max(0.05, 1 / (8 + record / 32)))
+    health.rejected("a", is_fault=False)
+    assert health.rate("a") < 1 or not record
+    health.rejected("friend", is_fault=True)
+    assert health.rate("friend") == 1 == health.rate("unknown")
+    health.verified("friend")
+    assert health.rate("friend") == 1
+
+
+@pytest.mark.parametrize("honest", [0, 32, 320, 3200])
+def test_the_bound_on_the_gain_of_a_forger_by_honest_work_before_it(honest):
+    """Forged groups that pass before the first is drawn, over 4,000 workers: at most one per 32 verified, and 19 at the floor."""
+    health, rng, passed = make(), np.random.default_rng(honest), []
+    for _ in range(honest):
+        health.verified("a")
+    rate = health.rate("a")
+    passed = rng.geometric(rate, 4000) - 1
+    bound = min(honest / worker_health.HALF_AT, 1 / 0.05 - 1)
+    assert passed.mean() == pytest.approx(bound, rel=0.08, abs=1e-9)
+
+
+def test_steps_are_named_once_and_kept_as_ranges():
+    health = make()
+    for step in (1, 2, 2, 3, 7, 9, 10):
+        health.trained_unverified("a", step)
+    assert health.state()["workers"]["a"][-2:] == [7, [[1, 3], [7, 7], [9, 10]]]
+    assert health.reveal("a") == (7, [1, 2, 3, 7, 9, 10]) and health.reveal("a") == (0, [])
