@@ -220,7 +220,7 @@ class _Child(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=experiment_lib.ROOT,
-            # Without the token: a worker, and what it runs, is no administrator of the servers.
+            # Without the token: workers are no administrators of the servers.
             env={name: value for name, value in os.environ.items() if name != CONTROL_TOKEN}
             | {"PYTHONUNBUFFERED": "1"},
         )
