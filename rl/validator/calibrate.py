@@ -5,6 +5,7 @@
 1. Published weights generate the run's own groups, once per variant (VARIANTS). The validator's backend replays the rollouts.
 2. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
    (mean + 4 standard errors), since a mean is known far better than an extreme.
+3. Proofs are compared with the hidden states of other texts, too. If the limits would accept one, no file is written.
 
 The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. If none
 of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %.
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +45,12 @@ SAFETY = 2.0
 BAND_SAFETY = 1.25
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
-# Smallest limits on one rollout, by name in `Measured`.
-LEAST = dict(margin=1e-3, logprob=1e-3, routing=1e-3, exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
+# Smallest limits on one rollout, by name in `Measured`. Float32 errors are 6e-6 at most in models of two and three layers.
+LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3, exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
+TIE_SAFETY = 1.5
+LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
+OTHER_TEXTS = 256  # proofs at most that are compared with another text's hidden states, per variant
+DTYPES = ("float32", "bfloat16")
 WAIT_S = 3600.0
 # Honest ways to generate rollouts, which a validator must accept: changed fields of engine and model config, and a mesh.
 VARIANTS: dict[str, dict[str, dict]] = {
@@ -74,6 +80,13 @@ class Measured:
     num_rollouts: int
     num_tokens: int
     num_refused: int  # rejected with the validator's tolerance
+    evidence: Sequence[sequential_test.Evidence] = ()
+    chunks: Sequence[tuple[np.ndarray, bytes]] = ()  # (hidden states, proof) of texts with different prompts
+
+    def numbers(self) -> dict:
+        """Returns the summary for the bands file, without what it was made of."""
+        made_of = ("evidence", "chunks")
+        return {name: value for name, value in vars(self).items() if name not in made_of}
 
 
 def roll_out(
@@ -128,18 +141,21 @@ def roll_out(
 def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
     """Replays honest rollouts of one variant and returns how much the replay differs from their claims."""
     largest: dict[str, Any] = {}
-    evidence, refused = [], 0
+    evidence, refused, chunks = [], 0, {}
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
         for one in validator.replay(rollouts[start : start + verifier.MAX_REPLAY_ROWS]):
             evidence.append(checks.evidence(one))
             refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
-            # Limits are per 128 values; a short tail of a small model has fewer.
             num_rows, dim = one.hidden_ND.shape
+            if proofs := toploc.split(one.rollout.proofs, num_rows, dim):
+                prompt = one.rollout.tokens[: one.rollout.prompt_length].tobytes()
+                chunks.setdefault((min(num_rows, 32), prompt), (one.hidden_ND[:32], proofs[0]))
+            # Limits are per 128 values; a short tail of a small model has fewer.
             sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
             mismatches = [proof.exp_mismatches for proof in one.proofs]
             found: dict[str, Any] = {
                 "margin": one.margin_N,
-                "logprob": one.error_N,
+                "logprob": np.abs(one.error_N),
                 "routing": 0.0 if one.gap_T is None else one.gap_T,
                 "exp_mismatches": [math.ceil(n * 128 / k) for n, k in zip(mismatches, sizes, strict=True)],
             }
@@ -156,6 +172,8 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
         num_rollouts=len(rollouts),
         num_tokens=sum(e.num_tokens for e in evidence),
         num_refused=refused,
+        evidence=evidence,
+        chunks=[chunks[key] for key in sorted(chunks)][:OTHER_TEXTS],
     )
 
 
@@ -165,6 +183,8 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
         name: max(least, SAFETY * max(getattr(m, name) for m in measured)) for name, least in LEAST.items()
     }
     names = ("exp_mismatches", "mantissa_mean", "mantissa_median")
+    # Two tokens change places if their errors differ by more than their gap, and errors are seen at every token.
+    limit["margin"] = max(limit["margin"], limit["logprob"])
     proofs = {name: min(getattr(toploc.DEPLOYED, name), limit.pop(name)) for name in names}
     proofs["exp_mismatches"] = math.ceil(proofs["exp_mismatches"])
     tolerance = rules_lib.Tolerance(**limit, max_wrong_tokens=0, proofs=toploc.Thresholds(**proofs))
@@ -176,7 +196,66 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     # by r at random biases the mean of (q/p), q ~ p^b, by about (b r)^2 / 2 per token; log-probabilities show r.
     noise = max(m.bound["logprob"] for m in measured)
     shape = max(FLOORS.shape, SAFETY * (max(sequential_test.TILTS) * noise) ** 2)
-    return tolerance, sequential_test.Bands(**bands, shape=shape)
+    first = sequential_test.Bands(**bands, shape=shape)
+    signed = [_signed(first, m.evidence) for m in measured]
+    return tolerance, dataclasses.replace(
+        first,
+        bias=max(bias for bias, _ in signed),
+        spread=max(spread for _, spread in signed),
+        tie_span=tolerance.margin,
+        ties=tuple(np.max([_ties(first, tolerance.margin, m.evidence) for m in measured], axis=0).tolist()),
+    )
+
+
+def _signed(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> tuple[float, float]:
+    """Returns (bias, spread) of `Bands` for honest rollouts."""
+    sums = np.array([bands.signs(one.error_N).sum() for one in evidence])
+    counts = np.array([len(one.error_N) for one in evidence])
+    mean = sums.sum() / counts.sum()
+    error = math.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum()
+    scaled = sums / np.sqrt(counts)
+    spread = BAND_SAFETY * float(np.sqrt((scaled**2).mean()))
+    slope_K = np.array(sequential_test.SLOPES)[:, None]
+    for x in (scaled, -scaled):  # heavy tails, as of rollouts of one token, take a larger scale
+        while (
+            np.exp(slope_K * np.minimum(x / spread, sequential_test.MAX_SIGNED) - slope_K**2 / 2).mean(axis=1) > 1
+        ).any():
+            spread *= 1.05
+    return BAND_SAFETY * float(abs(mean) + 4 * error), spread
+
+
+def _ties(bands: sequential_test.Bands, span: float, evidence: Sequence[sequential_test.Evidence]) -> list[float]:
+    """Returns `Bands.ties` for honest rollouts: the larger of the share seen and of that which their errors explain.
+
+    Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties.
+    """
+    bands = dataclasses.replace(bands, tie_span=span)
+    error_N, gap_N, second_N = (
+        np.concatenate([getattr(one, name) for one in evidence]) for name in ("error_N", "gap_N", "is_second_N")
+    )
+    apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
+    class_N, shares = bands.classes(gap_N), []
+    for k in range(sequential_test.TIE_WIDTHS):
+        least = span / 2 ** (k + 1) if k + 1 < sequential_test.TIE_WIDTHS else 0.0
+        seen = second_N[class_N == k]
+        share = (seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
+        shares.append(min(1.0, max(LEAST_TIES, TIE_SAFETY * max(share, 0.5 * float((apart_N > least).mean())))))
+    return shares
+
+
+def check_other_texts(thresholds: toploc.Thresholds, measured: Sequence[Measured]) -> int:
+    """Returns the number of proofs that were compared with another text's hidden states. Raises ValueError if one is accepted."""
+    pairs = [
+        (hidden_TD, [proof])
+        for m in measured
+        for (hidden_TD, _), (other_TD, proof) in zip(m.chunks, m.chunks[1:], strict=False)
+        if len(hidden_TD) == len(other_TD)
+    ]
+    results = toploc.verify_proofs_batch(*zip(*pairs, strict=True), thresholds=thresholds) if pairs else []
+    if accepted := sum(one.accepted for (one,) in results):
+        found = f"{thresholds} accept {accepted} of {len(pairs)} proofs of other texts"
+        raise ValueError(f"{found}; replay in the dtype and on the device of the samplers, whose proofs differ less")
+    return len(pairs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -194,7 +273,9 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")
     get = verifier.published(str(weights), key=run_directory.public_key(pathlib.Path(args.workdir)))
-    validator = verifier.Validator(exp.model, get, rules_lib.Rules.of(exp.config))
+    replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
+    validator = verifier.Validator(replayed, get, rules_lib.Rules.of(exp.config))
+    exp = dataclasses.replace(exp, model=dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype))
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
@@ -213,9 +294,19 @@ def run(args: argparse.Namespace) -> int:
     if not measured:
         found = f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices"
         raise ValueError(f"{found}; add one that needs fewer")
-    variants = {name: dataclasses.asdict(m) for name, m in measured.items()}
-    about = {"version": version, "backend": jax.devices()[0].device_kind, "variants": variants}
-    verifier.save_bands(args.out, *limits(list(measured.values())), about)
+    tolerance, bands = limits(list(measured.values()))
+    others = check_other_texts(tolerance.proofs, list(measured.values()))
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "options": {name: value for name, value in vars(args).items() if value is not None},
+        "dtypes": {"sampler": exp.model.dtype, "replay": replayed.dtype},
+        "model": dataclasses.asdict(replayed),
+        "version": version,
+        "backend": jax.devices()[0].device_kind,
+        "proofs_of_other_texts": others,
+        "variants": {name: m.numbers() for name, m in measured.items()},
+    }
+    verifier.save_bands(args.out, tolerance, bands, about)
     print(f"wrote {args.out}")
     return 0
 
@@ -262,4 +353,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="JSON file to write")
     add("--version", type=int, help="version of the published weights (default: the newest)")
     add("--rollouts", type=int, default=512, help="number of rollouts per variant")
+    add("--sampler_dtype", choices=DTYPES, help="dtype of the samplers (default: that of the run)")
+    add("--replay_dtype", choices=DTYPES, help="dtype of the validator (default: that of the run)")
     add("--variants", nargs="+", default=names, help=f"ways to generate (default: all of {', '.join(names)})")

@@ -305,7 +305,7 @@ def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if no claimed log-probability differs from the replayed one by more than the tolerance, or a verdict that rejects."""
-    error, limit = float(one.error_N.max()), rules.tolerance.logprob
+    error, limit = float(np.abs(one.error_N).max()), rules.tolerance.logprob
     return _accept_if(error <= limit, "logprob", f"claimed and replayed differ by {error:.3g}, more than {limit}")
 
 
@@ -339,15 +339,18 @@ WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
 
 
 def evidence(one: replay.Replayed) -> sequential_test.Evidence:
-    """Returns the contribution of an accepted rollout to the sequential test of its worker: mean differences from the replay."""
+    """Returns the contribution of an accepted rollout to the sequential test of its worker: differences from the replay."""
     k = min(128, one.hidden_ND.size)
     proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]
     return sequential_test.Evidence(
         margin=float(np.minimum(one.margin_N, 1).mean()),
-        logprob=float(np.minimum(one.error_N, 1).mean()),
+        logprob=float(np.minimum(np.abs(one.error_N), 1).mean()),
         proof=float(np.mean(proofs)),
         shape=one.tilt_K if one.rollout.temperature > 0 else np.zeros(len(one.tilt_K)),
         num_tokens=len(one.margin_N),
+        error_N=one.error_N,
+        gap_N=np.where(one.margin_N > 0, one.margin_N, one.lead_N),
+        is_second_N=one.margin_N > 0,
     )
 
 

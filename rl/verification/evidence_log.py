@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, replay, seen_set, sequential_test
+from rl.verification import checks, seen_set, sequential_test
 
 
 class EvidenceLog:
@@ -33,14 +33,21 @@ class EvidenceLog:
                 out.append(self._verdict(rollout.worker))
         return out
 
-    def add_replay(self, one: replay.Replayed) -> checks.Verdict:
-        """Adds an accepted replay to its worker's test, if this log has bands. Returns OK, or "statistics" if the worker is flagged as a cheat."""
-        if self._bands is None:
-            return checks.OK
+    def add_replays(self, group: Sequence[tuple[rollout_lib.Rollout, sequential_test.Evidence]]) -> None:
+        """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
+        worker = group[0][0].worker
         with self._lock:
-            if self._mark("replay", one.rollout):
-                self._test(one.rollout.worker).add(checks.evidence(one))
-            return self._verdict(one.rollout.worker)
+            new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
+            if self._bands is None or not new:
+                return
+            for _, evidence in new:
+                self._test(worker).add(evidence)
+            self._test(worker).add_group([evidence.error_N for _, evidence in new], [r.reward for r, _ in new])
+
+    def verdict(self, worker: str) -> checks.Verdict:
+        """Returns "statistics" if the worker is flagged as a cheat, else OK."""
+        with self._lock:
+            return self._verdict(worker)
 
     def states(self, workers: Iterable[str]) -> dict[str, dict]:
         """Returns {worker: its sequential test as plain JSON} of these workers, for `restore`. Workers without a test are left out."""
@@ -81,5 +88,5 @@ class EvidenceLog:
         return self.tests.setdefault(worker, sequential_test.SequentialTest(self._bands))
 
     def _verdict(self, worker: str) -> checks.Verdict:
-        flag = self._test(worker).flag
+        flag = self.tests[worker].flag if worker in self.tests else None
         return checks.Verdict("statistics", flag) if flag else checks.OK

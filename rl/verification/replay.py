@@ -6,7 +6,7 @@
 2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
    wrote them in the engine, so the replay computes the same function.
 3. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
-4. Per sampled token: the margin of the noised argmax over it, its log-probability, the hidden state that predicts it, and its
+4. Per sampled token: the margin of the noised argmax over it and over the second best, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
 
 Letters: G rollouts, T padded length, M blocks, B rows of a block, C columns of them all, N sampled tokens (of a block, padded), S
@@ -52,6 +52,7 @@ class Replayed:
     rollout: rollout_lib.Rollout
     positions_N: np.ndarray
     margin_N: np.ndarray  # largest noised logit minus that of the token, nats
+    lead_N: np.ndarray  # largest noised logit minus the second largest, nats
     logp_N: np.ndarray  # of the token, in the distribution sampled from
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray  # the states that predict the tokens
@@ -60,8 +61,8 @@ class Replayed:
 
     @property
     def error_N(self) -> np.ndarray:
-        """The absolute difference of the claimed and the replayed log-probability of each sampled token, [N]."""
-        return np.abs(self.rollout.logprobs[self.positions_N] - self.logp_N)
+        """The claimed minus the replayed log-probability of each sampled token, [N]."""
+        return self.rollout.logprobs[self.positions_N] - self.logp_N
 
 
 @struct.dataclass
@@ -95,6 +96,7 @@ def replay(
                 rollout,
                 sampled,
                 margin_N=out["margin"][row, sampled],
+                lead_N=out["lead"][row, sampled],
                 logp_N=out["logp"][row, sampled],
                 # A token outside the filters has probability 0 and no finite ratio; `checks.sampling` rejects it.
                 tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
@@ -116,6 +118,7 @@ def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout
     shape = (len(rollouts), T)
     out: _Arrays = {
         "margin": np.zeros(shape, np.float32),
+        "lead": np.zeros(shape, np.float32),
         "logp": np.zeros(shape, np.float32),
         "tilt": np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
         "hidden": np.zeros((*shape, model.model_dim), jnp.bfloat16),
@@ -320,7 +323,7 @@ def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters
 
 
 def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
-    """Returns margin, logp, tilt, and hidden (see `Replayed`) of S tokens, given the hidden states that predict them."""
+    """Returns lead, margin, logp, tilt, and hidden (see `Replayed`) of S tokens, given the hidden states that predict them."""
     repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
     sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
     logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
@@ -329,8 +332,11 @@ def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, ja
     at_S1 = targets.token[:, None]
     logp_S = jnp.take_along_axis(logp_SV, at_S1, axis=-1)[:, 0]
     tilts = [(b - 1) * logp_S - jax.nn.logsumexp(b * logp_SV, axis=-1) for b in sequential_test.TILTS]
+    best_S = noised_SV.max(axis=-1)
+    is_best_SV = jnp.arange(noised_SV.shape[-1])[None] == noised_SV.argmax(axis=-1)[:, None]
     return {
-        "margin": noised_SV.max(axis=-1) - jnp.take_along_axis(noised_SV, at_S1, axis=-1)[:, 0],
+        "lead": best_S - jnp.where(is_best_SV, -jnp.inf, noised_SV).max(axis=-1),
+        "margin": best_S - jnp.take_along_axis(noised_SV, at_S1, axis=-1)[:, 0],
         "logp": logp_S,
         "tilt": jnp.stack(tilts, axis=-1),
         "hidden": hidden_SD.astype(jnp.bfloat16),

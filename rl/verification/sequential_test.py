@@ -10,7 +10,12 @@ A cheat that moves each token a little passes every limit on a single rollout. I
 4. The claimed log-probabilities need no replay. The noise g draws the token with the largest log p + g, and the largest noised
    log-probability is Gumbel for every distribution. So y = exp(-(log p + g)) is exponential, and (rate) exp((1 - rate) y), rate in
    RATES, has mean 1: too low a claim makes y large, too high a claim makes it small.
-5. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
+5. Claims that all err to one side, or to the side of each rollout's advantage, are biased within every tolerance. A signed sum x of
+   errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
+6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. Its share
+   of the ties of one width is bet on like x in 2. A worker that chooses among ties takes it too often.
+7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
+8. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
@@ -20,6 +25,7 @@ measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,7 +34,24 @@ EPOCH = 1024  # rollouts
 BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
-STREAMS = ("margin", "logprob", "proof", "shape", "claims")
+SLOPES = (0.5, 1.0, 2.0)  # of the bets on signed errors, in honest standard deviations
+MAX_SIGNED = 5.0  # standard deviations that the signed errors of one rollout or group count at most
+TIE_BETS = (0.9, 0.5, 0.1)
+TIE_WIDTHS = (
+    6  # classes of ties; the widest is from half of `Bands.tie_span` to all of it, each further one half as wide
+)
+# What the numbers of a stream come from: each kind is counted on its own.
+STREAMS = {
+    "margin": "rollouts",
+    "logprob": "rollouts",
+    "proof": "rollouts",
+    "shape": "rollouts",
+    "claims": "claims",
+    "bias": "rollouts",
+    "advantage": "groups",
+    "ties": "rollouts",
+    "peers": "steps",
+}
 MAX_LOG_EVIDENCE = 700.0  # so that exp is finite
 
 
@@ -40,6 +63,24 @@ class Bands:
     logprob: float  # mean over tokens of min(|claimed - replayed|, 1), nats
     proof: float  # mean over chunks of (exponent mismatches / k + mantissa mean / 128) / 2
     shape: float  # nats per token by which rounding may favor a tempered distribution
+    # Bands of earlier versions lack the rest: what was not measured is not tested.
+    bias: float = 1.0  # |mean over tokens of `signs`|
+    spread: float = math.inf  # standard deviation of a rollout's summed signs, per root of its tokens
+    tie_span: float = 0.0  # nats: a wider gap between the two best tokens is no tie
+    ties: tuple[float, ...] = (
+        1.0,
+    ) * TIE_WIDTHS  # largest share of ties, by class from the widest, in which the second is drawn
+
+    def signs(self, error_N: np.ndarray) -> np.ndarray:
+        """Returns signed errors in units of the honest mean, limited to [-1, 1]: a few large ones must not hide many small ones."""
+        return np.clip(np.nan_to_num(error_N, nan=1.0) / self.logprob, -1, 1)
+
+    def classes(self, gap_N: np.ndarray) -> np.ndarray:
+        """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is no tie."""
+        halvings_N = (
+            np.floor(np.log2(self.tie_span / np.maximum(gap_N, 1e-30))) if self.tie_span else np.full(len(gap_N), -1)
+        )
+        return np.where(gap_N <= self.tie_span, np.minimum(halvings_N, TIE_WIDTHS - 1), -1).astype(int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,43 +92,74 @@ class Evidence:
     proof: float
     shape: np.ndarray
     num_tokens: int
+    error_N: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0)
+    )  # claimed minus replayed log-probability of each token
+    gap_N: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0)
+    )  # nats between the two best tokens, or between the best and the drawn one
+    is_second_N: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, bool)
+    )  # the drawn token is not the best
 
 
 class SequentialTest:
     """The test whether one worker cheats: an e-process (running bet against honesty) per statistic in STREAMS.
 
-    Add every rollout of the worker once, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims`
-    may be called.
+    Add every rollout of the worker once, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims` and
+    `add_peers` may be called.
     """
 
     def __init__(self, bands: Bands | None, *, alpha: float = ALPHA, epoch: int = EPOCH):
         self._bands, self._alpha, self._epoch_length = bands, alpha, epoch
-        self.num_rollouts = 0  # that were replayed
-        self.num_claims = 0  # rollouts whose claims were added
+        self._counts = dict.fromkeys(STREAMS.values(), 0)  # of what was added, by kind
         self.flag: str | None = None  # "stream: numbers" once the evidence suffices; stays
-        sizes = {"shape": len(TILTS), "claims": len(RATES)}
-        self._log_evidence = {name: np.zeros(sizes.get(name, len(BETS))) for name in STREAMS}
+        self._log_evidence = dict.fromkeys(STREAMS, np.zeros(1))
+
+    @property
+    def num_rollouts(self) -> int:
+        """The number of rollouts that were replayed."""
+        return self._counts["rollouts"]
 
     def add(self, evidence: Evidence) -> str | None:
         """Adds the evidence of one replayed rollout. Returns the flag: None, or why the worker counts as a cheat."""
-        assert self._bands is not None
+        assert (bands := self._bands) is not None
         gains = {}
         for name in ("margin", "logprob", "proof"):
-            m, x = getattr(self._bands, name), getattr(evidence, name)
+            m, x = getattr(bands, name), getattr(evidence, name)
             gain = ((x if x < 1 else 1.0) - m) / m  # NaN counts as 1: it would stop the bets for ever
             gains[name] = np.array([math.log1p(f * gain) for f in BETS])
-        self._add(gains | {"shape": evidence.shape - self._bands.shape * evidence.num_tokens}, self.num_rollouts)
-        self.num_rollouts += 1
+        gains["shape"] = evidence.shape - bands.shape * evidence.num_tokens
+        signs_N = bands.signs(evidence.error_N)
+        gains["bias"] = _signed_gains(signs_N.sum(), bands.bias * len(signs_N), bands.spread * math.sqrt(len(signs_N)))
+        gains["ties"] = _tie_gains(bands, evidence)
+        self._add("rollouts", gains)
+        return self.flag
+
+    def add_group(self, errors: Sequence[np.ndarray], rewards: Sequence[float]) -> str | None:
+        """Adds the errors of a group's claims, [N] of each sample, to the test against their advantages. Returns the flag."""
+        assert (bands := self._bands) is not None
+        signs = [bands.signs(error_N) for error_N in errors]
+        center = np.concatenate(signs).mean()  # what moves all samples alike moves no advantage
+        advantages = np.array(rewards) - np.mean(rewards)
+        total = sum(a * (sign_N - center).sum() for a, sign_N in zip(advantages, signs, strict=True))
+        scale = math.sqrt(sum(a * a * len(sign_N) for a, sign_N in zip(advantages, signs, strict=True)))
+        self._add("groups", {"advantage": _signed_gains(total, 0.0, bands.spread * scale)})
         return self.flag
 
     def add_claims(self, ratio_K: np.ndarray) -> str | None:
         """Adds one rollout's `claims_ratio`, which needs no replay. Returns the flag: None, or why the worker counts as a cheat."""
-        self._add({"claims": ratio_K}, self.num_claims)
-        self.num_claims += 1
+        self._add("claims", {"claims": ratio_K})
         return self.flag
 
-    def _add(self, gains: dict[str, np.ndarray], count: int) -> None:
-        """Adds the log gains of one rollout to the statistics that they are named for; `count` rollouts were added before."""
+    def add_peers(self, ratio_K: np.ndarray) -> str | None:
+        """Adds the log bets of `peers.log_bets` on one step, which need no replay. Returns the flag: None, or why the worker counts as a cheat."""
+        self._add("steps", {"peers": ratio_K})
+        return self.flag
+
+    def _add(self, kind: str, gains: dict[str, np.ndarray]) -> None:
+        """Adds log gains to the statistics that they are named for; all come from one thing of this kind (a value of STREAMS)."""
+        count = self._counts[kind]
         epoch, place = divmod(count, self._epoch_length)
         limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * (epoch + 1) ** 2)
         for name, gain_K in gains.items():
@@ -95,21 +167,46 @@ class SequentialTest:
             self._log_evidence[name] = np.clip(total_K, -MAX_LOG_EVIDENCE, MAX_LOG_EVIDENCE)
             found = log_mean_exp(self._log_evidence[name])
             if found >= limit and self.flag is None:
-                self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} rollouts, e^{limit:.1f} is enough"
+                self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} {kind}, e^{limit:.1f} is enough"
+        self._counts[kind] += 1
 
     def state(self) -> dict:
         """Returns the counts, the flag, and the evidence of this test as plain JSON, for `restored`."""
         evidence = {name: values.tolist() for name, values in self._log_evidence.items()}
-        counts = {"num_rollouts": self.num_rollouts, "num_claims": self.num_claims}
+        counts = {f"num_{kind}": count for kind, count in self._counts.items()}
         return counts | {"accused": self.flag, "log_wealth": evidence}
 
     @classmethod
     def restored(cls, bands: Bands | None, state: dict) -> "SequentialTest":
-        """Returns a test that continues from the result of `state`. `bands` may differ from before: earlier evidence stays valid."""
+        """Returns a test that continues from the result of `state`. `bands` may differ from before: earlier evidence stays valid.
+
+        A state of an earlier version lacks some streams; these begin with no evidence.
+        """
         test = cls(bands)
-        test.num_rollouts, test.num_claims, test.flag = state["num_rollouts"], state["num_claims"], state["accused"]
-        test._log_evidence = {name: np.array(state["log_wealth"][name], np.float64) for name in STREAMS}
+        test.flag = state["accused"]
+        test._counts = {kind: state.get(f"num_{kind}", 0) for kind in test._counts}
+        test._log_evidence |= {name: np.array(values, np.float64) for name, values in state["log_wealth"].items()}
         return test
+
+
+def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
+    """Returns log bets [3 len(SLOPES)] that a sum exceeds `allowed` upward, downward, and either way; `scale` is its standard deviation."""
+    if not 0 < scale < math.inf:  # nothing to compare, or not measured
+        return np.zeros(3 * len(SLOPES))
+    slope_K = np.array(SLOPES)
+    up, down = (min((side - allowed) / scale, MAX_SIGNED) for side in (total, -total))
+    up_K, down_K = (slope_K * x - slope_K**2 / 2 for x in (up, down))
+    return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
+
+
+def _tie_gains(bands: Bands, evidence: Evidence) -> np.ndarray:
+    """Returns log bets [len(TIE_BETS)] that second-best tokens were drawn at near ties more often than honest backends do."""
+    class_N = bands.classes(evidence.gap_N)
+    gain_K = np.zeros(len(TIE_BETS))
+    for k in np.unique(class_N[class_N >= 0]):
+        share = evidence.is_second_N[class_N == k].mean()
+        gain_K += np.log1p(np.array(TIE_BETS) * (share - bands.ties[k]) / bands.ties[k])
+    return gain_K
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:

@@ -90,14 +90,21 @@ class Validator:
         All rollouts must have passed `check_without_weights`. The verdict is "weights" (not the worker's fault) if the weights
         of a policy version that the rollout names are not available.
         """
-        out: list[checks.Verdict] = []
-        while len(out) < len(rollouts):
-            rest = rollouts[len(out) :]
+        found: list[tuple[checks.Verdict, sequential_test.Evidence | None]] = []
+        while len(found) < len(rollouts):
+            rest = rollouts[len(found) :]
             longest = np.maximum.accumulate([len(rollout.tokens) for rollout in rest])
             padded = longest * np.arange(1, len(rest) + 1)
             num = max(1, int(np.searchsorted(padded, MAX_REPLAY_TOKENS, side="right")))
-            out += self._check_batch(rest[:num])
-        return out
+            found += self._check_batch(rest[:num])
+        groups = collections.defaultdict(list)
+        for rollout, (_, evidence) in zip(rollouts, found, strict=True):
+            if evidence is not None:
+                groups[rollout.step, rollout.task.group, rollout.worker].append((rollout, evidence))
+        for group in groups.values():
+            self.evidence.add_replays(group)
+        judged = zip(rollouts, found, strict=True)
+        return [self.evidence.verdict(rollout.worker) if one.accepted else one for rollout, (one, _) in judged]
 
     def check_group_without_weights(
         self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
@@ -128,15 +135,18 @@ class Validator:
         except (ValueError, OSError) as error:
             raise WeightsUnavailable(str(error)) from error
 
-    def _check_batch(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
+    def _check_batch(
+        self, rollouts: Sequence[rollout_lib.Rollout]
+    ) -> list[tuple[checks.Verdict, sequential_test.Evidence | None]]:
+        """Replays rollouts together. Returns the verdict on each one alone, with its evidence if it is accepted."""
         try:
             replayed = self.replay(rollouts)
         except WeightsUnavailable as error:  # any other error is a bug, which must not be blamed on the weights
             if len(rollouts) == 1:
-                return [checks.Verdict("weights", f"a version that it names is not available ({error})")]
+                return [(checks.Verdict("weights", f"a version that it names is not available ({error})"), None)]
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
-        judged = [(one, checks.first_failure(checks.WITH_WEIGHTS, one, self.rules)) for one in replayed]
-        return [self.evidence.add_replay(one) if verdict.accepted else verdict for one, verdict in judged]
+        judged = [(checks.first_failure(checks.WITH_WEIGHTS, one, self.rules), one) for one in replayed]
+        return [(verdict, checks.evidence(one) if verdict.accepted else None) for verdict, one in judged]
 
 
 def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
@@ -202,11 +212,13 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
         tolerance = dict(body["tolerance"])
         proofs = toploc.Thresholds(**tolerance.pop("proofs"))
         bands = sequential_test.Bands(**body["bands"])
-        values = [*tolerance.values(), *vars(proofs).values(), *vars(bands).values()]
+        bands = dataclasses.replace(bands, ties=tuple(bands.ties))
+        limits = [bands.margin, bands.logprob, bands.proof, bands.shape, bands.bias, *bands.ties]
+        values = [*tolerance.values(), *vars(proofs).values(), *limits, bands.tie_span]
         if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values):
             raise ValueError("a limit in the bands file is not a number from 0 to 1e9")
-        if min(vars(bands).values()) <= 0:
-            raise ValueError("a tolerance band in the bands file is not above 0")
+        if not (min(*limits, bands.spread) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS):
+            raise ValueError(f"the tolerance bands are not numbers above 0, and {sequential_test.TIE_WIDTHS} for ties")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error

@@ -70,8 +70,10 @@ class Validator(verifier.Validator):
             return verdict
         results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
         margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
-        values = np.arange(3, 8), margin_N, np.full(5, -0.5), zeros, np.zeros((5, 32))
-        return self.evidence.add_replay(replay.Replayed(rollout, *values, proofs=results))
+        values = np.arange(3, 8), margin_N, np.ones(5), np.full(5, -0.5), zeros, np.zeros((5, 32))
+        evidence = checks.evidence(replay.Replayed(rollout, *values, proofs=results))
+        self.evidence.add_replays([(rollout, evidence)])
+        return self.evidence.verdict(rollout.worker)
 
 
 def group(number=0, key=KEY, *, length=8, step=1, version=0):

@@ -168,6 +168,6 @@ def spy(seen, x_BTD, params, config, **options):
 
 
 def test_a_gap_that_is_no_number_is_refused():
-    one = replay.Replayed(honest()[0], *[np.zeros(2)] * 5, gap_T=np.array([0.0, np.nan]))
+    one = replay.Replayed(honest()[0], *[np.zeros(2)] * 6, gap_T=np.array([0.0, np.nan]))
     assert checks.routing(one, validator().rules).reason == "routing"
     assert checks.routing(dataclasses.replace(one, gap_T=None), validator().rules).accepted
