@@ -42,6 +42,7 @@ class Pulled:
     metadata: dict
     digest: str
     run: str = ""
+    epoch: int | None = None  # None: published without a signed head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +78,10 @@ class TensorRequest:
                 yield i, path, chunk_region
 
 
-def load(source: source_lib.Source, version: int, key: str | None = None) -> manifest.Manifest:
-    """Returns the manifest of `version`. Raises CorruptSource unless the public key `key` signed it; None accepts any."""
-    _, found = source.manifest(version)
-    if key is not None:
-        manifest.check_signer(version, found.public_key, key)
-    return found
-
-
-def make_plan(
-    source: source_lib.Source, target: manifest.Manifest, base: Pulled | None = None, key: str | None = None
-) -> Plan:
+def make_plan(source: source_lib.Source, target: manifest.Manifest, base: Pulled | None = None) -> Plan:
     """Returns the plan that reads the version of manifest `target` with the fewest bytes: deltas from `base`, or a snapshot.
 
-    A `base` with other tensors is ignored. Manifests in between are loaded with `key`. Raises CorruptSource or
+    A `base` with other tensors is ignored. Raises CorruptSource or
     FileNotFoundError if a needed version is damaged or missing.
     """
     base_leaves = {} if base is None else tree.flatten(base.params, chunks.check_array)[0]
@@ -115,7 +106,7 @@ def make_plan(
         journal.require(len(chain) <= MAX_CHAIN, text)
         assert last.delta_of is not None  # without deltas it is a snapshot, at which the loop has ended
         try:
-            before = load(source, last.delta_of, key)
+            _, before = source.manifest(last.delta_of)
             _check_continues(last, before)
         except (FileNotFoundError, journal.CorruptSource):
             if to_snapshot is None:

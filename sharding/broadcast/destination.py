@@ -6,6 +6,7 @@ Nothing is synced to disk (docs/decisions/broadcast.md).
 """
 
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -30,6 +31,28 @@ def create(root: str | os.PathLike, version: int) -> "Directory | Bucket":
 def remove(root: str | os.PathLike, version: int) -> None:
     """Deletes a published version under `root`. Newer versions with deltas from that version can no longer be pulled."""
     create(root, version).remove()
+
+
+def read(root: str | os.PathLike, name: str) -> bytes | None:
+    """Returns the bytes of the file `name` beside the versions under `root`, or None if there is none."""
+    if "://" in str(root):
+        found = _store(str(root)).read(name).result()
+        return None if found.state == "missing" else found.value
+    path = pathlib.Path(root) / name
+    return path.read_bytes() if path.exists() else None
+
+
+def write(root: str | os.PathLike, name: str, data: bytes, *, durable: bool = False) -> None:
+    """Writes the file `name` beside the versions under `root`, completely or not at all; with `durable`, syncs it to disk."""
+    if "://" in str(root):
+        _store(str(root)).write(name, data).result()
+    else:
+        atomic_file.write(pathlib.Path(root) / name, data, durable=durable)
+
+
+@functools.cache
+def _store(root: str) -> ts.KvStore:
+    return ts.KvStore.open(root if root.endswith("/") else root + "/").result()
 
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:
@@ -65,6 +88,8 @@ class Directory:
             unfinished = journal.parse_dirname(path.name) is not None and not (path / "manifest.json").exists()
             if unfinished or path.name.startswith(".tmp-"):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.match(atomic_file.LEFTOVERS):
+                path.unlink()
         self._directory.mkdir()
         self._journal = open(self._directory / "objects.jsonl", "ab", buffering=0)
 
@@ -122,7 +147,7 @@ class Bucket:
     """
 
     def __init__(self, root: str, version: int):
-        self._store = ts.KvStore.open(root if root.endswith("/") else root + "/").result()
+        self._store = _store(root)
         self._name = journal.dirname(version)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:

@@ -56,11 +56,13 @@ class Plan:
 class HostPart:
     """The part of a published version that one host wrote: its objects, and the digests and patches of its chunks.
 
-    `chunks` has rows (chunk number, digest, patch) by tensor name; a patch is (index in `objects`, offset, size) or None.
+    `chunks` has rows (chunk number, digest, patch) by tensor name; a patch is (index in `objects`, offset, size) or None. Only the
+    first host knows the `epoch`, from the signed head.
     """
 
     chunks: dict[str, list[tuple[int, str, tuple[int, int, int] | None]]]
     objects: list[journal.Object]
+    epoch: int | None = None
 
 
 HOST_PART = pydantic.TypeAdapter(HostPart)  # to and from JSON, in which hosts exchange their parts

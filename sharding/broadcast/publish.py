@@ -9,9 +9,11 @@ import dataclasses
 import errno
 import functools
 import itertools
-import json
 import os
-from collections.abc import Iterator
+import pathlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -20,19 +22,21 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
-from sharding.broadcast import assemble, destination, encode
+from sharding.broadcast import assemble, destination, encode, head_writer
 from sharding.download import source as source_lib
 from sharding.format import chunks, manifest
 from sharding.multihost import transport
 
 Manifest = manifest.Manifest
+HEADS_EVERYWHERE = False  # to come: relays do not serve heads yet
 
 
 @dataclasses.dataclass(frozen=True)
 class PublishOptions:
     """The options for publishing weights that all versions of a run share.
 
-    `key` signs the manifests. The newest `keep` versions are kept, and older ones that their deltas need. Floats wider than
+    `key` signs the manifests and the head (sharding/format/head.py), which a `Publisher` signs again before it expires after `head_s`
+    seconds. With `root_file`, readers trust that file, by which the key can be replaced. The newest `keep` versions are kept, and older ones that their deltas need. Floats wider than
     `dtype` are cast to it. `run` is the name of the run; readers may require it.
     """
 
@@ -40,8 +44,13 @@ class PublishOptions:
     keep: int = 8
     dtype: str | None = None
     run: str = ""
+    head_s: float = 86400.0
+    root_file: str = ""
 
     def __post_init__(self):
+        if not 1 <= self.head_s <= head_writer.FINISHED_S:
+            most = head_writer.FINISHED_S
+            raise ValueError(f"head_s={self.head_s} must be 1 to {most:.0f} seconds: pass 86400 for a day")
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} would delete the version just published: set keep to 1 or more")
         name = self.dtype or "float32"
@@ -65,6 +74,32 @@ class Publisher:
         self._root, self._options, self._snapshot_every = root, options, snapshot_every
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
+        self._heads = _head_writer(root, options, head_s=options.head_s, is_run=True)
+        self._lock = threading.Lock()  # a bucket has no other
+        self._ended = threading.Event()
+        self._refresher: threading.Thread | None = None
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        """Ends the renewal of the head; unless the block failed, signs it for years: finished weights may be served later."""
+        self._ended.set()
+        if self._refresher is not None:
+            self._refresher.join()
+        if error is None and self._heads is not None and self._heads.epoch is not None:
+            self._renew(self._heads.finish)
+
+    def forget(self, first: int) -> None:
+        """Deletes the versions from `first` on, which a resumed run publishes again, and begins an epoch. One host calls it."""
+        if not ("://" in str(self._root) or pathlib.Path(self._root).is_dir()):
+            return
+        existing = _versions(self._root)
+        if self._heads is not None:
+            self._renew(functools.partial(self._heads.forget, first, existing))
+        for version in existing:
+            if version >= first:
+                destination.remove(self._root, version)
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
         """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises ValueError or OSError."""
@@ -72,12 +107,30 @@ class Publisher:
         self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
         plan = _plan(params, version, self._options, metadata)
-        written = _publish(plan, self._root, self._options, copy=copy, snapshot=snapshot)
+        with self._lock:
+            written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
+        if self._heads is not None and self._refresher is None:
+            self._refresher = threading.Thread(target=self._refresh, name="head", daemon=True)
+            self._refresher.start()
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
         return written
+
+    def _refresh(self) -> None:
+        """Signs the head again four times in its life, whatever is published, until the publisher ends."""
+        assert self._heads is not None
+        while not self._ended.wait(self._options.head_s / 4):
+            try:
+                self._renew(self._heads.refresh)
+            except (OSError, ValueError) as error:
+                print(f"the head of {self._root} was not renewed: {error}", file=sys.stderr, flush=True)
+
+    def _renew(self, write: Callable[[], None]) -> None:
+        with self._lock, contextlib.closing(destination.create(self._root, 0)) as out:
+            out.lock()
+            write()
 
 
 def publish(
@@ -107,7 +160,7 @@ def publish(
       ValueError: params, version, base or metadata that cannot be published; nothing was written.
       OSError: no space left, or another host failed; the version was deleted.
     """
-    return _publish(_plan(params, version, options, metadata), root, options, base=base)
+    return _publish(_plan(params, version, options, metadata), root, options, _head_writer(root, options), base=base)
 
 
 def tree_digest(params: Any) -> str:
@@ -130,32 +183,45 @@ def _plan(params: Any, version: int, options: PublishOptions, metadata: dict | N
     """Returns the plan that writes a snapshot. Raises ValueError, before any work, if something cannot be published."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
-    metadata = json.loads(manifest.canonical(metadata or {}))  # raises if it is not JSON
-    if not isinstance(metadata, dict):
-        raise ValueError(f"metadata is a {type(metadata).__name__}, not a JSON object: pass a dict")
+    metadata = manifest.readable(metadata)
     leaves, containers, ties = encode.named_leaves(params)
     tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
     return encode.Plan(version, leaves, containers, tensors, metadata)
 
 
-def _publish(plan: encode.Plan, root, options: PublishOptions, base=None, copy=None, snapshot=False) -> Manifest:
+def _head_writer(root, options: PublishOptions, **fields) -> head_writer.HeadWriter | None:
+    """Returns the writer of heads; None without a key, and on hosts other than the first."""
+    if options.key is None or jax.process_index() != 0:
+        return None
+    return head_writer.HeadWriter(root, options.key, root_file=options.root_file, **fields)
+
+
+def _publish(
+    plan: encode.Plan, root, options: PublishOptions, heads=None, base=None, copy=None, snapshot=False
+) -> Manifest:
     """Publishes a version: deltas from `base` or `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`."""
     stage = functools.partial(_stage, plan.version, root, options.keep)
-    num_hosts, is_first = jax.process_count(), jax.process_index() == 0
+    num_hosts, is_first, epoch = jax.process_count(), jax.process_index() == 0, None
     with contextlib.closing(destination.create(root, plan.version)) as out:
         with stage():
             if is_first:
                 out.lock()
-                _check_is_newer(root, plan.version)
+                existing = _check_is_newer(root, plan.version)
+                if heads is not None:
+                    epoch = heads.begin(plan.version, existing)
                 out.begin()
         try:
             with stage():
                 plan = _plan_deltas(plan, root, base, copy, snapshot)
-                part = encode.write_chunks(out, plan, copy)
+                part = dataclasses.replace(encode.write_chunks(out, plan, copy), epoch=epoch)
                 if num_hosts > 1:
                     out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
             with stage():
                 written = _finish(out, plan, options, part)
+                existing = _versions(root) if is_first else []
+                unneeded = _unneeded(root, existing, options.keep)
+                if heads is not None:
+                    heads.add(plan.version, out.get("manifest.json"), {*existing} - {*unneeded})
         except BaseException:
             if is_first:
                 out.abort()
@@ -163,7 +229,7 @@ def _publish(plan: encode.Plan, root, options: PublishOptions, base=None, copy=N
         if is_first:
             for i in range(num_hosts) if num_hosts > 1 else ():
                 out.delete(_part_name(i))  # every host has read them
-            for old in _unneeded(root, options.keep):
+            for old in unneeded:
                 destination.remove(root, old)
     return written
 
@@ -190,12 +256,14 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
                 )
 
 
-def _check_is_newer(root: str | os.PathLike, version: int) -> None:
+def _check_is_newer(root: str | os.PathLike, version: int) -> list[int]:
+    """Returns the versions under `root`. Raises ValueError unless `version` is newer."""
     existing = _versions(root)
     if version in existing:
         raise ValueError(f"version {version} exists under {root} and cannot change: remove() it, or pass a newer one")
     if existing and version < existing[-1]:
         raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
+    return existing
 
 
 def _plan_deltas(plan: encode.Plan, root, base: assemble.Pulled | None, copy, snapshot: bool) -> encode.Plan:
@@ -220,7 +288,7 @@ def _base_manifest(root, plan: encode.Plan, base: assemble.Pulled | Manifest) ->
         return None
     if isinstance(before, assemble.Pulled):
         with contextlib.closing(source_lib.open(root)) as opened:
-            before = assemble.load(opened, number)
+            _, before = opened.manifest(number)
     if before.digest != base.digest:  # it was removed and published again
         return None
     old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
@@ -249,6 +317,7 @@ def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPa
         metadata=plan.metadata,
         run=options.run,
         public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
+        epoch=parts[0].epoch if HEADS_EVERYWHERE else None,
     )
     if jax.process_index() == 0:
         data = manifest.encode(written, options.key)
@@ -262,9 +331,8 @@ def _part_name(process: int) -> str:
     return f".part-{process:05d}.json"
 
 
-def _unneeded(root: str | os.PathLike, keep: int) -> list[int]:
-    """Returns the versions under `root` that are neither among the newest `keep` nor needed to read one of these."""
-    existing = _versions(root)
+def _unneeded(root: str | os.PathLike, existing: list[int], keep: int) -> list[int]:
+    """Returns those of the `existing` versions that are neither among the newest `keep` nor needed to read one of these."""
     needed: set[int] = set()
     todo: list[int | None] = [*existing[-keep:]]
     while todo:

@@ -3,20 +3,26 @@
 `pull` trusts no source. It validates the manifest before it reads anything else, makes the shortest plan from the base or a
 snapshot (`sharding/broadcast/assemble.py`), reads the regions that this host's devices need, and proves every chunk. If the plan
 over deltas fails, it tries again from the snapshot. It never returns a tree with another digest than the manifest's.
+
+Every `key` is the hex of the publisher's public key, the path of its root file, or a verifier (sharding/format/head.py). With
+one, the newest version is what the signed head says, and never older, in (epoch, version), than any that this process has accepted
+from anywhere. Without one, it is what the source lists.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sharding.broadcast import assemble, placement
 from sharding.download import source as source_lib
+from sharding.format import head as head_lib
 from sharding.format import journal, manifest, tree
 
 Manifest = manifest.Manifest
 Source = str | os.PathLike | Sequence[str] | source_lib.Source
+Trusted = source_lib.Trusted
 POLL_S = 0.05  # while no relay replies, and no directory exists
 
 
@@ -26,52 +32,52 @@ def pull(
     *,
     shardings: Any = None,
     base: assemble.Pulled | None = None,
-    key: str | None = None,
+    key: Trusted = None,
     run: str | None = None,
 ) -> assemble.Pulled:
     """Reads and verifies one version of the weights, as numpy arrays or, with `shardings`, as jax arrays.
 
     Args:
       source: a directory, a bucket URL, one or more relay URLs, or the result of `source.open`.
-      version: the version number, or None for the newest version.
+      version: the version number, or None for the newest version. Older ones are those that the head lists.
       shardings: a tree like the params, with a Sharding, or a ShapeDtypeStruct with a sharding, per leaf. The shape and dtype of
         a ShapeDtypeStruct are checked. Only the regions of this process's devices are read.
       base: an earlier result of `pull`. Deltas from that version are read if they are fewer bytes than a snapshot.
-      key: hex of the publisher's ed25519 public key; None accepts any key, and unsigned manifests.
+      key: the publisher's; None accepts any key, and unsigned manifests.
       run: the name of the run that must have published the version; None accepts any.
 
     Raises:
-      CorruptSource: a manifest, object or tensor is not the published one, or the version is of another run.
+      CorruptSource: a head, manifest, object or tensor is not the published one or too old, or the version is of another run.
       FileNotFoundError: the version does not exist, or was deleted meanwhile.
       Unavailable: no relay delivered in time.
       ValueError: `shardings` do not fit the tensors.
     """
     with _opened(source, key) as opened:
-        target = _target(opened, version, key)
+        target = _target(opened, version)
         text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
         journal.require(run in (None, target.run), text)
         requests, place = placement.on_host(target) if shardings is None else placement.on_devices(target, shardings)
-        plan = assemble.make_plan(opened, target, base, key)
+        plan = assemble.make_plan(opened, target, base)
         try:
             found = list(assemble.read(opened, plan, requests, place))
         except (journal.CorruptSource, FileNotFoundError):
             if plan.snapshot is not None:
                 raise
-            found = list(assemble.read(opened, assemble.make_plan(opened, target, key=key), requests, place))
+            found = list(assemble.read(opened, assemble.make_plan(opened, target), requests, place))
     params = tree.unflatten({name: leaf for request, leaf in found for name in request.names}, target.containers)
-    return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run)
+    return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run, target.epoch)
 
 
 def verify(
-    source: Source, version: int | None = None, *, key: str | None = None, progress: assemble.Progress | None = None
+    source: Source, version: int | None = None, *, key: Trusted = None, progress: assemble.Progress | None = None
 ) -> Manifest:
     """Reads and verifies a version and every object of it, without keeping the weights. Returns the manifest.
 
     Raises the errors of `pull`. Calls `progress`, if given, with (bytes done, bytes in total).
     """
     with _opened(source, key) as opened:
-        target = _target(opened, version, key)
-        plan, (requests, _) = assemble.make_plan(opened, target, key=key), placement.on_host(target)
+        target = _target(opened, version)
+        plan, (requests, _) = assemble.make_plan(opened, target), placement.on_host(target)
         for _ in assemble.read(opened, plan, requests, lambda request, arrays: None, progress):
             pass
         for o in target.objects:
@@ -86,62 +92,94 @@ def versions(source: Source) -> list[int]:
         return opened.versions()
 
 
-def latest(source: Source) -> int | None:
+def latest(source: Source, *, key: Trusted = None) -> int | None:
     """Returns the number of the newest complete version that `source` has, or None if no version or directory exists yet."""
-    try:
-        return max(versions(source), default=None)
-    except FileNotFoundError:
-        return None
-
-
-def wait_for(source: Source, at_least: int, timeout_s: float) -> int:
-    """Blocks until `source` has a version >= `at_least`. Returns the newest; raises TimeoutError after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    with _opened(source) as opened:
-        known = None
-        while True:
-            newest, reason = None, ""
-            try:
-                newest = latest(opened)
-            except journal.Unavailable as error:  # relays may start after their clients
-                reason = f"; {error}"
-            if newest is not None and newest >= at_least:
-                return newest
-            if time.monotonic() >= deadline_s:
-                text = f"no version >= {at_least} under {opened.stats()['source']} in {timeout_s} s (newest: {newest})"
-                raise TimeoutError(f"{text}: start the publisher{reason}")
-            try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
-                known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
-            except (journal.Unavailable, FileNotFoundError):
-                known = None
-                time.sleep(POLL_S)
-
-
-def watch(source: Source, *, after: int = -1, key: str | None = None) -> Iterator[int]:
-    """Yields the newest version number each time it exceeds `after` and all yielded numbers. Blocks, and never ends."""
     with _opened(source, key) as opened:
+        try:
+            order = _newest(opened)
+        except FileNotFoundError:
+            return None
+        return None if order is None else order[1]
+
+
+def wait_for(source: Source, at_least: int, timeout_s: float, *, key: Trusted = None) -> int:
+    """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`."""
+    with _opened(source, key) as opened:
+        return _wait(opened, lambda order: order[1] >= at_least, f"version >= {at_least}", timeout_s)[1]
+
+
+def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[int]:
+    """Yields the newest version number each time it is newer than `after` and all yielded ones. Blocks, and never ends.
+
+    A version of a newer epoch, which a resumed run has published again, is newer than a higher number of an older epoch.
+    """
+    with _opened(source, key) as opened:
+        order = _wait(opened, lambda order: order[1] > after)
         while True:
-            after = wait_for(opened, after + 1, timeout_s=float("inf"))
-            yield after
+            yield order[1]
+            order = _wait(opened, lambda now, last=order: now > last)
 
 
-def read_manifest(source: Source, version: int, *, key: str | None = None) -> Manifest:
+def read_manifest(source: Source, version: int, *, key: Trusted = None) -> Manifest:
     """Returns the manifest of `version`, checked without reading its objects. Raises CorruptSource if `key` did not sign it."""
     with _opened(source, key) as opened:
-        return assemble.load(opened, version, key)
+        return opened.manifest(version)[1]
 
 
-def _opened(source: Source, key: str | None = None) -> contextlib.AbstractContextManager[source_lib.Source]:
-    if isinstance(source, source_lib.Source):
-        return contextlib.nullcontext(source)
-    return contextlib.closing(source_lib.open(source, trusted_key=key))
+def _opened(source: Source, key: Trusted = None) -> contextlib.AbstractContextManager[source_lib.Source]:
+    if not isinstance(source, source_lib.Source):
+        return contextlib.closing(source_lib.open(source, trusted_key=key))
+    trusted = head_lib.verifier_of(key)
+    if trusted is not None and (source.trusted is None or source.trusted.name != trusted.name):
+        name = None if source.trusted is None else source.trusted.name
+        raise ValueError(f"the source was opened with key {name}, not {trusted.name}: open it with that trusted_key")
+    return contextlib.nullcontext(source)
 
 
-def _target(opened: source_lib.Source, version: int | None, key: str | None) -> Manifest:
+def _newest(opened: source_lib.Source) -> tuple[int, int] | None:
+    """Returns (epoch, version) of the newest version; None if there is none yet. Without a head the epoch is 0."""
+    listed = opened.versions()
+    if opened.trusted is None or opened.trusted.head is None:
+        return (0, max(listed)) if listed else None
+    newest = opened.trusted.head.newest
+    return (newest.epoch, newest.version) if newest and newest.version in listed else None
+
+
+def _wait(
+    opened: source_lib.Source,
+    is_new: Callable[[tuple[int, int]], bool],
+    what: str = "newer version",
+    timeout_s: float = float("inf"),
+) -> tuple[int, int]:
+    """Blocks until (epoch, version) of the newest version `is_new`, and returns it. Raises TimeoutError after `timeout_s`."""
+    deadline_s, known = time.monotonic() + timeout_s, None
+    while True:
+        newest, reason = None, ""
+        try:
+            newest = _newest(opened)
+        except FileNotFoundError:
+            pass
+        except (journal.Unavailable, head_lib.StaleHead) as error:  # relays may start after their clients, and be late
+            reason = f"; {error}"
+        if newest is not None and is_new(newest):
+            return newest
+        if time.monotonic() >= deadline_s:
+            place, found = opened.stats()["source"], None if newest is None else newest[1]
+            raise TimeoutError(
+                f"no {what} under {place} in {timeout_s} s (newest: {found}): start the publisher{reason}"
+            )
+        try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
+            known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
+        except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead):
+            known = None
+            time.sleep(POLL_S)
+
+
+def _target(opened: source_lib.Source, version: int | None) -> Manifest:
     """Returns the manifest of `version`, or of the newest version if None. Raises FileNotFoundError if there is none."""
     if version is None:
-        found = opened.versions()
-        if not found:
+        order = _newest(opened)
+        if order is None:
             raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: call wait_for() first")
-        version = found[-1]
-    return assemble.load(opened, version, key)
+        version = order[1]
+    return opened.manifest(version)[1]

@@ -66,6 +66,11 @@ class Entry:
     num_bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, data: bytes, epoch: int, version: int) -> "Entry":
+        """Returns the entry for the manifest `data`."""
+        return cls(epoch, version, len(data), hashlib.sha256(data).hexdigest())
+
     def check(self, data: bytes) -> None:
         """Raises CorruptSource unless `data` is the listed manifest. Costs one hash: nothing is parsed."""
         actual = f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
@@ -134,8 +139,7 @@ class HeadVerifier:
     @property
     def keys(self) -> frozenset[str]:
         """The hex public keys that may sign heads and manifests now."""
-        role = self._root.roles[Targets.type]
-        return frozenset(self._root.keys[keyid].keyval["public"] for keyid in role.keyids)
+        return roots_lib.online_keys(self._root)
 
     @property
     def needs_head(self) -> bool:
@@ -157,7 +161,7 @@ class HeadVerifier:
                     if isinstance(error, journal.CorruptSource):
                         raise
                     cause = f" ({str(error.__cause__)[:200]})" if error.__cause__ else ""
-                    text = f"the head is not one of the trusted key {self.name}: {str(error)[:300]}{cause}"
+                    text = f"the head is malformed, or not signed by the trusted key {self.name}: {str(error)[:300]}{cause}"
                     raise journal.CorruptSource(f"{text}; use the run's own source, or its newer root file") from error
             assert self.head is not None
             if not expired:

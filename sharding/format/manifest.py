@@ -292,7 +292,10 @@ def _check_origin(body: dict, trusted_key: str | None) -> None:
     _require(actual == body["own_digest"], f"its digest is {actual}, not own_digest {str(body['own_digest'])[:80]!r}")
     public_key, signature = body["public_key"], body["signature"]
     if trusted_key is not None:
-        check_signer(body["version"], public_key, trusted_key)
+        text = (
+            f"version {str(body['version'])[:80]} is signed by {str(public_key)[:80]}, not by the trusted {trusted_key}"
+        )
+        _require(public_key == trusted_key, text)
     if public_key is None:
         _require(signature is None, "manifest has a signature but no public_key")
         return
@@ -302,12 +305,6 @@ def _check_origin(body: dict, trusted_key: str | None) -> None:
     except (exceptions.InvalidSignature, ValueError, TypeError) as error:  # TypeError: not a string
         text = f"the signature is not one by public_key {str(public_key)[:80]!r} over this manifest"
         raise journal.CorruptSource(text) from error
-
-
-def check_signer(version: Any, public_key: Any, trusted_key: str) -> None:
-    """Raises CorruptSource unless `public_key`, the key that signed a manifest, equals `trusted_key` (both in hex)."""
-    text = f"version {str(version)[:80]} is signed by {str(public_key)[:80]}, not by the trusted {trusted_key}"
-    _require(public_key == trusted_key, text)
 
 
 def _check_lineage(m: Manifest) -> None:

@@ -72,6 +72,11 @@ def read(data: bytes) -> list[Metadata[Root]]:
         ) from error
 
 
+def online_keys(root: Root) -> frozenset[str]:
+    """Returns the hex public keys that may sign heads and manifests."""
+    return frozenset(root.keys[keyid].keyval["public"] for keyid in root.roles[Targets.type].keyids)
+
+
 def amend(
     data: bytes,
     signers: Sequence[ed25519.Ed25519PrivateKey],

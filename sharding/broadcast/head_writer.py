@@ -1,0 +1,165 @@
+"""Writes the signed head of a broadcast (sharding/format/head.py) for the publisher that holds the key.
+
+1. `begin`: before a version is written, the head announces it, so that relays can follow. The first one decides the epoch.
+2. `add`: after its manifest, the head lists it, and no longer the versions that are deleted next.
+3. `refresh`: the same head, with a later expiry, while nothing new is published; `finish` signs it for years.
+4. `forget`: a resumed run begins an epoch and takes versions out of the list, before it deletes and publishes them again.
+
+Whoever calls these holds the lock on the root. The head that begins an epoch is synced to disk, in a copy of its own: after a power
+failure that tore the last head, no epoch may be used twice.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection
+
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from sharding.broadcast import destination
+from sharding.format import head as head_lib
+from sharding.format import journal, manifest, roots
+
+EPOCH_NAME = "epoch.jsonl"
+FINISHED_S = 10 * 365 * 86400.0  # of the last head of a run, and of versions that are published one by one
+
+
+class HeadWriter:
+    """Writes the heads under `root`, signed with `key`, which expire after `head_s` seconds.
+
+    `root_file` is the path of a root file, or "" if readers trust the key itself. With `is_run`, the first version begins an epoch,
+    else only one that is published again does. Raises ValueError if the root file does not name the key.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        key: ed25519.Ed25519PrivateKey,
+        *,
+        root_file: str = "",
+        head_s: float = FINISHED_S,
+        is_run: bool = False,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.epoch: int | None = None
+        self._root, self._key, self._root_file, self._head_s = root, key, root_file, head_s
+        self._is_run, self._clock = is_run, clock
+        self._public = key.public_key().public_bytes_raw().hex()
+        self._verifier = head_lib.HeadVerifier(root_file or self._public)
+        self._check_key()
+
+    def begin(self, version: int, existing: Collection[int]) -> int:
+        """Announces that `version` is being written, and returns its epoch. `existing` are the complete versions under the root.
+
+        Raises ValueError if the head lists this version or a newer one, or another publisher has begun an epoch since.
+        """
+        head, begins = self._read(), self.epoch is None
+        epoch = self._choose_epoch(head, version, existing) if self.epoch is None else self.epoch
+        if head is not None and (epoch, version) <= head.order:
+            order = "version {1} of epoch {0}".format(*head.order)
+            text = f"version {version} of epoch {epoch} is not newer than {order}, which the head lists"
+            raise ValueError(f"{text}: publish a newer version, or resume with a new Publisher")
+        entries = self._adopted(head, existing) if begins else list(head.versions.values()) if head else []
+        self._write(epoch, entries, version, durable=begins and self._is_run)
+        self.epoch = epoch
+        return epoch
+
+    def add(self, version: int, data: bytes, kept: Collection[int]) -> None:
+        """Lists `version` with the manifest `data`, and of the versions listed before only those in `kept`."""
+        assert self.epoch is not None
+        head = self._read()
+        entries = [e for e in head.versions.values() if e.version in kept and e.version != version] if head else []
+        self._write(self.epoch, [*entries, head_lib.Entry.of(data, self.epoch, version)])
+
+    def forget(self, first: int, existing: Collection[int]) -> None:
+        """Begins an epoch, if there is anything to resume, that does not list the versions from `first` on."""
+        head = self._read()
+        if head is None and not existing:
+            return
+        epoch = self._choose_epoch(head, first, existing)
+        self._write(epoch, [e for e in self._adopted(head, existing) if e.version < first], durable=True)
+        self.epoch = epoch
+
+    def refresh(self) -> None:
+        """Signs the current head again, with a later expiry. Raises ValueError if another publisher has begun an epoch."""
+        head = self._read()
+        if head is not None:
+            self._write(head.epoch, list(head.versions.values()), head.writing)
+
+    def finish(self) -> None:
+        """Signs the current head for years: the run has ended, and its weights may be served later."""
+        self._head_s = max(self._head_s, FINISHED_S)
+        self.refresh()
+
+    def _choose_epoch(self, head: head_lib.Head | None, version: int, existing: Collection[int]) -> int:
+        """Returns the epoch that `version` belongs to. Versions without a head, of an earlier release, are of epoch 0."""
+        if head is None:
+            return 1 if existing else 0
+        return head.epoch + (self._is_run or (head.epoch, version) <= head.order)
+
+    def _read(self) -> head_lib.Head | None:
+        """Returns the newest head under the root, or that this process wrote; None if there is none."""
+        errors = {}
+        for name in (EPOCH_NAME, head_lib.NAME):
+            data = destination.read(self._root, name)
+            try:
+                if data is not None:
+                    self._verifier.accept(data, expired=True)
+            except head_lib.StaleHead:
+                pass  # the copy of the epoch's begin is always older
+            except journal.CorruptSource as error:
+                errors[name] = error
+        head = self._verifier.head
+        if head_lib.NAME in errors and head is None:
+            text = f"{self._root}/{head_lib.NAME} cannot be followed ({errors[head_lib.NAME]})"
+            raise ValueError(
+                f"{text}: publish with the key that signed it, name the newer root file, or use another root"
+            )
+        if self.epoch is not None and head is not None and head.epoch != self.epoch:
+            text = f"another publisher has begun epoch {head.epoch} under {self._root}, after this one's {self.epoch}"
+            raise ValueError(f"{text}: only the newest may go on; stop one of them")
+        return head
+
+    def _adopted(self, head: head_lib.Head | None, existing: Collection[int]) -> list[head_lib.Entry]:
+        """Returns the entries of the existing versions: those of `head`, and for others of its manifest, if this key signed it."""
+        entries = [entry for entry in head.versions.values() if entry.version in existing] if head else []
+        for version in {*existing} - {entry.version for entry in entries}:
+            data = destination.create(self._root, version).get("manifest.json")
+            try:
+                found = manifest.parse(data, version=version, trusted_key=self._public)
+                entries.append(head_lib.Entry.of(data, found.epoch or 0, version))
+            except journal.CorruptSource as error:
+                print(f"notice: version {version} under {self._root} is not listed: {error}", file=sys.stderr)
+        return entries
+
+    def _write(
+        self, epoch: int, entries: list[head_lib.Entry], writing: int | None = None, *, durable: bool = False
+    ) -> None:
+        lines = self._check_key()
+        before = self._verifier.head.serial if self._verifier.head else 0
+        now_s = self._clock()
+        data = head_lib.sign(
+            self._key,
+            entries,
+            serial=max(before + 1, int(1000 * now_s)),
+            epoch=epoch,
+            expires_s=now_s + self._head_s,
+            writing=writing,
+            roots=lines[1:],
+        )
+        if durable:
+            destination.write(self._root, EPOCH_NAME, data, durable=True)
+        destination.write(self._root, head_lib.NAME, data)
+        self._verifier.accept(data, expired=True)
+
+    def _check_key(self) -> list[bytes]:
+        """Returns the lines of the root file as it is now. Raises ValueError if its newest root does not name the key."""
+        if not self._root_file:
+            return []
+        with open(self._root_file, "rb") as file:
+            lines = file.read().splitlines()
+        newest = roots.read(b"\n".join(lines))[-1].signed
+        if self._public not in roots.online_keys(newest):
+            text = f"{self._root_file} names {sorted(roots.online_keys(newest))}, not this publisher's {self._public}"
+            raise ValueError(f"{text}: the key was revoked; publish with a named key, or add this one by `keys change`")
+        return lines
