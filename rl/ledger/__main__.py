@@ -1,25 +1,47 @@
-"""Checks a ledger file and prints its content: `python -m rl.ledger verify DB` and `python -m rl.ledger show DB`."""
+"""Checks a ledger file and prints its content: `python -m rl.ledger verify DB`, `show DB`, and `events DB [--follow]`."""
 
+import json
+import os
+import signal
+import sqlite3
 import sys
+import time
 
+from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
 from sharding.system import cli
 
+POLL_S = 0.3
+CHUNK = 1000  # entries in memory
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `verify` or `show`; returns the exit code: 0 for a good ledger, 1 for a bad or missing one."""
+    """Runs the command `verify`, `show`, or `events`; returns the exit code: 0 for a good ledger, 1 for a bad or missing one."""
     parser = cli.Parser(prog="python -m rl.ledger", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("verify", "check every entry"), ("show", "print workers, balances, and the last entries")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("path", metavar="DB", help="the ledger file")
+    for name, text in (
+        ("verify", "check every entry"),
+        ("show", "print workers, balances, and the last entries"),
+        ("events", "print every entry as a line of JSON, after checking it"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", metavar="DB", help="the ledger file; that of a run is WORKDIR/ledger.db")
         command.add_argument("--keeper", help="public key (hex) of the keeper; default: the one in the first entry")
         command.add_argument("--head", help="SEQ:HASH that an earlier verify printed; the ledger must contain it")
-        command.add_argument("--last", type=int, default=10, help="number of entries that show prints")
+        if name == "show":
+            command.add_argument("--last", type=int, default=10, help="number of entries to print")
+        if name == "events":
+            command.add_argument(
+                "--kind", nargs="+", choices=ledger_events.KINDS, help="print only these; default: all"
+            )
+            text = "wait for further entries, until Ctrl-C, SIGTERM, or the end of the reader of the output"
+            command.add_argument("--follow", action="store_true", help=text)
     args = parser.parse_args(argv)
     try:
+        if args.command == "events":
+            return _stream(args)
         report = ledger_lib.verify(args.path, keeper=args.keeper, head=args.head)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if report.error:
@@ -31,6 +53,43 @@ def main(argv: list[str] | None = None) -> int:
             _show(ledger, args.last)
     print(f"{report.num_entries} entries are good; head {report.head}")
     return 0
+
+
+def _stream(args) -> int:
+    """Prints the entries of a ledger and, with `--follow`, those that other processes append. Returns the exit code."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with ledger_lib.Ledger(args.path) as ledger:
+            if args.keeper not in (None, ledger.state.keeper):
+                raise ValueError(f"{args.path} is kept by {ledger.state.keeper}, not by --keeper; get the right file")
+            if args.head:
+                ledger.check_contains(args.head, "--head")
+            number = 0
+            while True:
+                for entry in (entries := ledger.entries(number, CHUNK)):
+                    if not args.kind or entry.event.kind in args.kind:
+                        print(_as_json(entry))
+                number += len(entries)
+                if entries:
+                    sys.stdout.flush()
+                elif args.follow:
+                    time.sleep(POLL_S)
+                    ledger.refresh()
+                else:
+                    return 0
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # the reader ended, such as head; Python would complain about it once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _as_json(entry) -> str:
+    event = entry.event
+    named = {"seq": entry.seq, "time_ms": entry.time_ms, "kind": event.kind, "node": event.node, "author": event.author}
+    return json.dumps(named | {"fields": event.fields, "hash": entry.hash.hex()})
 
 
 def _show(ledger: ledger_lib.Ledger, last: int) -> None:

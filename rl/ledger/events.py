@@ -164,6 +164,7 @@ _FIELDS: dict[str, dict[str, _Rule]] = {
         )
     },
 }
+KINDS = tuple(_FIELDS)
 _TASKS: dict[str, _Rule] = {
     "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),
     "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),

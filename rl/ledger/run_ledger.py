@@ -23,6 +23,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import storage, task_ranges
+from rl.protocol import verdict as verdict_lib
 
 MAX_COMMIT = 1024  # events
 Recorded = concurrent.futures.Future[int | None]  # the number of the event, once it is durable
@@ -43,8 +44,9 @@ class RunLedger(contextlib.AbstractContextManager):
         self._key, self._keeper = key, key.worker
         self._ledger = _opened(pathlib.Path(path), key, anchors or {})
         self._joined = set(self._ledger.state.workers)
+        self._invited = set(self._ledger.state.run.invited)
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
-        self._lock = threading.Lock()  # of the two sets
+        self._lock = threading.Lock()  # of the three sets
         self._failure: BaseException | None = None
         self._queue: queue.SimpleQueue[tuple[tuple[str, str, dict] | None, Recorded] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
@@ -83,8 +85,8 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group."""
         return self._record("appoint", self._keeper, validators=sorted(validators), quorum=quorum)
 
-    def verdict(self, signed: Any) -> Recorded:
-        """Records a validator's `SignedVerdict` (rl/protocol/verdict.py)."""
+    def verdict(self, signed: verdict_lib.SignedVerdict) -> Recorded:
+        """Records a validator's verdict. It counts for batches if the validator was appointed before."""
         return self._record("verdict", self._keeper, **dataclasses.asdict(signed))
 
     def batch(self, step: int, digest: str, groups: Mapping[int, str]) -> Recorded:
@@ -107,11 +109,11 @@ class RunLedger(contextlib.AbstractContextManager):
     def joined(self, worker: str, invited: bool = False) -> None:
         """Records a worker's first lease request, once; `invited` if the config or launcher named the worker's key."""
         with self._lock:
-            if worker in self._joined:
-                return
-            self._joined.add(worker)
-            self._record("join", worker)
-            if invited:
+            if worker not in self._joined:
+                self._joined.add(worker)
+                self._record("join", worker)
+            if invited and worker not in self._invited:
+                self._invited.add(worker)
                 self._record("invite", worker)
 
     def leased(self, worker: str, split: str, step: int, group: int, version: int) -> Recorded:

@@ -5,7 +5,7 @@
    the first appointment, the keeper is the only validator.
 3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
    its worker was invited or has a verified group, was not ejected, and was not caught since it handed in the group. A worker is
-   caught when a group with a rejecting verdict is refused. The batch's digest must be that of its groups' submissions.
+   caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch.
 5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
 6. `resume` continues after a checkpoint: batches and versions of later steps are void, and open groups are leased again.
@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Iterable
 
 from rl.ledger import events, task_ranges
+from rl.protocol import verdict as verdict_lib
 
 
 @dataclasses.dataclass
@@ -48,10 +49,9 @@ class RunState:
         self._has_begun = False
         self._count = 0  # events so far
         self._open: dict[int, dict[int, _Group]] = collections.defaultdict(dict)  # step -> group
-        self._invited: set[str] = set()
+        self.invited: set[str] = set()
         self._earned: set[str] = set()  # workers with a verified group
         self._ejected: set[str] = set()
-        self._rejected: set[str] = set()  # digests with a rejecting verdict
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         self._trusted: dict[str, set[int]] = collections.defaultdict(
             set
@@ -63,7 +63,7 @@ class RunState:
             return f"author: {event.kind} must be signed by the keeper"
         if event.kind not in events.WORKER_KINDS and event.node != keeper:
             return f"node: of a {event.kind} it must be the keeper"
-        if event.kind in ("lease", "submission") and event.node in self._ejected:
+        if event.kind == "lease" and event.node in self._ejected:
             return "node: the worker was ejected"
         fields = event.fields
         if event.kind in ("lease", "submission") and fields["split"] == "train":
@@ -74,6 +74,8 @@ class RunState:
                 return "group: this worker has no lease on it"
         if event.kind == "verdict" and fields["run"] != keeper:
             return "run: the verdict is about another run"
+        if event.kind == "verdict" and not verdict_lib.SignedVerdict(**fields).check():
+            return "signature: it is not the validator's signature of this verdict"
         if event.kind == "resume" and self._has_begun and fields["step"] > self.step:
             return f"step: the last batch is {self.step}; entries are missing"
         if event.kind == "publish":
@@ -100,22 +102,16 @@ class RunState:
             if group.is_refused:
                 return f"group: {number} was refused"
             if (step, number) in verified and sum(group.votes.values()) < self.quorum:
-                return (
-                    f"group: {number} has {sum(group.votes.values())} accepting verdicts; the quorum is {self.quorum}"
-                )
-            if (step, number) in trusted and not self.is_trusted(group.worker, group.submitted):
+                num_accepting = sum(group.votes.values())
+                return f"group: {number} has {num_accepting} accepting verdicts; the quorum is {self.quorum}"
+            if (step, number) in trusted and not self._is_trusted(group):
                 return f"group: {number} is of a worker without trust"
         expected = batch_digest(group.digest for group in found if group)
         return None if fields["digest"] == expected else f"digest: of these groups it is {expected}"
 
-    def is_trusted(self, worker: str, submitted: int) -> bool:
-        """Returns True if a group that `worker` handed in with event number `submitted` may be trained on without a verdict."""
-        has_trust = worker in self._invited or worker in self._earned
-        return has_trust and worker not in self._ejected and submitted > self._caught.get(worker, -1)
-
-    def trusted_steps(self, worker: str) -> list[int]:
-        """Returns the steps that trained on groups of `worker` without a verdict, in ascending order."""
-        return sorted(self._trusted.get(worker, ()))
+    def _is_trusted(self, group: _Group) -> bool:
+        has_trust = group.worker in self.invited or group.worker in self._earned
+        return has_trust and group.worker not in self._ejected and group.submitted > self._caught.get(group.worker, -1)
 
     def apply(self, event: events.Event) -> None:
         """Applies one event to this state in place. `refusal` must have returned None for it."""
@@ -127,19 +123,21 @@ class RunState:
         elif event.kind == "appoint":
             self.validators, self.quorum = frozenset(fields["validators"]), fields["quorum"]
         elif event.kind == "invite":
-            self._invited.add(worker)
+            self.invited.add(worker)
         elif event.kind == "eject":
             self._ejected.add(worker)
         elif event.kind == "lease" and fields["split"] == "train":
             self._open[fields["step"]][fields["group"]] = _Group(worker)
         elif event.kind == "submission" and group:
             group.digest, group.submitted, group.is_refused, group.votes = fields["digest"], self._count, False, {}
-        elif event.kind == "verdict":
-            self._vote(fields, group, event.author)
-        elif event.kind == "refusal":
-            if group and group.digest == fields["digest"]:
-                group.is_refused = True
-            if fields["digest"] in self._rejected:
+        elif event.kind == "verdict" and group and group.digest == fields["digest"]:
+            if fields["validator"] in (self.validators or {event.author}):
+                group.votes[fields["validator"]] = fields["accepted"]
+            if sum(group.votes.values()) >= self.quorum:
+                self._earned.add(group.worker)
+        elif event.kind == "refusal" and group and (group.worker, group.digest) == (worker, fields["digest"]):
+            group.is_refused = True
+            if False in group.votes.values():
                 self._caught[worker] = self._count
         elif event.kind == "batch":
             self._take(fields)
@@ -155,16 +153,6 @@ class RunState:
         self.published = {name: digest for name, digest in self.published.items() if name[1] < step}
         for steps in self._trusted.values():
             steps.difference_update([late for late in steps if late > step])
-
-    def _vote(self, fields: dict, group: _Group | None, keeper: str) -> None:
-        if fields["validator"] not in (self.validators or {keeper}):
-            return
-        if not fields["accepted"]:
-            self._rejected.add(fields["digest"])
-        if group and group.digest == fields["digest"]:
-            group.votes[fields["validator"]] = fields["accepted"]
-            if sum(group.votes.values()) >= self.quorum:
-                self._earned.add(group.worker)
 
     def _take(self, fields: dict) -> None:
         self._has_begun, self.step = True, fields["step"]

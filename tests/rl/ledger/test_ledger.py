@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import json
 import pathlib
 import shutil
 import signal
@@ -447,6 +448,7 @@ def test_removed_reordered_and_added_entries_are_seen(tmp_path):
         (["UPDATE entries SET time_ms = 1e300 WHERE seq = 5"], 5),
         (["UPDATE entries SET event = zeroblob(100000) WHERE seq = 5"], 5),
         (["UPDATE entries SET event = zeroblob(1000000) WHERE seq = 5"], 5),
+        (["INSERT INTO entries SELECT -5, time_ms, event, signature, previous, hash, seal FROM entries LIMIT 1"], 0),
         (["CREATE VIEW v AS SELECT 1"], 0),
         (["DROP TABLE head"], 0),
     ]:
@@ -567,6 +569,30 @@ def test_a_commit_that_fails_leaves_nothing_behind(tmp_path):
     assert ledger.state.workers[ANN.worker].stake == 5 and ledger_lib.verify(tmp_path / "ledger.db").num_entries == 3
 
 
+@pytest.mark.parametrize("how", ["removed", "replaced by another file"])
+def test_a_file_swapped_under_a_running_keeper_is_named(tmp_path, how):
+    ledger, other = make(tmp_path / "ledger.db"), make(tmp_path / "other.db")
+    (tmp_path / "ledger.db").rename(tmp_path / "moved.db")
+    if how != "removed":
+        shutil.copy(tmp_path / "other.db", tmp_path / "ledger.db")
+    for use in (lambda: ledger.append(ann("join")), ledger.refresh):
+        with pytest.raises(ValueError, match=f"ledger.db was {how} while it was open; put the first file back"):
+            use()
+    assert not other.refresh().workers
+    (tmp_path / "moved.db").rename(tmp_path / "ledger.db")
+    ledger.append(ann("join"))
+    assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 2
+
+
+def test_a_kill_while_a_ledger_is_created_leaves_none(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_head", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(tmp_path / "ledger.db")
+    assert not list(tmp_path.iterdir())
+    make(tmp_path / "ledger.db")
+
+
 def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
     ledger = make(tmp_path / "ledger.db")
     with monkeypatch.context() as patch:
@@ -605,3 +631,33 @@ def test_the_command(tmp_path, capsys):
     assert "is bad: its hash does not fit its content" in (error := capsys.readouterr().err) and "entry 6 of" in error
     assert commands.run("rl.ledger", "verify", str(tmp_path / "absent.db")) == 1
     assert commands.run("rl.ledger", "verify", str(tmp_path / "ledger.db"), "--head", "x") == 1
+
+
+def test_events_are_streamed_as_lines_of_json_while_others_append(tmp_path, capsys):
+    path = tmp_path / "ledger.db"
+    ledger = filled(path)
+    head = ledger.head
+    assert commands.run("rl.ledger", "events", str(path), "--kind", "submit", "slash", "--head", head) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["seq"], line["kind"], line["fields"].get("units")) for line in lines] == [
+        (3, "submit", 10),
+        (5, "submit", 7),
+        (7, "slash", None),
+    ]
+    for wrong, error in (
+        (("--head", "99:" + "0" * 64), "ends after entry 8"),
+        (("--keeper", ANN.worker), "is kept by"),
+    ):
+        assert commands.run("rl.ledger", "events", str(path), *wrong) == 1
+        assert error in capsys.readouterr().err
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        command = [sys.executable, "-m", "rl.ledger", "events", str(path), "--follow", "--kind", "join"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert json.loads(process.stdout.readline())["node"] == ANN.worker
+        new = rollout_lib.WorkerKey.generate()
+        ledger.append(ledger_events.sign("join", new.worker, new))
+        nodes = [json.loads(process.stdout.readline())["node"]]
+        while nodes[-1] != new.worker:  # those that earlier rounds appended
+            nodes.append(json.loads(process.stdout.readline())["node"])
+        process.send_signal(stop)
+        assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
