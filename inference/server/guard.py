@@ -1,4 +1,4 @@
-"""Refuses requests before any route sees them: a wrong key, a browser page of another site, an ambiguous length.
+"""Refuses requests before any route sees them: a wrong key, or a browser page of another site.
 
 A page in the operator's browser can send requests to a server on the same machine or network (CSRF), also under a name of its
 own that resolves to that address (DNS rebinding). Two rules stop both. A body must be declared as JSON, which a page may send to
@@ -48,10 +48,6 @@ class Guard:
 
     def _refuse(self, scope: asgi.Scope) -> responses.Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        if b"content-length" in headers and b"transfer-encoding" in headers:
-            # A proxy that reads the other one of them sees another request after this one.
-            message = "the request has Content-Length and Transfer-Encoding; send one of them"
-            return web.error(400, message, "invalid_request_error", {"connection": "close"})
         if self._hosts is not None and not self._is_known(headers.get(b"host", b"").decode("latin-1")):
             message = (
                 "the Host header is not an IP address, localhost, or a name given by --control_hosts; use one of these"

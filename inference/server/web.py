@@ -6,7 +6,8 @@
    32 KiB/s after the first 30 s. So 64 MiB take 35 minutes at most.
 3. All bodies of a server share a budget of bytes. A network may use as many bytes as it leaves free: one network at most half,
    n together n / (n + 1), and a new one finds room. Beyond that, a client gets 503 and `retry-after`.
-4. A request whose client disconnects is cancelled (`run_until_disconnect`).
+4. A request with two lengths is refused, because a proxy in front may read the other one.
+5. A request whose client disconnects is cancelled (`run_until_disconnect`).
 
 A network is an IPv4 address, or 64 bits of an IPv6 address, because one host has all of those. It is that of the connection:
 headers could name any, so clients of one proxy share its part.
@@ -15,6 +16,7 @@ headers could name any, so clients of one proxy share its part.
 import asyncio
 import collections
 import contextlib
+import functools
 import ipaddress
 import json
 import resource
@@ -30,6 +32,7 @@ import pydantic
 import uvicorn
 from fastapi import responses
 from starlette import requests
+from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -238,6 +241,14 @@ def _max_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+async def _refuse_two_lengths(app: asgi.ASGIApp, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+    """Replies 400 to a request with Content-Length and Transfer-Encoding: a proxy may read the other one, and so another request."""
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope.get("headers", ())}:
+        message = "the request has Content-Length and Transfer-Encoding; send one of them"
+        app = error(400, message, "invalid_request_error", {"connection": "close"})
+    await app(scope, receive, send)
+
+
 class _Protocol(h11_impl.H11Protocol):
     """uvicorn's HTTP/1.1 protocol with limits on idle connections and on connections per network."""
 
@@ -247,6 +258,7 @@ class _Protocol(h11_impl.H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        self.app = functools.partial(_refuse_two_lengths, self.app)
         network = _network((self.client or ("",))[0])
         if self._connections().take(network, 1):
             self._counted_for = network

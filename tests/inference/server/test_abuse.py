@@ -37,7 +37,7 @@ def server(tmp_path_factory):
     """(process, host, port, client of the control listener, folder with weights of another shape)."""
     folder = tmp_path_factory.mktemp("abuse")
     publish(folder / "weights")
-    publish(folder / "other", dataclasses.replace(MODEL, ffn_dim=72))
+    publish(folder / "other", dataclasses.replace(MODEL, ffn_dim=72), version=1)
     command = [
         "inference.serve",
         "--weights",
