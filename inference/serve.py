@@ -58,6 +58,7 @@ ERRORS = {
     fastapi.exceptions.RequestValidationError: (400, "invalid_request_error", None),  # of the query string
     broadcast.CorruptSource: (500, "weights_error", None),
     OSError: (500, "weights_error", None),
+    scheduler_lib.VersionGone: (409, "version_gone", None),
     scheduler_lib.Overloaded: (429, "overloaded", {"retry-after": "1"}),
     scheduler_lib.Closed: (503, "shutting_down", {"retry-after": "5"}),
     scheduler_lib.Fault: (500, "engine_error", None),
@@ -204,6 +205,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prefill_chunk", type=int, default=512, help="longer prompts are prefilled in chunks")
     add("--steps_per_call", type=int, default=8)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
+    pin_help = "seconds that new weights wait for requests that fixed the old version; later they are aborted"
+    add("--pin_wait_s", type=float, default=30.0, help=pin_help)
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
     add("--mesh", default="", help="mesh axes over this host's devices, such as tensor=4,data=-1 (default: one device)")
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
@@ -216,7 +219,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("max_queue", 1), ("prefix_cache_mib", 0), ("watch", 0), ("drain_s", 0), ("max_model_len", 2)):
+    for name, least in (
+        ("max_queue", 1),
+        ("prefix_cache_mib", 0),
+        ("pin_wait_s", 0),
+        ("watch", 0),
+        ("drain_s", 0),
+        ("max_model_len", 2),
+    ):
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name} = {getattr(args, name)} is too small; choose {least} or more")
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
@@ -234,6 +244,7 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     options = {
         "allow": args.weights_allow,
         "max_queue": args.max_queue,
+        "pin_wait_s": args.pin_wait_s,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
         "mesh": mesh_lib.parse(args.mesh),
         "quantize": args.quantize,

@@ -31,6 +31,7 @@ class GenerateRequest:
     top_logprobs: int = 0  # likeliest alternatives per token
     prompt_logprobs: bool = False
     routed_experts: bool = False  # the experts that each token was routed to; the engine must record them
+    policy_version: int = -1  # the only one that may generate; -1: any, also several in turn
 
     def check(self, vocab: int, max_len: int) -> None:
         """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""

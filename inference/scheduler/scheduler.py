@@ -2,7 +2,8 @@
 
 Each turn of the thread:
 1. reads messages: new requests, cancellations, a pause, new weights (sequences keep running with their keys, and every token
-   is stamped with the version that sampled it). An idle engine gathers requests for a short time (arrivals.py);
+   is stamped with the version that sampled it; requests pinned to the old version are finished first, for a limited time).
+   An idle engine gathers requests for a short time (arrivals.py);
 2. prefills one chunk of a long prompt, if one is in progress;
 3. fills free slots (slots.py) from the prefill queue (prefill_queue.py);
 4. starts one decode call, and while it runs publishes the output of the call before (step_output.py): proofs,
@@ -17,6 +18,7 @@ Left out: starting the next call before this one's tokens are read. The host nee
 
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import queue
 import threading
@@ -53,6 +55,20 @@ class Fault(RuntimeError):
     """Raised when the engine could not finish a request: a number is not finite, or the device failed."""
 
 
+class VersionGone(RuntimeError):
+    """Raised for a request pinned to a policy version that this server does not have, or had to replace; use another server."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Update:
+    """New weights that wait until no request pinned to the old ones runs, or until `deadline_s`."""
+
+    params: transformer.Params
+    version: int
+    deadline_s: float
+    future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+
+
 class Scheduler:
     """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread.
 
@@ -67,11 +83,18 @@ class Scheduler:
         *,
         max_queue: int = 4096,
         prefix_cache_bytes: int = 2**28,
+        pin_wait_s: float = 30.0,
         state: cpu_sub_batches.State | None = None,
     ):
-        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one."""
+        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one.
+
+        New weights wait for requests pinned to the old version for at most `pin_wait_s` seconds.
+        """
         self._engine, self._params, self.version = engine, params, version
-        self._max_queue, self._num_slots = max_queue, engine.config.num_slots
+        self._max_queue, self._num_slots, self._pin_wait_s = max_queue, engine.config.num_slots, pin_wait_s
+        self._updates: list[
+            _Update
+        ] = []  # that wait for pinned requests; during that time, no further ones are accepted
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._arrivals = arrivals.ArrivalWindow(self._num_slots)
         self.slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
@@ -112,9 +135,12 @@ class Scheduler:
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
-        Returns a future that is set to `version` once the new weights are in use.
+        Requests pinned to the old version are finished first; those left after `pin_wait_s` seconds, or during a pause, fail with
+        VersionGone. Returns a future that is set to `version` once the new weights are in use.
         """
-        return self._send(functools.partial(self._set_weights, params, version))
+        update = _Update(params, version, time.monotonic() + self._pin_wait_s)
+        self._put(update)
+        return update.future
 
     def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
         """Pauses decoding; running sequences keep their keys and values. Returns a future that is set once no decode call runs."""
@@ -175,18 +201,21 @@ class Scheduler:
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if message is not _STOP and message is not _WAKE:
-                    future = message.future if isinstance(message, sequence_lib.SequenceGroup) else message[1]
+                    future = message[1] if isinstance(message, tuple) else message.future
                     sequence_lib.fail(future, _shutting_down())
+            for update in self._updates:
+                sequence_lib.fail(update.future, _shutting_down())
 
     def _turn(self) -> bool:
         """Runs one turn of the scheduler thread's loop: messages, prefill, one decode call. Returns False if the loop should end."""
-        is_idle = self.is_paused or not (self._waiting or self.slots.running)
+        is_idle = not self._updates and (self.is_paused or not (self._waiting or self.slots.running))
         if is_idle:
             self._publish()
         if not self._read_messages(is_idle):
             self._publish()
             return False
         self._drop_done()
+        self._set_weights()
         if self.is_paused:
             return True
         try:
@@ -216,7 +245,15 @@ class Scheduler:
             wait_s = 0.0
             if message is _STOP:
                 return False
-            if isinstance(message, sequence_lib.SequenceGroup):
+            if isinstance(message, _Update):
+                self._updates.append(message)
+            elif isinstance(message, sequence_lib.SequenceGroup):
+                pinned = message.request.policy_version
+                if pinned >= 0 and (self._updates or pinned != self.version):
+                    sequence_lib.fail(
+                        message.future, _gone(pinned, [self.version, *(u.version for u in self._updates)][-1])
+                    )
+                    continue
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())
                 wait_s = window_s if is_idle and not self.is_paused else 0.0
@@ -226,10 +263,24 @@ class Scheduler:
                     action()
                     done.set_result(self.version)
 
-    def _set_weights(self, params: transformer.Params, version: int) -> None:
-        self._params, self.version = params, version
-        self._waiting.set_weights(params, version)
-        self.stats["weight_updates"] += 1
+    def _set_weights(self) -> None:
+        """Puts new weights in use unless requests pinned to the old version still run; fails these after the time limit."""
+        if not self._updates:
+            return
+        groups = (*self.slots.groups, *self._waiting)
+        pinned = [g for g in groups if g.request.policy_version >= 0 and not g.future.done()]
+        if pinned and not self.is_paused and time.monotonic() < self._updates[0].deadline_s:
+            return
+        for group in pinned:
+            sequence_lib.fail(group.future, _gone(group.request.policy_version, self._updates[-1].version))
+        self._drop_done()
+        for update in self._updates:
+            if update.future.set_running_or_notify_cancel():  # not cancelled meanwhile
+                self._params, self.version = update.params, update.version
+                self._waiting.set_weights(update.params, update.version)
+                self.stats["weight_updates"] += 1
+                update.future.set_result(update.version)
+        self._updates.clear()
 
     def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
         self.is_paused = is_paused
@@ -315,6 +366,11 @@ class Scheduler:
 def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     """Returns int32 [size]: the values, then `fill`. The fixed size avoids compiling a program twice."""
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
+
+
+def _gone(pinned: int, version: int) -> VersionGone:
+    found = f"policy version {pinned} was requested, and this server has {version}, or will have it next"
+    return VersionGone(f"{found}; send the request to another server")
 
 
 def _shutting_down() -> Closed:

@@ -75,6 +75,7 @@ class Generate(Body):
     sampling_params: SamplingParams = SamplingParams()
     request_id: str | None = None
     proofs: bool = False  # true adds TOPLOC proofs to the reply
+    policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
 
 
 class Part(Body):

@@ -229,6 +229,50 @@ def test_an_update_under_load(start, alone):
     fresh.close()
 
 
+@pytest.mark.parametrize("num_pinned", [1, 3, 6])  # also more than have slots
+@pytest.mark.parametrize("in_time", [True, False])
+def test_an_update_waits_for_pinned_requests_and_for_no_later_ones(start, alone, num_pinned, in_time):
+    """Attack: pinned requests without end, to hold back new weights or to see the better of two versions."""
+    scheduler, stepped = start(Stepped, pin_wait_s=WAIT_S if in_time else 0.0)
+    free = scheduler.submit(Ask(seed=50, max_tokens=80))
+    pinned = [Ask(seed=seed, max_tokens=5 * K, policy_version=0) for seed in range(num_pinned)]
+    futures = stepped.step(lambda: [scheduler.submit(request) for request in pinned])
+    update = stepped.step(lambda: scheduler.update(params(1), 1))
+    late = stepped.step(lambda: [scheduler.submit(Ask(policy_version=v, max_tokens=80)) for v in (0, 1, 2)])
+    stepped.run()
+    assert update.result(WAIT_S) == 1 == scheduler.version
+    for future in late if in_time else [late[0], late[2]]:
+        with pytest.raises(scheduler_lib.VersionGone, match=r"version [012] was requested, and this server has 1"):
+            future.result(WAIT_S)
+    for request, future in zip(pinned, futures, strict=True):
+        if in_time:
+            (sample,) = future.result(WAIT_S)
+            (expected,) = alone(dataclasses.replace(request, policy_version=-1))
+            assert (sample.tokens, sample.prompt_version, {*sample.versions}) == (expected.tokens, 0, {0})
+        else:
+            with pytest.raises(scheduler_lib.VersionGone):
+                future.result(WAIT_S)
+    if not in_time:  # the new version is in use when the late requests come
+        assert {*late[1].result(WAIT_S)[0].versions} == {1}
+    (sample,) = free.result(WAIT_S)  # swapped in flight, unless pinned requests took as long
+    assert {*sample.versions} == ({0, 1} if num_pinned < 6 or not in_time else {0})
+    (after,) = scheduler.submit(Ask(policy_version=1)).result(WAIT_S)
+    assert {after.prompt_version, *after.versions} == {1}
+
+
+def test_an_update_during_a_pause_waits_for_no_pinned_request(start):
+    scheduler, stepped = start(Stepped)
+    pinned = scheduler.submit(Ask(policy_version=0))
+    paused = stepped.step(scheduler.pause)
+    assert paused.result(WAIT_S) == 0
+    assert scheduler.update(params(1), 1).result(WAIT_S) == 1
+    with pytest.raises(scheduler_lib.VersionGone):
+        pinned.result(WAIT_S)
+    scheduler.resume()
+    stepped.run()
+    assert {*scheduler.submit(Ask()).result(WAIT_S)[0].versions} == {1}
+
+
 def test_a_prompt_keeps_the_version_that_prefilled_it(start):
     """Samples that waited for a slot through an update: their prompt's keys are older than their first token."""
     scheduler, stepped = start(Stepped)
