@@ -39,6 +39,7 @@ from rl.protocol import lease
 from sharding.system import atomic_file, cli
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
+VOID_PAUSE_S = 0.5  # after a group that no server can generate any more
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 
 
@@ -204,6 +205,7 @@ async def _roll_out(
         samples = await client.generate(prompt, sampling, proofs=trains, policy_version=group["version"])
     except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
         returned.append([group["split"], group["step"], group["group"]])
+        await asyncio.sleep(VOID_PAUSE_S)  # the next one may have the same fate
         return
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)

@@ -86,6 +86,26 @@ def test_a_sample_as_it_was_sent():
     assert seen == [(f"{A}/inference/v1/generate", body)] and client.num_retries == 0
 
 
+@pytest.mark.parametrize(("has_b", "versions"), [(True, [[3, 3]]), (False, [[3, 3]]), (True, [[3, 2], [4, 1]])])
+def test_a_pinned_version_is_sought_on_every_server(pauses, has_b, versions):
+    def handler(request):
+        assert json.loads(request.content)["policy_version"] == 3
+        if request.url.host == "a" or not has_b:
+            return httpx.Response(409, json={"error": {"message": "this server has 4"}})
+        return httpx.Response(200, json={"choices": [choice(policy_versions=versions, prompt_policy_version=3)]})
+
+    def use(client):
+        return client.generate((1, 2), {"max_tokens": 3}, policy_version=3)
+
+    result, client = run(handler, use, give_up_s=0.0 if len(versions) > 1 else 60.0)
+    if not has_b:
+        assert isinstance(result, client_lib.VersionGone) and str(result) == "this server has 4"
+    elif len(versions) > 1:  # a server that ignores the field, or lies
+        assert isinstance(result, client_lib.Unavailable)
+    else:
+        assert result[0].versions == [3, 3, 3] and client.num_retries == 1
+
+
 @pytest.mark.parametrize("failure", [429, 500, 503, "refused", "timeout"])
 def test_a_failure_is_tried_on_another_server_and_counted(pauses, failure):
     def handler(request):

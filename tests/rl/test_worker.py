@@ -201,6 +201,95 @@ def test_held_out_groups_need_no_proofs(play):
     assert played.requests[0]["token_ids"] == TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
 
 
+def test_a_group_whose_pinned_version_is_gone_is_given_back(play):
+    played = play(GROUP | {"version": 1, "group": 3}, GROUP)
+    played.failures.append(("/inference/v1/generate", 409, refusal("this server has version 2")))
+    work_until(played, lambda: played.submission.is_set() and played.leases[-1]["time_us"] > 0, concurrency=1)
+    assert [lease["returned"] for lease in played.leases if lease["returned"]] == [[["train", 3, 3]]]
+    assert {r.task.group for r in played.submitted} == {7}
+
+
+# ---- sessions and keys ---------------------------------------------------------------------------------------
+
+
+def test_a_restarted_orchestrator_gets_new_requests_and_no_old_groups(play, capsys):
+    """Leases of the old session are void: the group in progress is dropped, and the worker goes on by itself."""
+    played = play(GROUP)
+    first, slow = played.session, threading.Event()
+
+    def change(choice):  # the group is in progress during the restart
+        if not slow.is_set():
+            slow.set()
+            played.session = lease.Session.open(RUN.worker)
+            played.groups.append(GROUP | {"group": 8})
+        return choice
+
+    played.change = change
+    work_until(played, lambda: any(r.task.group == 8 for r in played.submitted), concurrency=2)
+    assert played.leases[0]["session"] == first.id and played.leases[-1]["session"] == played.session.id
+    assert {r.task.group for r in played.submitted} <= {7, 8}
+    assert "a new session of the orchestrator: " in capsys.readouterr().err
+
+
+OTHER_RUN = rollout_lib.WorkerKey.generate()
+
+
+@pytest.mark.parametrize(
+    ("forged", "words"),
+    [
+        (dict(forged_run={"run": {"servers": ["http://evil"]}}), "GET /run is not signed by run"),
+        (dict(forged_run={"nonce": "0"}), "GET /run is not signed by run"),  # an old reply
+        (dict(forged_run={"id": OTHER_RUN.worker}), f"serves run {OTHER_RUN.worker}, and --run is"),
+        (dict(forged_run={"id": 5}), "serves run 5, and --run is"),
+        (dict(forged_run={"run": []}), "not signed by run"),
+        (dict(forged_lease={"groups": [GROUP | {"seed": 1}]}), "the reply to /lease is not signed by run"),
+        (dict(forged_lease={"request": "00" * 64}), "the reply to /lease is not signed by run"),
+    ],
+)
+def test_replies_that_the_trusted_run_did_not_sign_are_refused(play, capsys, forged, words):
+    """Attack: a party on the way sends a worker to other servers or tasks, or answers with an older reply."""
+    played = play(GROUP)
+    vars(played).update(forged)
+    assert run_main(played.url) == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not played.requests and not played.submitted
+
+
+def test_a_run_that_changes_its_key_loses_a_worker_that_trusted_the_first(play, capsys):
+    played = play(GROUP)
+
+    def impostor(choice):
+        played.session, played.forged_run = lease.Session(OTHER_RUN.worker, "0" * 32), {"id": OTHER_RUN.worker}
+        return choice
+
+    played.change = impostor
+    with pytest.raises(ValueError, match=f"serves run {OTHER_RUN.worker}, and --run is {RUN.worker}"):
+        work_until(played, lambda: False, run=None)
+    assert f"working for run {RUN.worker}, the first that answered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", [RUN.worker, None])
+def test_the_api_key_goes_only_to_servers_of_a_run_that_the_user_named(play, monkeypatch, run):
+    monkeypatch.setenv("INTELLAX_API_KEY", "secret")
+    played = play(GROUP)
+    work_until(played, played.submission.is_set, run=run)
+    assert played.api_keys == (["Bearer secret"] if run else [None])
+
+
+def test_a_proof_of_work_is_computed_once(play, tmp_path, monkeypatch):
+    key, searches, find = tmp_path / "w.pem", [], lease.find_work
+    monkeypatch.setattr(lease, "find_work", lambda *args: searches.append(args[2]) or find(*args))
+    for bits in (10, 10, 4, 16):
+        played = play(GROUP)
+        played.described = {"admission": {"kind": "work", "min_stake": 1, "work_bits": bits}}
+        played.failures.append(("/submit", 400, refusal("enough")))
+        assert run_main(played.url, "--key", str(key)) == 1
+        work = (tmp_path / "w.pem.work").read_text()
+        assert {body["work"] for body in played.leases} == {work}
+        assert lease.is_work(RUN.worker, played.leases[0]["worker"], work, bits)
+    assert searches[0] == 10 and searches in ([10, 16], [10])  # the first proof is of 16 bits by chance, once in 64
+
+
 # ---- errors -------------------------------------------------------------------------------------------------
 
 
