@@ -161,7 +161,7 @@ def get_config() -> config_dict.ConfigDict:
     # "http://HOST:PORT#KEY" of each `python -m rl.validator serve` that replays for this run; (): this process does.
     tr.validators = ()
     tr.quorum = 0  # validators that must agree on a group; 0: more than half of them
-    tr.verdict_s = 120.0  # seconds that a validator has for one request
+    tr.verdict_s = 300.0  # seconds that a validator has for one request, its first compilation and pull included
     tr.device = "auto"  # of the replays: "accelerator", "cpu"; "auto": cpu if the learner has several hosts
     tr.max_attempts = 5  # rejections after which a worker is banned; the run ends if no other worker is active
     tr.margin = 0.02  # nats by which the noised logit of a claimed token may be below the largest

@@ -32,7 +32,7 @@ from inference import client
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.orchestrator import orchestrator, replayer
+from rl.orchestrator import orchestrator, replayer, verdict_collector, verdict_source
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
@@ -85,7 +85,7 @@ def start_rollout_system(
         workdir,
         credit=experiment.credit,
         key=key,
-        verdicts=replayer.Replayer(_on_device(config.trust.device, validator.check_with_weights, num_hosts), key),
+        verdicts=_verdicts(config, validator, key, run_directory.secret(workdir, config.seed), on_wait, num_hosts),
         check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
@@ -143,6 +143,17 @@ def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:
     return secret_file.read_or_create(file), file
 
 
+def _verdicts(
+    config, validator: verifier.Validator, key: rollout_lib.WorkerKey, secret: bytes, on_fault, num_hosts: int
+) -> verdict_source.VerdictSource:
+    """Returns the source of verdicts on quarantined groups: the processes in `trust.validators`, or this one."""
+    trust = config.trust
+    if not trust.validators:
+        return replayer.Replayer(_on_device(trust.device, validator.check_groups_with_weights, num_hosts), key)
+    options = dict(quorum=trust.quorum, verdict_s=trust.verdict_s, on_fault=on_fault)
+    return verdict_collector.VerdictCollector(trust.validators, key, secret, **options)
+
+
 def _on_device(device: str, check: replayer.Check, num_hosts: int) -> replayer.Check:
     """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
@@ -150,9 +161,9 @@ def _on_device(device: str, check: replayer.Check, num_hosts: int) -> replayer.C
     cpu = jax.local_devices(backend="cpu")[0]
     mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh
 
-    def check_on_cpu(rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
+    def check_on_cpu(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         with jax.default_device(cpu), jax.set_mesh(mesh):
-            return check(rollouts)
+            return check(groups)
 
     return check_on_cpu
 

@@ -139,6 +139,7 @@ class Orchestrator:
                 self._health.restore(state["standing"])
                 self._admission.restore(state.get("admission", {"records": {}}))
                 self._states[step] = state
+            self._record("appointed", self._verdicts.validators, self._verdicts.quorum)
             for worker in self._ledger.ejected_workers if self._ledger else ():  # maybe after the checkpoint
                 self._health.ban(worker)
 
@@ -348,14 +349,14 @@ class Orchestrator:
         return int.from_bytes(digest[:8], "big") / 2**64
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
-        """Accepts or rejects a quarantined group by `verdict`, or without one requeues it: validators cannot agree."""
+        """Accepts or rejects a quarantined group by `verdict`, or requeues it if UNDECIDED. None: the verdicts are only recorded."""
         with self._changed:
             for one in signed:
                 self._record("verdict", one)
             entry = self._queue.entries.get(key)
-            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
+            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest or verdict is None:
                 return
-            if verdict is None:
+            if verdict is verdict_source.UNDECIDED:
                 self._counts["undecided"] += len(self._queue.requeue(key).rollouts)
                 self._changed.notify_all()
                 return

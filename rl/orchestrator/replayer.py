@@ -12,15 +12,17 @@ from rl.orchestrator import group_queue, verdict_source
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, verifier
 
-Check = Callable[[Sequence[rollout_lib.Rollout]], list[checks.Verdict]]
+Check = Callable[[Sequence[Sequence[rollout_lib.Rollout]]], list[checks.Verdict]]
 Waiting = tuple[group_queue.Key, Sequence[rollout_lib.Rollout], str]  # a group, its rollouts, their digest
 
 
 class Replayer:
-    """A `VerdictSource` in this process. `check` replays rollouts of any groups and returns a verdict for each; `key` is the run's."""
+    """A `VerdictSource` in this process. `check` replays groups and returns a verdict on each; `key` is the run's."""
 
     def __init__(self, check: Check, key: rollout_lib.WorkerKey):
         self._check, self._key = check, key
+        self.validators: Sequence[str] = [key.worker]
+        self.quorum = 1
         self._changed = threading.Condition()
         self._waiting: list[Waiting] = []
         self._num_running, self._is_closed = 0, False
@@ -76,13 +78,14 @@ class Replayer:
                 self._changed.notify_all()
 
     def _replay(self, batch: list[Waiting], decide: verdict_source.Decide) -> None:
-        found = iter(self._check([rollout for _, rollouts, _ in batch for rollout in rollouts]))
-        verdicts = [first_rejection([next(found) for _ in rollouts]) for _, rollouts, _ in batch]
+        verdicts = self._check([rollouts for _, rollouts, _ in batch])
         for (key, _, digest), verdict in zip(batch, verdicts, strict=True):
             if verdict.reason == "weights":  # of a published version: our own fault
                 problem = f"the validator cannot replay group {'/'.join(map(str, key))}: {verdict}"
                 raise ValueError(f"{problem}; check the published weights of the run")
-            decide(key, digest, verdict, [signed(self._key, self._key.worker, key, digest, verdict)])
+            fields = digest, verdict.accepted, verdict.reason, verdict.detail
+            signed = verdict_lib.SignedVerdict(self._key.worker, *key, *fields).sign(self._key)
+            decide(key, digest, verdict, [signed])
 
 
 def take_batch(waiting: list[Waiting], max_rows: int, max_tokens: int) -> list[Waiting]:
@@ -98,17 +101,3 @@ def take_batch(waiting: list[Waiting], max_rows: int, max_tokens: int) -> list[W
     batch = waiting[:num_groups]
     del waiting[:num_groups]
     return batch
-
-
-def first_rejection(verdicts: Sequence[checks.Verdict]) -> checks.Verdict:
-    """Returns the verdict on a group: the first of its rollouts' that rejects, or OK. Missing weights come first: nothing else is known."""
-    rejections = [verdict for verdict in verdicts if not verdict.accepted]
-    return next((verdict for verdict in rejections if verdict.reason == "weights"), [*rejections, checks.OK][0])
-
-
-def signed(
-    key: rollout_lib.WorkerKey, run: str, group: group_queue.Key, digest: str, verdict: checks.Verdict
-) -> verdict_lib.SignedVerdict:
-    """Returns a verdict on a group of run `run`, signed with a validator's `key`."""
-    unsigned = verdict_lib.SignedVerdict(run, *group, digest, verdict.accepted, verdict.reason, verdict.detail)
-    return unsigned.sign(key)

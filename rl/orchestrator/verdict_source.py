@@ -8,7 +8,8 @@ from rl.orchestrator import group_queue
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 
-# (group, digest of its rollouts, verdict or None if validators cannot agree, signed verdicts) that a source decided.
+UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")  # nobody's fault: the group is void
+# (group, digest of its rollouts, the decision on it, signed verdicts). Without a decision (None), they are only recorded.
 Decide = Callable[
     [group_queue.Key, str, checks.Verdict | None, Sequence[verdict_lib.SignedVerdict]],
     None,
@@ -16,7 +17,10 @@ Decide = Callable[
 
 
 class VerdictSource(Protocol):
-    """Replays quarantined groups, in threads of its own. It passes decisions to the function given to `start`."""
+    """Replays quarantined groups, in threads of its own. `quorum` of the `validators` (public keys) decide on a group. It passes decisions to the function given to `start`."""
+
+    validators: Sequence[str]
+    quorum: int
 
     def start(self, decide: Decide, fail: Callable[[BaseException], None]) -> None:
         """Starts the threads; `fail` ends the run with an error that is not a worker's fault. Called once, before the other methods."""

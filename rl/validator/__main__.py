@@ -1,4 +1,4 @@
-"""Runs the validator: `python -m rl.validator serve` checks rollout files over HTTP, `calibrate` measures its tolerance bands."""
+"""Runs the validator: `python -m rl.validator serve` checks rollouts over HTTP, `calibrate` measures its tolerance bands."""
 
 import sys
 
@@ -7,14 +7,16 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `serve` or `calibrate`; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs the command `serve`, `key`, or `calibrate`; returns the exit code: 0, or 1 after an error, which is printed."""
     parser = cli.Parser(prog="python -m rl.validator", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    routes.add_arguments(commands.add_parser("serve", help="check rollout files over HTTP"))
+    routes.add_arguments(commands.add_parser("serve", help="check rollouts over HTTP"))
+    key = commands.add_parser("key", help="print the validator's public key, for trust.validators")
+    key.add_argument("--key", required=True, help="file of the private key, made if absent")
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
     args = parser.parse_args(argv)
     try:
-        return {"serve": routes.serve, "calibrate": calibrate.run}[args.command](args)
+        return {"serve": routes.serve, "key": routes.show_key, "calibrate": calibrate.run}[args.command](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

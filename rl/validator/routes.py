@@ -1,10 +1,16 @@
-"""The HTTP routes of the validation service (see rl/validator/service.py), and the command `python -m rl.validator serve`."""
+"""The HTTP routes of a validator, and the command `python -m rl.validator serve`.
+
+Rollout files are checked by rl/validator/service.py (with --rollouts), groups for a run's orchestrator by rl/validator/judge.py.
+"""
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import os
 import pathlib
+import re
 
 import fastapi
 
@@ -14,6 +20,7 @@ from inference.server import web
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.validator import calibrate
+from rl.validator import judge as judge_lib
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
@@ -25,10 +32,36 @@ from sharding.system import sockets
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 
 
-def make_app(service: validator_service.Service) -> fastapi.FastAPI:
-    """Returns the HTTP application of a validation service. A request that raises ValueError gets status 400 with the message."""
+def make_app(service: validator_service.Service | None, judge: judge_lib.Judge | None = None) -> fastapi.FastAPI:
+    """Returns the HTTP application of a validator. A request that raises ValueError gets status 400 with the message."""
     app = fastapi.FastAPI(title="Intellax validator", docs_url=None, redoc_url=None)
+    if service:
+        _add_files(app, service)
+    if judge:
+        _add_verdicts(app, judge)
 
+    @app.get("/health")
+    async def health():
+        counts = [one.counts for one in (service, judge) if one]
+        return {"status": "ok", "verdicts": dict(sum(counts, collections.Counter()))}
+
+    @app.exception_handler(ValueError)
+    async def refuse(request, error):
+        return web.error(400, str(error), "invalid_request_error")
+
+    return app
+
+
+def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge) -> None:
+    @app.post("/verdicts")
+    async def verdicts(request: fastapi.Request):
+        digest = judge.requests.verify(request.headers.get("authorization", ""))  # before the body
+        body = await web.read_body(request)
+        found = await asyncio.to_thread(judge.judge, body, digest)
+        return {"verdicts": [dataclasses.asdict(verdict) for verdict in found]}
+
+
+def _add_files(app: fastapi.FastAPI, service: validator_service.Service) -> None:
     @app.post("/validate/{file:path}")
     async def validate(file: str, request: fastapi.Request):
         body = await web.read_json(request, MAX_REQUEST_BYTES)
@@ -57,16 +90,6 @@ def make_app(service: validator_service.Service) -> fastapi.FastAPI:
     async def status_group(file: str):
         return _reply(service.status(file, group=True))
 
-    @app.get("/health")
-    async def health():
-        return {"status": "ok", "verdicts": dict(service.counts)}
-
-    @app.exception_handler(ValueError)
-    async def refuse(request, error):
-        return web.error(400, str(error), "invalid_request_error")
-
-    return app
-
 
 def _reply(status: validator_status.Status) -> dict:
     body = dataclasses.asdict(status)
@@ -75,66 +98,97 @@ def _reply(status: validator_status.Status) -> dict:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs the validation service over HTTP until it is interrupted; returns the exit code. Raises ValueError for a wrong option."""
+    """Runs the validator over HTTP until it is interrupted; returns the exit code. Raises ValueError for a wrong option."""
     experiment, workdir = calibrate.load_experiment(args.workdir), pathlib.Path(args.workdir)
     config, weights = experiment.config, args.weights or str(workdir / "weights")
-    if not pathlib.Path(args.rollouts).is_dir():
+    if args.rollouts and not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is not a directory; create it, or give another")
     if args.slash < 0:
         raise ValueError(f"--slash {args.slash} is negative; give the stake to take for an offense, or 0")
     if args.ledger and not args.key:
         raise ValueError(f"--ledger {args.ledger} needs the key that keeps the ledger; give its file with --key")
+    run = args.run or run_directory.public_key(workdir)
+    if run is None or not re.fullmatch("[0-9a-f]{64}", run):
+        raise ValueError(
+            f"the run's public key is {run!r}; give 64 hex digits with --run, or a --workdir with weights.key"
+        )
     if args.bands:
         tolerance, bands = verifier.load_bands(args.bands)
     else:
         tolerance, bands = rules_lib.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
-    stack = contextlib.ExitStack()
-    validator = verifier.Validator(
-        experiment.model,
-        verifier.published(weights, keep=config.rl.max_lag + 2, key=run_directory.public_key(workdir)),
-        dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance),
-        evidence_log.EvidenceLog(bands),
-    )
-    secret = run_directory.secret(workdir, config.seed)
-    with stack:
-        ledger = None
-        if args.ledger:
-            ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, rollout_lib.WorkerKey.load(args.key)))
-        state = validator_state.State(
-            args.state or workdir / "validator.db",
-            validator_state.identity(secret, None if ledger is None else ledger.state.keeper),
-            keep_steps=config.rl.max_lag + 8,
+    with contextlib.ExitStack() as stack:
+        pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=run)
+        rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
+        keep_steps = config.rl.max_lag + 8
+
+        def make_validator(**options) -> verifier.Validator:
+            return verifier.Validator(experiment.model, pull, rules, evidence_log.EvidenceLog(bands, **options))
+
+        key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))
+        judge = judge_lib.Judge(
+            make_validator(count_once=True),
+            key,
+            run,
+            memory=workdir / f"evidence-{key.worker[:16]}.json",
+            keep_steps=keep_steps,
         )
-        service = validator_service.Service(
-            validator,
-            pathlib.Path(args.rollouts),
-            lambda: -1 if (latest := broadcast.latest(weights)) is None else latest,
-            secret=secret,
-            state=state,
-            ledger=ledger,
-            slash=args.slash,
-            eject=args.eject,
-        )
-        stack.callback(service.close)  # first, or the process decides all queued requests before it ends
+        service = None
+        if args.rollouts:
+            ledger = None
+            if args.ledger:
+                ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key))
+            secret = run_directory.secret(workdir, config.seed)
+            state = validator_state.State(
+                args.state or workdir / "validator.db",
+                validator_state.identity(secret, None if ledger is None else ledger.state.keeper),
+                keep_steps=keep_steps,
+            )
+            service = validator_service.Service(
+                make_validator(),
+                pathlib.Path(args.rollouts),
+                lambda: -1 if (latest := broadcast.latest(weights)) is None else latest,
+                secret=secret,
+                state=state,
+                ledger=ledger,
+                slash=args.slash,
+                eject=args.eject,
+            )
+            stack.callback(service.close)  # first, or the process decides all queued requests before it ends
         sock = sockets.listen(args.host, args.port)
-        print(f"validating files under {args.rollouts} on {sockets.address(sock)}", flush=True)
+        if service:
+            print(f"validating files under {args.rollouts} on {sockets.address(sock)}", flush=True)
+        print(f"validating groups of run {run} for trust.validators = {sockets.address(sock)}#{key.worker}", flush=True)
         if args.address_file:
             sockets.announce(args.address_file, sock)
-        web.run(web.server(make_app(service)), sock)
+        web.run(web.server(make_app(service, judge)), sock)
     return 0
+
+
+def show_key(args: argparse.Namespace) -> int:
+    """Prints the public key of a validator, which a run needs in its config; makes the key if it does not exist. Returns 0."""
+    print(own_key(args.key).worker)
+    return 0
+
+
+def own_key(path: str | os.PathLike) -> rollout_lib.WorkerKey:
+    """Returns the key pair in a file, which is made if it does not exist."""
+    if not pathlib.Path(path).exists():
+        rollout_lib.WorkerKey.generate().save(path)
+    return rollout_lib.WorkerKey.load(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command `serve` to its parser."""
     add = parser.add_argument
     add("--workdir", required=True, help="working directory of the run whose config has the rules")
-    add("--rollouts", required=True, help="directory of the files to check")
+    add("--run", help="public key of the run (default: that of <workdir>/weights.key)")
+    add("--rollouts", help="directory of files to check (default: only groups are checked, for an orchestrator)")
     add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
     add("--bands", help="JSON file of calibrate (default: the limits of the config, no sequential tests of replays)")
     add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="paper", help="limits on proofs without --bands")
     add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
     add("--ledger", help="ledger file to write verdicts to")
-    add("--key", help="file of the key that keeps the ledger")
+    add("--key", help="file of this validator's key, made if absent (default: <workdir>/keys/validator.key)")
     add("--slash", type=int, default=0, help="stake to take for an offense")
     add("--eject", action="store_true", help="eject a worker for an offense")
     add("--host", default="127.0.0.1", help="address to listen on")

@@ -121,9 +121,10 @@ class Validator:
             return verdict, frozenset()
         return _first_rejection(self.evidence.add_claims(rollouts)) if split == "train" else verdict, timed_out
 
-    def check_group_with_weights(self, rollouts: Sequence[rollout_lib.Rollout]) -> checks.Verdict:
-        """Replays a group that passed `check_group_without_weights`. Returns the verdict on the group."""
-        return _first_rejection(self.check_with_weights(rollouts))
+    def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
+        """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""
+        found = iter(self.check_with_weights([rollout for group in groups for rollout in group]))
+        return [_first_rejection([next(found) for _ in group]) for group in groups]
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
         """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""

@@ -61,7 +61,7 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
         tmp_path,
         credit=exp.credit,
         key=rollouts.KEY,
-        verdicts=replayer.Replayer(lambda rs: [checks.OK] * len(rs), rollouts.KEY),
+        verdicts=replayer.Replayer(lambda found: [checks.OK] * len(found), rollouts.KEY),
         secret=b"s",
         on_wait=print,
     )

@@ -9,7 +9,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import hmac
-import itertools
 import json
 import threading
 import time
@@ -95,12 +94,7 @@ def make(tmp_path):
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
         if screen:
             hooks["check_group_without_weights"] = screen
-
-        def check_with_weights(rollouts):
-            groups = [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: (r.step, r.task.group))]
-            return [verdict for group in groups for verdict in [check(group)] * len(group)]
-
-        hooks |= {"key": RUN, "verdicts": replayer.Replayer(check_with_weights, RUN)}
+        hooks |= {"key": RUN, "verdicts": replayer.Replayer(lambda groups: [*map(check, groups)], RUN)}
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         return made[-1]
 

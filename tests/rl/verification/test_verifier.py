@@ -92,7 +92,7 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
 def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
     """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
-    verdict = verifier.Validator(MODEL, weights, rules).check_group_with_weights(rollouts)
+    (verdict,) = verifier.Validator(MODEL, weights, rules).check_groups_with_weights([rollouts])
     return None if verdict.accepted else str(verdict)
 
 
@@ -419,7 +419,7 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
     assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
     assert validator.check_group_without_weights(claims(1)) == (checks.OK, {1})
-    assert validator.check_group_with_weights(claims(1)).accepted and len(asked) == 1
+    assert validator.check_groups_with_weights([claims(1)])[0].accepted and len(asked) == 1
     verdict, timed_out = validator.check_group_without_weights(claims(1, 3))  # the other claim is false, and found
     assert verdict.reason == "reward" and "is 0.5, recomputed" in verdict.detail and not timed_out
     assert not validator.check_group_without_weights(claims(1), "held_out")[0].accepted  # it is not a held-out group
@@ -431,7 +431,7 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
 
     def bring(validator, group):
         assert validator.check_group_without_weights(group) == (checks.OK, frozenset())
-        assert validator.check_group_with_weights(group).accepted
+        assert validator.check_groups_with_weights([group])[0].accepted
 
     whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
     for group in (first, second, first):  # the last as after a stale batch

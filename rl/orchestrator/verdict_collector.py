@@ -1,0 +1,312 @@
+"""Collects verdicts on quarantined groups from validators in other processes (`python -m rl.validator serve`).
+
+1. Each group is sent to as many validators as must agree on it (`quorum`), in an order that follows from the secret, so that no
+   worker knows its judges. One request to a validator has as many waiting groups as its replay takes together.
+2. A validator that gives no usable answer within the time limit (it is silent or fails, lacks weights, answers about other bytes, or
+   signs badly) is left alone for a while, for up to a minute after repeated faults. The next one in the order replaces it.
+3. `quorum` equal verdicts decide. Where they differ, further validators are asked; if no quorum is possible, the group is void. A
+   validator that often contradicts the quorum is not asked again in this run.
+4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
+   run fail: the weights are ours.
+
+All state belongs to one event loop in a thread of its own; the other threads only call `ask`, `notice`, `counts`, and `close`.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hmac
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import httpx
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.orchestrator import group_queue, replayer, verdict_source
+from rl.protocol import verdict as verdict_lib
+from rl.verification import checks, verifier
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
+MAX_CONTRADICTIONS = (
+    3  # more than these, and than 1 in 20 of its verdicts: rounding makes honest validators differ now and then
+)
+KEPT = 4096  # decisions, for verdicts that come later
+
+
+@dataclasses.dataclass
+class _Validator:
+    """One validator and its record in this run."""
+
+    url: str
+    key: str
+    free_s: float = -math.inf  # asked again from this time on
+    pause_s: float = FIRST_PAUSE_S
+    problem: str = ""  # of the last request; "": it was answered
+    num_decided: int = 0
+    num_contradictions: int = 0
+
+    @property
+    def is_excluded(self) -> bool:
+        return self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
+
+
+@dataclasses.dataclass
+class _Case:
+    """A group that waits for verdicts."""
+
+    group: group_queue.Key
+    rollouts: Sequence[rollout_lib.Rollout]
+    digest: str
+    order: list[_Validator]
+    since_s: float
+    verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
+    lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
+
+
+class VerdictCollector:
+    """A `VerdictSource` that asks validators elsewhere.
+
+    Args:
+      validators: "http://HOST:PORT#KEY" of each, with its public key.
+      key: the run's, which signs requests.
+      secret: decides which validators judge a group.
+      quorum: how many must agree; 0: more than half of them.
+      verdict_s: seconds that a validator has for a request.
+      on_fault: called with a line for people when a validator begins to fail, recovers, or is not asked again.
+    """
+
+    def __init__(
+        self,
+        validators: Sequence[str],
+        key: rollout_lib.WorkerKey,
+        secret: bytes,
+        *,
+        quorum: int,
+        verdict_s: float,
+        on_fault: Callable[[str], None],
+    ):
+        parts = [one.rpartition("#") for one in validators]
+        self._validators = [_Validator(url.rstrip("/"), key) for url, _, key in parts]
+        self.validators: Sequence[str] = [one.key for one in self._validators]
+        self.quorum = quorum or len(validators) // 2 + 1
+        self._key, self._secret, self._verdict_s, self._on_fault = key, secret, verdict_s, on_fault
+        self._cases: dict[str, _Case] = {}  # by digest
+        self._decided: collections.OrderedDict[str, bool] = collections.OrderedDict()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()  # of the counts
+        self._loop = asyncio.new_event_loop()
+        self._wake, self._stop = asyncio.Event(), asyncio.Event()
+
+    def start(self, decide: verdict_source.Decide, fail: Callable[[BaseException], None]) -> None:
+        """Starts the thread of the event loop."""
+        self._decide, self._fail = decide, fail
+        self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
+        self._thread.start()
+
+    def ask(self, key: group_queue.Key, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> None:
+        """Queues a group for the validators; returns immediately."""
+        draws = {
+            one.key: hmac.digest(self._secret, f"{digest}/{one.key}".encode(), "sha256") for one in self._validators
+        }
+        order = sorted(self._validators, key=lambda one: draws[one.key])
+        self._loop.call_soon_threadsafe(self._add, _Case(key, rollouts, digest, order, time.monotonic()))
+
+    def notice(self) -> str:
+        """Returns the validators that do not answer or are not asked again, with the reason, or ""."""
+        silent = [f"{one.url} ({one.problem})" for one in self._validators if one.problem and not one.is_excluded]
+        excluded = [one.url for one in self._validators if one.is_excluded]
+        parts = (("validators without an answer", silent), ("validators that contradict the others", excluded))
+        return "; ".join(f"{name}: {', '.join(found)}" for name, found in parts if found)
+
+    def counts(self) -> dict[str, float]:
+        """Returns the faults and contradictions of validators since the last call, and how many are not asked again."""
+        with self._lock:
+            counts, self._counts = self._counts, collections.Counter()
+        names = ("validator_faults", "validator_contradictions")
+        num_excluded = float(sum(one.is_excluded for one in self._validators))
+        return {name: float(counts[name]) for name in names} | {"validators_excluded": num_excluded}
+
+    def close(self) -> None:
+        """Cancels all requests and ends the thread."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    # ---- in the event loop
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:  # ends the run: no other code reads the result of this thread
+            self._fail(error)
+
+    async def _main(self) -> None:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:  # `_exchange` has the time limit
+            tasks = [asyncio.ensure_future(self._serve(http, one)) for one in self._validators]
+            stop = asyncio.ensure_future(self._stop.wait())
+            try:
+                done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in (stop, *tasks):
+                    task.cancel()
+                await asyncio.gather(stop, *tasks, return_exceptions=True)
+
+    def _add(self, case: _Case) -> None:
+        self._cases[case.digest] = case
+        self._notify()
+
+    def _notify(self) -> None:
+        wake, self._wake = self._wake, asyncio.Event()
+        wake.set()
+
+    async def _serve(self, http: httpx.AsyncClient, validator: _Validator) -> None:
+        """Sends waiting groups to one validator, for ever."""
+        while True:
+            wake, now_s = self._wake, time.monotonic()
+            wanted = [case for case in self._cases.values() if self._wants(case, validator, now_s)]
+            if not wanted:
+                left_s = validator.free_s - now_s
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), left_s if left_s > 0 else None)
+                continue
+            batch = replayer.take_batch([(case.group, case.rollouts, case.digest) for case in wanted], *_LIMITS)
+            await self._request(http, validator, [self._cases[digest] for _, _, digest in batch])
+
+    def _wants(self, case: _Case, validator: _Validator, now_s: float) -> bool:
+        """Returns True if `validator` is one of the next in the order of a group that has too few equal verdicts."""
+        missing = self.quorum - max(_votes(case).values())
+        able = (one for one in case.order if one.key not in case.verdicts and _is_able(one, now_s))
+        return validator in [one for _, one in zip(range(missing), able, strict=False)]
+
+    async def _request(self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]) -> None:
+        """Asks a validator about groups, and records its verdicts or its fault."""
+        problem, found = "", []
+        try:
+            async with asyncio.timeout(self._verdict_s):
+                found = await self._exchange(http, validator, cases)
+        except TimeoutError:
+            problem = f"no answer in {self._verdict_s:g} s"
+        except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = str(error) or type(error).__name__
+        for case, verdict in zip(cases, found, strict=False):
+            if verdict.reason == "weights":
+                problem = f"it lacks the weights of group {'/'.join(map(str, case.group))}: {verdict.detail}"
+                case.lack_weights.add(validator.key)
+            else:
+                case.lack_weights.discard(validator.key)
+                self._vote(case, validator, verdict)
+        self._note(validator, problem)
+        for case in cases:
+            self._check_weights(case)
+        self._notify()
+
+    async def _exchange(
+        self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]
+    ) -> list[verdict_lib.SignedVerdict]:
+        """Returns a validator's verdicts on groups, in their order. Raises ValueError if they are not its own, on exactly these groups."""
+        rollouts = [rollout for case in cases for rollout in case.rollouts]
+        body = await asyncio.to_thread(parquet.to_bytes, rollouts)
+        headers = {"authorization": verdict_lib.authorization(self._key, validator.key, body)}
+        reply = bytearray()
+        async with http.stream("POST", f"{validator.url}/verdicts", content=body, headers=headers) as response:
+            async for chunk in response.aiter_raw():
+                reply += chunk
+                if len(reply) > MAX_REPLY_BYTES:
+                    raise ValueError(f"its reply exceeds {MAX_REPLY_BYTES} bytes")
+        if response.status_code != 200:
+            raise ValueError(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
+        try:
+            answers = json.loads(bytes(reply))["verdicts"]
+            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answers)}
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"its reply has no verdicts: {error}") from error
+        for case in cases:
+            expected = self._key.worker, *case.group, case.digest, validator.key
+            one = verdicts.get(case.digest)
+            if one is None or (one.run, one.split, one.step, one.group, one.digest, one.validator) != expected:
+                raise ValueError(f"its reply has no verdict of its own on group {'/'.join(map(str, case.group))}")
+        return [verdicts[case.digest] for case in cases]
+
+    def _vote(self, case: _Case, validator: _Validator, verdict: verdict_lib.SignedVerdict) -> None:
+        """Counts one verdict, and decides the group if it has a quorum, or cannot get one any more."""
+        if self._cases.get(case.digest) is not case:  # it comes late
+            if case.digest in self._decided:
+                self._compare(validator, verdict, self._decided[case.digest])
+            self._decide(case.group, case.digest, None, [verdict])
+            return
+        case.verdicts[validator.key] = verdict
+        votes = _votes(case)
+        num_open = sum(one.key not in case.verdicts and not one.is_excluded for one in case.order)
+        if max(votes.values()) >= self.quorum:
+            accepted = votes[True] >= self.quorum
+            self._decided[case.digest] = accepted
+            while len(self._decided) > KEPT:
+                self._decided.popitem(last=False)
+            for one in case.order:
+                if one.key in case.verdicts:
+                    self._compare(one, case.verdicts[one.key], accepted)
+            first = next(one for one in case.verdicts.values() if one.accepted == accepted)
+            self._finish(case, checks.Verdict(first.reason, first.detail))
+        elif min(votes.values()) and max(votes.values()) + num_open < self.quorum:
+            self._finish(case, verdict_source.UNDECIDED)
+
+    def _finish(self, case: _Case, verdict: checks.Verdict) -> None:
+        del self._cases[case.digest]
+        self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
+
+    def _compare(self, validator: _Validator, verdict: verdict_lib.SignedVerdict, accepted: bool) -> None:
+        """Counts a verdict against its validator if the quorum decided otherwise, unless it rests on evidence that others may lack."""
+        validator.num_decided += 1
+        if verdict.accepted != accepted and verdict.reason != "statistics":
+            self._count("validator_contradictions")
+            was_excluded = validator.is_excluded
+            validator.num_contradictions += 1
+            if validator.is_excluded and not was_excluded:
+                found = f"{validator.num_contradictions} of its {validator.num_decided} verdicts contradict the others"
+                self._on_fault(f"validator {validator.url} is not asked again: {found}")
+
+    def _note(self, validator: _Validator, problem: str) -> None:
+        """Records the outcome of a request: after a fault (`problem`), the validator is left alone for a time that doubles."""
+        if bool(problem) != bool(validator.problem):
+            state = f"is replaced by others for now: {problem}" if problem else "answers again"
+            self._on_fault(f"validator {validator.url} {state}")
+        validator.problem = problem
+        if problem:
+            self._count("validator_faults")
+            validator.free_s = time.monotonic() + validator.pause_s
+        validator.pause_s = min(2 * validator.pause_s, MAX_PAUSE_S) if problem else FIRST_PAUSE_S
+
+    def _check_weights(self, case: _Case) -> None:
+        """Fails the run if every validator that is asked lacks the weights of a group, and the time limit is over for it."""
+        asked = {one.key for one in case.order if not one.is_excluded}
+        is_late = time.monotonic() - case.since_s > self._verdict_s
+        if self._cases.get(case.digest) is case and asked and asked <= case.lack_weights and is_late:
+            found = f"no validator can pull the weights that group {'/'.join(map(str, case.group))} names"
+            self._fail(ValueError(f"{found}; check the published weights of the run, and --weights of the validators"))
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+_LIMITS = verifier.MAX_REPLAY_ROWS, verifier.MAX_REPLAY_TOKENS
+
+
+def _votes(case: _Case) -> dict[bool, int]:
+    """Returns how many validators that are not excluded accept a group, and how many reject it."""
+    cast: Iterable[bool] = [
+        case.verdicts[v.key].accepted for v in case.order if v.key in case.verdicts and not v.is_excluded
+    ]
+    return {accepted: sum(vote == accepted for vote in cast) for accepted in (True, False)}
+
+
+def _is_able(validator: _Validator, now_s: float) -> bool:
+    return not validator.is_excluded and validator.free_s <= now_s

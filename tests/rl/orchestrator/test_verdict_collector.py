@@ -1,0 +1,202 @@
+"""Verdicts of validators elsewhere, over HTTP: quorums, and validators that are silent, broken, or lie."""
+
+import random
+import time
+
+import pytest
+
+from configs import quickstart
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.orchestrator import verdict_collector
+from rl.protocol import task_schedule
+from rl.protocol import verdict as verdict_lib
+from tests.support import proxy, validators
+from tests.support.groups import answers
+
+RUN, WORKER = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+BAD = frozenset({1, 4})  # the groups that honest validators reject
+
+
+def groups(count, step=1):
+    config = quickstart.get_config()
+    config.rl.prompts_per_step = count
+    return task_schedule.train_groups(experiment.resolve(config).config, step)
+
+
+def judge(rollouts):
+    """An honest validator."""
+    return (False, "sampling") if rollouts[0].task.group in BAD else (True, "ok")
+
+
+def opposite(rollouts):
+    accepted, _ = judge(rollouts)
+    return (False, "toploc") if accepted else (True, "ok")
+
+
+def double(**options):
+    return validators.Double(RUN.worker, **{"judge": judge} | options)
+
+
+class Collected:
+    """A collector over these doubles, its decisions, and its lines for people."""
+
+    def __init__(self, names, *, quorum=0, verdict_s=60.0):
+        self.lines = []
+        options = dict(quorum=quorum, verdict_s=verdict_s, on_fault=self.lines.append)
+        self.source = verdict_collector.VerdictCollector(names, RUN, b"secret", **options)
+        self.decisions = validators.Decisions(self.source)
+
+    def ask(self, asked):
+        for group in asked:
+            rollouts = [rollout_lib.sign(r, WORKER) for r in answers(group)]
+            self.source.ask(group.key, rollouts, verdict_lib.group_digest(rollouts))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.source.close()
+
+
+def honest(count):
+    return {("train", 1, n): "sampling" if n in BAD else "ok" for n in range(count)}
+
+
+def test_a_majority_decides_and_no_more_are_asked_than_needed():
+    doubles = [double() for _ in range(3)]
+    with validators.served(*doubles) as names, Collected(names) as collected:
+        collected.ask(groups(12))
+        assert collected.decisions.wait(12) == honest(12)
+        assert collected.source.notice() == "" and collected.lines == []
+        for key, signed in collected.decisions.signed.items():
+            assert len({one.validator for one in signed}) == 2 and all(one.check() for one in signed), key
+        asked = [group for one in doubles for request in one.asked for group in request]
+    assert len(asked) == 24 and all(one.asked for one in doubles)  # by lot: each judges some
+    assert collected.source.counts() == {
+        "validator_faults": 0,
+        "validator_contradictions": 0,
+        "validators_excluded": 0,
+    }
+
+
+def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
+    monkeypatch.setattr(verdict_collector, "_LIMITS", (16, 10**6))  # rows: two groups of 8
+    one = double()
+    with validators.served(one) as names, Collected(names) as collected:
+        late, early = groups(5, 2), groups(4, 1)
+        collected.source._loop.call_soon_threadsafe(time.sleep, 0.3)  # all are there before the first request
+        collected.ask([*late, *early])
+        collected.decisions.wait(9)
+    assert sorted(map(len, one.asked)) == [1, 2, 2, 2, 2]
+    assert [group for request in one.asked for group in request] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("misdeed", validators.MISDEEDS)
+def test_a_validator_at_fault_is_replaced_and_named(misdeed):
+    bad = double(act=validators.MISDEEDS[misdeed])
+    doubles = [bad, double(), double()]
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.5) as collected:
+        collected.ask(groups(6))
+        assert collected.decisions.wait(6) == honest(6)
+        assert (
+            bad.asked and bad.url in collected.source.notice() and collected.lines[0].startswith(f"validator {bad.url}")
+        )
+        assert collected.source.counts()["validator_faults"] >= 1 and not collected.decisions.failures
+        for signed in collected.decisions.signed.values():
+            assert bad.key.worker not in {one.validator for one in signed}
+
+
+def test_a_stopped_validator_is_asked_again_when_it_is_back(monkeypatch):
+    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
+    one = double(act=validators.MISDEEDS["another status"])
+    with validators.served(one) as names, Collected(names) as collected:
+        collected.source._validators[0].pause_s = 0.05
+        collected.ask(groups(3))
+        proxy.wait_until(lambda: len(one.asked) >= 3)
+        assert collected.decisions.found == {}  # quarantined as long as nobody vouches for them
+        assert "status 503" in collected.source.notice()
+        one.act = None
+        assert collected.decisions.wait(3) == honest(3)
+        assert collected.source.notice() == "" and collected.lines[-1].endswith("answers again")
+
+
+def test_a_liar_is_outvoted_counted_and_excluded():
+    """One of three: each of its lies costs a third verdict, until it is not asked any more."""
+    liar = double(judge=opposite)
+    doubles = [double(), liar, double()]
+    with validators.served(*doubles) as names, Collected(names) as collected:
+        for step in range(1, 9):
+            collected.ask(groups(4, step))
+            found = collected.decisions.wait(4 * step)
+        assert {key: reason for key, reason in found.items() if reason != "ok"} == {
+            ("train", 1, 1): "sampling",
+            ("train", 2, 4): "sampling",
+        }
+        proxy.wait_until(lambda: collected.source.counts()["validators_excluded"] == 1)
+        assert "contradict the others" in collected.source.notice() and liar.url in collected.source.notice()
+        before = len(liar.asked)
+        collected.ask(groups(4, 9))
+        collected.decisions.wait(36)
+        assert len(liar.asked) == before
+
+
+def test_evidence_that_others_lack_is_no_contradiction():
+    """The sum of small deviations over the groups that one validator saw: the quorum decides, and nobody is excluded."""
+    doubles = [double(judge=lambda rollouts: (False, "statistics")), double(), double()]
+    with validators.served(*doubles) as names, Collected(names) as collected:
+        for step in range(1, 9):
+            collected.ask(groups(4, step))
+            collected.decisions.wait(4 * step)
+        counts = collected.source.counts()
+    assert counts["validator_contradictions"] == counts["validators_excluded"] == 0
+
+
+def test_two_that_contradict_each_other_decide_nothing_and_the_group_is_void():
+    doubles = [double(), double(judge=opposite)]
+    with validators.served(*doubles) as names, Collected(names) as collected:
+        collected.ask(groups(3))
+        assert set(collected.decisions.wait(3).values()) == {"undecided"}
+        assert collected.source.counts()["validators_excluded"] == 0  # either may be right
+
+
+def test_without_weights_anywhere_the_run_fails_and_not_before_the_limit():
+    doubles = [double(act=validators.MISDEEDS["no weights"]) for _ in range(3)]
+    with validators.served(*doubles) as names, Collected(names, verdict_s=1.5) as collected:
+        begun = time.monotonic()
+        collected.ask(groups(1))
+        proxy.wait_until(lambda: collected.decisions.failures)
+        assert time.monotonic() - begun > 1.5 and "no validator can pull the weights" in str(
+            collected.decisions.failures[0]
+        )
+        assert collected.decisions.found == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_minority_of_validators_changes_no_decision(seed, monkeypatch):
+    """Of n validators, fewer than half do anything, and change their mind; all groups are decided as the honest ones say."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
+    num = rng.choice([3, 4, 5, 7])
+    acts = [None, *validators.MISDEEDS.values()]
+
+    def moody(found, key):
+        act = rng.choice(acts)
+        return act(found, key) if act else found
+
+    bad = [double(judge=rng.choice([judge, opposite]), act=moody) for _ in range((num - 1) // 2)]
+    doubles = [*bad, *(double() for _ in range(num - len(bad)))]
+    rng.shuffle(doubles)
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.5) as collected:
+        for step in range(1, 5):
+            collected.ask(groups(6, step))
+            found = collected.decisions.wait(6 * step)
+        assert {key: reason for key, reason in found.items() if reason != "ok"} == {
+            ("train", 1, n): "sampling" for n in BAD
+        }
+        assert not collected.decisions.failures
+        quorum = num // 2 + 1
+        for key, signed in collected.decisions.signed.items():
+            expected = key[2] not in BAD
+            assert sum(one.accepted == expected and one.check() for one in signed) >= quorum

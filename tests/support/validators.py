@@ -1,0 +1,118 @@
+"""Validators for tests: an HTTP server that signs scripted verdicts, and ways to misbehave."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import threading
+
+import fastapi
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from inference.server import web
+from rl.protocol import verdict as verdict_lib
+from tests.support import serving
+
+
+@dataclasses.dataclass
+class Double:
+    """A validator of run `run` that answers (accepted, reason) per group by `judge`; `act` may misbehave before or after.
+
+    `act(verdicts, key)` returns the verdicts to send, or a `fastapi.Response`; it may raise or sleep.
+    """
+
+    run: str
+    judge: object = lambda rollouts: (True, "ok")
+    act: object = None
+    key: rollout_lib.WorkerKey = dataclasses.field(default_factory=rollout_lib.WorkerKey.generate)
+    asked: list = dataclasses.field(default_factory=list)  # the numbers of the groups of each request
+    url: str = ""
+
+    @property
+    def name(self):
+        return f"{self.url}#{self.key.worker}"
+
+    def app(self):
+        app = fastapi.FastAPI()
+        requests = verdict_lib.RequestVerifier(self.run, self.key.worker)
+
+        @app.post("/verdicts")
+        async def verdicts(request: fastapi.Request):
+            requests.verify(request.headers["authorization"])
+            groups = collections.defaultdict(list)
+            for rollout in parquet.from_bytes(await web.read_body(request)):
+                groups[rollout.step, rollout.task.group].append(rollout)
+            self.asked.append([group for _, group in groups])
+            found = []
+            for (step, group), rollouts in groups.items():
+                digest = verdict_lib.group_digest(rollouts)
+                accepted, reason = self.judge(rollouts)
+                found.append(verdict_lib.SignedVerdict(self.run, "train", step, group, digest, accepted, reason))
+            found = [one.sign(self.key) for one in found]
+            if self.act:
+                found = self.act(found, self.key)
+                found = await found if asyncio.iscoroutine(found) else found
+            if isinstance(found, fastapi.Response):
+                return found
+            return {"verdicts": [dataclasses.asdict(one) for one in found]}
+
+        return app
+
+
+@contextlib.contextmanager
+def served(*doubles):
+    """Serves the doubles, each in a thread, and sets their URLs."""
+    with contextlib.ExitStack() as stack:
+        for double in doubles:
+            double.url = stack.enter_context(serving.in_thread(double.app()))
+        yield [double.name for double in doubles]
+
+
+def changed(**fields):
+    """Signs verdicts with other fields, such as another digest."""
+    return lambda found, key: [dataclasses.replace(one, **fields).sign(key) for one in found]
+
+
+async def silence(found, key):
+    await asyncio.sleep(2)
+
+
+MISDEEDS = {
+    "sleeps": silence,
+    "errs": lambda found, key: 1 / 0,
+    "another status": lambda found, key: fastapi.Response("{}", 503),
+    "no JSON": lambda found, key: fastapi.Response(b"\xff\x00"),
+    "another shape": lambda found, key: fastapi.Response('{"verdicts": 3}'),
+    "a deep reply": lambda found, key: fastapi.Response("[" * 10**5),
+    "a long reply": lambda found, key: fastapi.Response(b" " * 2**21),
+    "nothing": lambda found, key: [],
+    "another digest": changed(digest="0" * 64),
+    "another group": changed(group=99),
+    "another run": changed(run="0" * 64),
+    "another key": lambda found, key: [one.sign(rollout_lib.WorkerKey.generate()) for one in found],
+    "bad signatures": lambda found, key: [dataclasses.replace(one, signature="00" * 64) for one in found],
+    "no weights": lambda found, key: changed(accepted=False, reason="weights")(found, key),
+}
+
+
+class Decisions:
+    """Collects the decisions and failures of a source of verdicts."""
+
+    def __init__(self, source):
+        self.changed, self.found, self.failures = threading.Condition(), {}, []
+        self.signed = collections.defaultdict(list)
+        source.start(self.decide, self.failures.append)
+
+    def decide(self, key, digest, verdict, signed):
+        with self.changed:
+            self.signed[key] += signed
+            if verdict is not None:
+                assert key not in self.found, key
+                self.found[key] = verdict.reason
+            self.changed.notify_all()
+
+    def wait(self, count, timeout_s=60):
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.found) >= count, timeout_s), self.found
+        return self.found
