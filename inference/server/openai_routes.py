@@ -262,7 +262,7 @@ async def _reply(
     requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
     make_format = functools.partial(
         format_type, server.engine.tokenizer, body
-    )  # of a request that the scheduler accepted
+    )  # once the scheduler accepted the request
     head = {
         "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,
