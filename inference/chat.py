@@ -130,8 +130,9 @@ def main(argv: list[str] | None = None) -> int:
             if args.url:
                 http.get("/health")  # a wrong URL is reported before the first message
             talk(http, options, args.system)
-    except httpx.HTTPError as error:
-        print(f"error: no reply from {url}: {error}; start a server there, or correct --url", file=sys.stderr)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        remedy = "start a server there, or correct --url" if args.url else "its server ended; start the command again"
+        print(f"error: no reply from {url}: {error}; {remedy}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

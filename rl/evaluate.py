@@ -63,7 +63,7 @@ def held_out(
         writer.write(version, "evaluation", values | {"time/eval_s": time.perf_counter() - begun})
     shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
     progress.say(f"held-out, version {version}: {shown}")
-    return next(value for name, value in result.items() if name.startswith("avg@"))
+    return _mean_reward(result)
 
 
 def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
@@ -80,9 +80,10 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     return result | {"num_tasks": len(groups)}
 
 
-def is_done(workdir: pathlib.Path, step: int) -> bool:
-    """Returns True if evaluations.json has scores of `step`. A run may end between a checkpoint and its evaluation."""
-    return any(entry["step"] == step for entry in _entries(workdir / "evaluations.json"))
+def saved_score(workdir: pathlib.Path, step: int) -> float | None:
+    """Returns the mean held-out reward of `step` in evaluations.json; None if a run ended between its checkpoint and its evaluation."""
+    found = [entry["scores"] for entry in _entries(workdir / "evaluations.json") if entry["step"] == step]
+    return _mean_reward(found[0]) if found else None
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
@@ -94,6 +95,10 @@ def summary(workdir: pathlib.Path) -> list[str]:
         for name in entries[-1]["scores"]
         if name != "num_tasks" and name in entries[0]["scores"]
     ]
+
+
+def _mean_reward(result: dict[str, float]) -> float:
+    return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:

@@ -74,8 +74,9 @@ def train(
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
         score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
-        if orchestrator and _is_scored(config, start) and not evaluate.is_done(workdir, start):
-            checkpointer.score(start, score(start))
+        if orchestrator and _is_scored(config, start):
+            saved_score = evaluate.saved_score(workdir, start)
+            checkpointer.score(start, score(start) if saved_score is None else saved_score)
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()

@@ -247,9 +247,7 @@ async def _reply(
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
     requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
-    make_format = functools.partial(
-        format_type, server.engine.tokenizer, body
-    )  # of a request that the scheduler accepted
+    make_format = functools.partial(format_type, server.engine.tokenizer, body)  # called for accepted requests
     head = {
         "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,

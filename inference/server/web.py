@@ -75,8 +75,8 @@ def server(
 def run(server: uvicorn.Server, sock: socket.socket) -> None:
     """Serves on a listening socket until SIGTERM, Ctrl-C or `should_exit`, then returns, so that the caller can clean up."""
     if threading.current_thread() is threading.main_thread():
-        # uvicorn raises the signal again after its shutdown, which would end the process.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        # uvicorn replaces this handler during its own run, and raises the signal again afterwards, which would end the process.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[sock])
 

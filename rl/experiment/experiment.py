@@ -285,8 +285,8 @@ def flat(tree: dict) -> dict:
 
 def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # A function in a config file is the user's: only its traceback shows where it failed.
-    return ROOT in file.parents and ROOT / "configs" not in file.parents and "site-packages" not in file.parts
+    # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
+    return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -258,7 +258,7 @@ def _several_optimizer_steps(learner, state, micro_batches):
 
     Step k of n takes the micro-batches k, k + n, ...: neighbors have rows of similar length, and so every step gets
     long and short rows. After a step whose gradient was not finite, no further step is applied. Metrics are means over
-    the tokens that any component trains.
+    the steps, by the tokens that each metric is about (`_weight`).
     """
     most = learner.objective.optimizer_steps
     stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
@@ -269,9 +269,10 @@ def _several_optimizer_steps(learner, state, micro_batches):
         counts = objective_lib.count(micro_batches, k, stride)
         grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
         after, metrics = update(learner, before, grads, metrics, counts, is_good)
-        weighted = jax.tree.map(lambda x: x * counts.trained, metrics)
+        weights = {name: _weight(name, counts) for name in metrics}
         is_good &= metrics["loss/skipped"] == 0
-        return (after.params, after.opt_state, is_good), (weighted, counts.trained, counts.tokens)
+        weighted = {name: value * weights[name] for name, value in metrics.items()}
+        return (after.params, after.opt_state, is_good), (weighted, weights, counts.tokens)
 
     def add(k, carry_and_total):
         carry, weighted = step(k, carry_and_total[0])
@@ -279,11 +280,20 @@ def _several_optimizer_steps(learner, state, micro_batches):
 
     carry = state.params, state.opt_state, jnp.array(True)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, carry)[1])
-    (params, opt_state, _), (total, trained, tokens) = jax.lax.fori_loop(0, stride, add, (carry, zeros))
-    metrics = jax.tree.map(lambda x: x / jnp.maximum(trained, 1.0), total) | {"loss/num_tokens": tokens}
+    (params, opt_state, _), (totals, weights, tokens) = jax.lax.fori_loop(0, stride, add, (carry, zeros))
+    metrics = {name: total / jnp.maximum(weights[name], 1.0) for name, total in totals.items()}
+    metrics |= {"loss/num_tokens": tokens}
     taken = stride.astype(jnp.float32)
     metrics |= {"loss/optimizer_steps": taken, "loss/optimizer_steps_missing": most - taken}
     return state.replace(params=params, opt_state=opt_state), metrics
+
+
+def _weight(name: str, counts: objective_lib.Counts) -> jax.Array:
+    """Returns the number of tokens that the metric `name` of an optimizer step is a mean over, or those of the whole step."""
+    if name in ("loss/ce", "loss/ref_kl"):
+        return getattr(counts, name.removeprefix("loss/"))
+    whole = ("loss/total", "loss/skipped", "loss/grad_norm", "loss/router_balance", "grad_norm/", "moe/")
+    return counts.trained if name.startswith(whole) else counts.tokens
 
 
 def _score_batch(learner, params, batch: packing.TrainBatch) -> jax.Array:

@@ -111,8 +111,8 @@ class Validator:
     ) -> tuple[checks.Verdict, frozenset[int]]:
         """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
 
-        Returns (verdict on the group, timed_out): `timed_out` are the samples whose reward our scorer could not recompute in time. A timeout does not reject the group: it sets that sample's reward to 0, as it does
-        when the worker's own scorer times out.
+        Returns (verdict on the group, timed_out): `timed_out` are the samples whose reward our scorer could not recompute in
+        time. A timeout does not reject the group: it sets that sample's reward to 0, as when the worker's own scorer times out.
         """
         found = self.check_without_weights(rollouts, split=split)
         timed_out = frozenset(r.sample for r, v in zip(rollouts, found, strict=True) if v.reason == "unscored")
@@ -155,7 +155,10 @@ def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:
-    """Returns a function from policy version to params: pulls it from `root` (directory or URL), signed by `key` (None: by any); caches `keep` versions."""
+    """Returns a function from policy version to params, which it pulls from `root`, a directory or URL.
+
+    `key` must have signed the version (None: no signature needed). The function caches `keep` versions.
+    """
     cached: dict[int, transformer.Params] = {}
 
     def weights(version: int) -> transformer.Params:

@@ -51,9 +51,9 @@ class Connection:
         text_bytes, body_bytes = HEAD.unpack(self._read(HEAD.size))
         most = MAX_HEADER_BYTES if timeout_s is None else MAX_HELLO_BYTES
         if text_bytes > most or (timeout_s is not None and body_bytes):
-            limits = f"more than the {most} and {'any' if timeout_s is None else 0} allowed"
+            limits = f"at most {most} bytes of JSON" + (" and no data" if timeout_s is not None else "")
             claim = f"a message's header claims {text_bytes} bytes of JSON and {body_bytes} of data"
-            raise OSError(f"{claim}, {limits}; another service may use this port")
+            raise OSError(f"{claim}, {limits} are allowed; another service may use this port")
         return json.loads(self._read(text_bytes)), self._read(body_bytes)
 
     def _read(self, num_bytes: int) -> bytearray:

@@ -120,7 +120,9 @@ def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scor
     assert config.warmup_steps > 1
     rates = [line["optimizer/learning_rate"] for line in lines if line["phase"] == "rl"]
     assert rates == pytest.approx([config.learning_rate / config.warmup_steps] * 2)
+    (tmp_path / "w" / "checkpoints" / "best.json").unlink()  # as if killed after evaluations.json was written
     assert run_main(own_loss) == [0, 2]
+    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
 
 
 @pytest.mark.parametrize("spoiled", ["loss/total", "loss/own"])

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -20,6 +21,18 @@ from tests.support import serving
 
 BUDGET, BODY, WAIT_S = 2**20, 2**18, 30
 PARTS = 16  # of a body, as it is sent
+
+
+def test_sigterm_before_the_first_request_ends_the_server():
+    """The address may be announced before uvicorn has its own handler."""
+    server, before = web.server(fastapi.FastAPI()), signal.getsignal(signal.SIGTERM)
+    serve = server.run
+    server.run = lambda **options: (signal.raise_signal(signal.SIGTERM), serve(**options))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            web.run(server, sock)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
 
 
 class Locked(orchestrator_lib.Orchestrator):
-    """Fails on an access of its own to a group, and on a change, without the lock that guards them."""
+    """Fails on `entries[key]` of its own, and on setting an attribute, without the lock that guards them."""
 
     def __init__(self, *args, drawn=None, **options):
         self._drawn = drawn

@@ -243,14 +243,15 @@ def test_the_routes(service):
     thread.join()
 
 
-def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     exp = doubles.experiment(prompts=2)
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
     closed, pulled, key = [], [], run_directory.signing_key(tmp_path).worker
 
     def run(sockets):
         sockets[0].close()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     server = types.SimpleNamespace(run=run)
     monkeypatch.setattr(routes.web, "server", lambda app: server)
